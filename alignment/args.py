@@ -1,0 +1,264 @@
+"""The arguments of every command: frozen dataclasses, filled from a preset and overridden by flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import tyro
+
+from alignment.errors import UserError
+
+PRESETS = Path(__file__).parent / "presets"
+
+# The keys of grpo.LOSSES and grpo.SUMS, written out so that reading arguments does not load torch; a test holds them equal.
+LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
+LossNormalization = Literal["sequence_mean", "token_mean", "constant"]
+
+
+@dataclass(frozen=True)
+class Args:
+    """What every command shares."""
+
+    preset: str = "tiny"
+    """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
+
+    task: str = "arithmetic"
+    """Where problems and rewards come from: arithmetic, gsm8k."""
+    dataset_path: str = ""
+    """Folder of the task's files; empty: where the task's download command puts them."""
+    model: str = "tiny"
+    """Base model: "tiny" or "smollm2" (built here, no download), a local Hugging Face folder, or a hub name."""
+    sft_base: str = "checkpoints/tiny_sft"
+    """Folder of the warmed-up model: `sft` writes it, `train_rl` starts from it; empty: start from --model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of matrix products; auto: bfloat16 on GPUs, float32 on CPUs. Trained weights are always kept in float32."""
+
+    sampler: Literal["auto", "transformers", "vllm"] = "auto"
+    """Engine that draws completions; auto: vllm where it is installed, else transformers."""
+    sample_device: str | None = None
+    """Device of the sampler, such as cuda:7; by default the last GPU."""
+    reference_model_device: str | None = None
+    """Device of the reference (old-policy) model; by default the last GPU but one."""
+    eval_device: str | None = None
+    """Device of the evaluation sampler; by default the last GPU but two."""
+    policy_devices: tuple[str, ...] = ()
+    """Devices the policy is split over; by default every GPU that no other role holds."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that vLLM may take; by default 0.9 on a GPU of its own, 0.4 on a shared one."""
+
+    max_new_tokens: int = 48
+    """Longest response, in tokens."""
+    sampling_temperature: float = 1.0
+    """Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only)."""
+    sampling_top_p: float = 1.0
+    """Nucleus of training and evaluation samples: the most likely tokens whose probability reaches this."""
+    max_problems: int = 512
+    """Problems in an evaluation; 0: all of the test split."""
+
+    seed: int = 0
+    """Seed of data order, initialisation and sampling."""
+    output_dir: str = "checkpoints"
+    """Folder that holds the run folders."""
+    run_name: str = ""
+    """Name of the run's folder; empty: made from the preset, the command and the seed."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, "--max_new_tokens", self.max_new_tokens, "at least 1")
+        _require(self.sampling_temperature >= 0, "--sampling_temperature", self.sampling_temperature, "0 (greedy) or more")
+        _require(0 < self.sampling_top_p <= 1, "--sampling_top_p", self.sampling_top_p, "above 0 and at most 1")
+        _require(self.max_problems >= 0, "--max_problems", self.max_problems, "0 (all) or more")
+        _require(self.seed >= 0, "--seed", self.seed, "0 or more")
+        share = self.gpu_memory_utilization
+        _require(share is None or 0 < share <= 1, "--gpu_memory_utilization", share, "above 0 and at most 1")
+        _require(
+            self.run_name not in (".", "..") and Path(self.run_name).name == self.run_name,
+            "--run_name", self.run_name, "a plain folder name without slashes",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EvaluateArgs(Args):
+    """Sample answers to the test problems, score them, and print the averages with their 95 % intervals."""
+
+    num_samples: int = 1
+    """Samples a problem; above 1 adds pass@k and maj@k."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.num_samples >= 1, "--num_samples", self.num_samples, "at least 1")
+
+
+@dataclass(frozen=True)
+class SFTArgs(Args):
+    """Fine-tune the base model on worked solutions, response tokens only, and save it to --sft_base."""
+
+    num_steps: int = 1000
+    """Optimiser steps."""
+    batch_size: int = 64
+    """Sequences an optimiser step."""
+    micro_batch_tokens: int = 16384
+    """Tokens, padding included, in one forward and backward. Changes memory and speed, never the gradient."""
+    curriculum: bool = False
+    """Take the demonstrations in the task's own order instead of shuffling them."""
+    learning_rate: float = 3e-3
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 50
+    """Steps of linear rise of the learning rate, before a linear fall to a tenth of it."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which the gradient is scaled down."""
+    eval_interval: int = 250
+    """Steps between measurements of the validation loss."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.sft_base != "", "--sft_base", self.sft_base, "the folder to save the model to")
+        _require_positive(self, "num_steps", "batch_size", "micro_batch_tokens", "learning_rate", "max_grad_norm", "eval_interval")
+        _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
+
+
+@dataclass(frozen=True)
+class RLArgs(Args):
+    """Train the policy by policy gradients on verifiable rewards."""
+
+    loss_type: LossType = "grpo_clip"
+    """no_baseline and reinforce_with_baseline: REINFORCE without and with the group mean; grpo_clip: GRPO."""
+    group_size: int = 8
+    """Responses sampled for each prompt."""
+    prompts_per_rollout: int = 32
+    """Prompts sampled at each step; a rollout has prompts x group size responses."""
+    num_steps: int = 60
+    """Rollout steps."""
+    epochs_per_rollout: int = 1
+    """Passes over each rollout."""
+    train_mini_batch_size: int = 0
+    """Responses an optimiser update; 0: the whole rollout. More than one update a rollout makes old log-probs needed."""
+    micro_batch_tokens: int = 16384
+    """Tokens, padding included, in one forward and backward. Changes memory and speed, never the gradient."""
+    learning_rate: float = 2e-4
+    """Peak learning rate of AdamW (betas 0.9, 0.95)."""
+    warmup_steps: int = 5
+    """Updates of linear rise of the learning rate, constant after."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which the gradient is scaled down."""
+    cliprange: float = 0.2
+    """GRPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange."""
+    normalize_by_std: bool = True
+    """Divide advantages by the group's standard deviation (unbiased)."""
+    advantage_eps: float = 1e-6
+    """Added to that standard deviation."""
+    loss_normalization: LossNormalization = "sequence_mean"
+    """What weighs the same: each sequence, each token, or each token over a constant (sequences x --max_new_tokens)."""
+    max_sampler_mismatch: float = 0.1
+    """Largest mean difference, in nats a token, between the sampler's log-probs and the trainer's; above it, stop."""
+    eval_interval: int = 20
+    """Steps between evaluations on the test problems; they also run before the first step and after the last."""
+    save_interval: int = 20
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; 0: all."""
+    auto_sft: bool = False
+    """Run `sft` with the same preset first where --sft_base does not exist yet."""
+    resume: bool = False
+    """Continue the run of this name from its last checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive(
+            self, "group_size", "prompts_per_rollout", "num_steps", "epochs_per_rollout", "micro_batch_tokens",
+            "learning_rate", "max_grad_norm", "eval_interval", "save_interval", "max_sampler_mismatch",
+            "sampling_temperature",
+        )  # fmt: skip
+        _require(
+            self.group_size > 1 or self.loss_type == "no_baseline",
+            "--group_size", self.group_size,
+            "at least 2: with one sample a prompt the group's mean is the reward itself and its std is undefined"
+            " (only --loss_type no_baseline works with 1)",
+        )  # fmt: skip
+        _require(0 < self.cliprange < 1, "--cliprange", self.cliprange, "between 0 and 1")
+        _require(self.advantage_eps >= 0, "--advantage_eps", self.advantage_eps, "0 or more")
+        _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
+        _require(self.keep_checkpoints >= 0, "--keep_checkpoints", self.keep_checkpoints, "0 (all) or more")
+        _require(
+            0 <= self.train_mini_batch_size <= self.rollout_size,
+            "--train_mini_batch_size", self.train_mini_batch_size,
+            f"from 1 to the rollout's {self.rollout_size} responses, or 0 for all of them",
+        )  # fmt: skip
+
+    @property
+    def rollout_size(self) -> int:
+        """Responses in one rollout."""
+        return self.prompts_per_rollout * self.group_size
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimiser updates made on one rollout; the last of an epoch may be smaller."""
+        return self.epochs_per_rollout * -(-self.rollout_size // (self.train_mini_batch_size or self.rollout_size))
+
+
+def _require(condition: bool, flag: str, value, wanted: str) -> None:
+    if not condition:
+        raise UserError(f"{flag} {value}: must be {wanted}")
+
+
+def _require_positive(args: Args, *names: str) -> None:
+    for name in names:
+        _require(getattr(args, name) > 0, f"--{name}", getattr(args, name), "above 0")
+
+
+AnyArgs = TypeVar("AnyArgs", bound=Args)
+
+
+def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
+    """Read the command line: the preset's values, overridden by the flags given.
+
+    Raises `UserError` for values that cannot work; unknown flags and malformed values exit with code 2 and a message.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    description = f"{cls.__doc__}\n\nPresets: {', '.join(preset_names())}."
+    return tyro.cli(
+        cls, args=argv, default=from_preset(cls, _preset_named_in(argv)), use_underscores=True, description=description
+    )
+
+
+def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
+    """The arguments of a command as the preset states them, with `overrides`.
+
+    A preset file holds shared values at its top and a table for each command ("sft", "evaluate", "train_rl").
+    """
+    path = PRESETS / f"{name}.toml"
+    if name not in preset_names():
+        raise UserError(f"--preset {name}: there is no such preset; choose one of {', '.join(preset_names())}")
+    values = tomllib.loads(path.read_text())
+    shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    own = values.get({EvaluateArgs: "evaluate", SFTArgs: "sft", RLArgs: "train_rl"}[cls], {})
+    return cls(**{"preset": name, **shared, **own, **overrides})
+
+
+def preset_names() -> list[str]:
+    """Names of all presets."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def as_command(cls: type[AnyArgs], other: Args) -> AnyArgs:
+    """The arguments of another command that shares `other`'s preset and every value both have in common."""
+    return from_preset(cls, other.preset, **{f.name: getattr(other, f.name) for f in dataclasses.fields(Args)})
+
+
+def _preset_named_in(argv: list[str]) -> str:
+    """The value of --preset, read ahead of the other flags because it decides their defaults."""
+    name = Args.preset
+    for position, word in enumerate(argv):
+        if word == "--preset" and position + 1 < len(argv):
+            name = argv[position + 1]
+        elif word.startswith("--preset="):
+            name = word.removeprefix("--preset=")
+    return name

