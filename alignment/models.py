@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import send_to_device
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from alignment.args import Args
@@ -19,7 +20,14 @@ from alignment.log_probs import get_response_log_probs
 from alignment.placement import ModelShape, Roles, assign_roles, partition_layers
 from alignment.records import Batch
 
+logging.set_verbosity_error()
 logging.disable_progress_bar()  # loading a model is a matter of seconds; the bars would break up our own
+
+# Scaled dot-product attention without the mask that transformers would build for it. Our sequences are right-padded, so
+# plain causal attention is exact; and building that mask reads a value from the device in every forward pass, which
+# on a split policy would keep micro-batches from overlapping.
+ATTENTION = "causal_sdpa"
+AttentionInterface.register(ATTENTION, ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def resolve_model(name: str, output_dir: str) -> str:
@@ -102,7 +110,7 @@ def compute_dtype(args: Args, device: str) -> torch.dtype:
 def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) -> PreTrainedModel:
     """Load a causal language model, whole on one device or split by layers over several."""
     load_config(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=ATTENTION)
     if len(devices) == 1:
         return model.to(devices[0])
     return spread(model, partition_layers(ModelShape.from_config(model.config), devices))

@@ -32,7 +32,7 @@ from alignment.checkpoint import (
 )
 from alignment.errors import UserError, door
 from alignment.evaluate import eval_problems, eval_sampling, evaluate_vllm
-from alignment.files import atomic_folder
+from alignment.files import atomic_folder, write_atomically
 from alignment.grpo import (
     USES_OLD_POLICY,
     group_statistics,
@@ -450,6 +450,8 @@ def report(path: Path, args: RLArgs, console: Console) -> None:
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after = evals[0], evals[-1]
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
+    summary = {"before": before, "after": after, "steps": len(metrics), "seconds": sum(m["seconds"] for m in metrics)}
+    write_atomically(path / "summary.json", json.dumps(summary, indent=2) + "\n")
     table = Table(title=f"{path.name}: {after['problems']} held-out problems, sampled at T={args.sampling_temperature:g}")
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="right" if heading else "left")

@@ -15,6 +15,7 @@ from accelerate import dispatch_model
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from alignment.models import move_activations
 from alignment.placement import ModelShape, assign_roles, partition_layers
 
 pytestmark = [
@@ -83,13 +84,21 @@ def fake_model(config: PretrainedConfig, device_map: dict[str, str] | dict[str, 
     return model
 
 
-def forward(model: torch.nn.Module, device_map: dict, moves: bool = True, plant: tuple[str, str] | None = None):
+def accelerate_moves(model: torch.nn.Module, device_map: dict) -> None:
+    """What `from_pretrained(device_map=...)` does with a map."""
+    dispatch_model(model, device_map, force_hooks=True, skip_keys=model._skip_keys_device_placement)
+
+
+def no_moves(model: torch.nn.Module, device_map: dict) -> None:
+    """Nothing moves."""
+
+
+def forward(model: torch.nn.Module, device_map: dict, moves=move_activations, plant: tuple[str, str] | None = None):
     """Run 2 x 16 tokens from the embedding's device; returns the logits and each mapped module's output device.
 
     `plant` puts one module's weights on another device after the moves were set up.
     """
-    if moves:
-        dispatch_model(model, device_map, force_hooks=True, skip_keys=model._skip_keys_device_placement)
+    moves(model, device_map)
     if model.config.tie_word_embeddings:
         # Only now, because accelerate tells tied weights by their address, which is 0 for every fake tensor.
         model.lm_head.weight = model.get_input_embeddings().weight
@@ -107,13 +116,13 @@ def forward(model: torch.nn.Module, device_map: dict, moves: bool = True, plant:
 
 
 def check(config: PretrainedConfig, devices: tuple[str, ...]) -> None:
-    """Every module computes on the device the map gives it, and the logits come back to where the tokens were."""
+    """Every module computes on the device the map gives it, lm_head at the end."""
     device_map = partition_layers(ModelShape.from_config(config), devices)
     assert set(device_map.values()) == set(devices)
     with FakeTensorMode():
         logits, seen = forward(fake_model(config, device_map), device_map)
     assert seen == device_map
-    assert str(logits.device) == devices[0]
+    assert str(logits.device) == device_map["lm_head"]
     assert logits.shape == (2, 16, config.vocab_size)
 
 
@@ -147,14 +156,14 @@ def test_accelerate_takes_gpu_numbers_and_device_strings_alike():
     by_name = partition_layers(ModelShape.from_config(QWEN3_06B), ("cuda:0", "cuda:1", "cuda:2"))
     by_number = {name: int(device.removeprefix("cuda:")) for name, device in by_name.items()}
     with FakeTensorMode():
-        _, seen = forward(fake_model(QWEN3_06B, by_number), by_number)
+        _, seen = forward(fake_model(QWEN3_06B, by_number), by_number, moves=accelerate_moves)
     assert seen == by_name
 
 
 def test_without_moves_an_activation_meets_weights_elsewhere():
     device_map = partition_layers(ModelShape.from_config(QWEN_1_5B), ("cuda:0", "cuda:1"))
     with FakeTensorMode(), pytest.raises(FakeTensorDeviceMismatchError, match="cuda:"):
-        forward(fake_model(QWEN_1_5B, device_map), device_map, moves=False)
+        forward(fake_model(QWEN_1_5B, device_map), device_map, moves=no_moves)
 
 
 @pytest.mark.parametrize("planted", ["model.layers.27", "model.norm"])

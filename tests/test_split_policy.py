@@ -1,16 +1,18 @@
-"""A policy split over devices: same numbers, every activation where it belongs, and no waiting between micro-batches."""
+"""A policy split over devices: the same numbers, and no waiting between micro-batches."""
 
 import copy
+import dataclasses
 
-import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from alignment.args import RLArgs, from_preset
 from alignment.log_probs import get_response_log_probs
-from alignment.models import spread
+from alignment.models import load_model, spread
 from alignment.placement import ModelShape, partition_layers
+from alignment.records import Completion, Group, Problem
+from alignment.train_rl import backward, make_rollout
 
 CONFIG = Qwen2Config(
     vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
@@ -39,4 +41,43 @@ def test_loss_and_gradients_equal_those_of_the_whole_model():
         assert torch.equal(other.grad, one.grad), name
 
 
-simulated = pytest.mark.skipif(torch.version.cuda is None, reason="simulated GPUs need the CUDA build of torch")
+HOST_SIDE = 1  # `take_rows` reads the width of a micro-batch, from a mask that never leaves the CPU
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of tensor values by the host: on a GPU each one waits for all that was issued before."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_micro_batches_do_not_wait_for_the_device(tmp_path):
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(CONFIG).save_pretrained(saved := tmp_path / "model")
+    args = from_preset(RLArgs, "tiny", train_mini_batch_size=0)
+    completion = Completion((1, 2), (3, 4, 5), (-1.0, -1.0, -1.0), "", "stop", 0)
+    score = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+    other = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
+    group = Group(Problem("", "", "", ""), (completion,) * 8, (score, other) * 4)
+    rollout = make_rollout([group, group], args, pad=0)
+    model = load_model(saved, ("cpu",), torch.float32)
+
+    def reads(micro_batch_tokens: int) -> tuple[int, int]:
+        few = dataclasses.replace(args, micro_batch_tokens=micro_batch_tokens)
+        with HostReads() as counter:
+            pieces = list(backward(model, rollout, range(16), 16.0, few, torch.float32))
+        return len(pieces), counter.count - HOST_SIDE * len(pieces)
+
+    assert reads(1000) == (1, 0)
+    assert reads(8) == (8, 0)
+
+
+def test_the_check_sees_a_wait():
+    with HostReads() as counter:
+        float(torch.ones(1) + 1)
+    assert counter.count == 1

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 
 def fill_prompt(name: str, question: str) -> str:
     """The template `name`.prompt with its question filled in; braces inside the question stay as they are."""
-    return (Path(__file__).parent / f"{name}.prompt").read_text(encoding="utf-8").replace("{question}", question)
+    return _template(name).replace("{question}", question)
+
+
+@lru_cache
+def _template(name: str) -> str:
+    return (Path(__file__).parent / f"{name}.prompt").read_text(encoding="utf-8")

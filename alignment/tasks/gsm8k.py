@@ -123,12 +123,14 @@ def _fetch(url: str, part: Path, progress: Progress) -> None:
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             resumed = response.status == 206
-            length = int(response.headers.get("Content-Length") or 0)
-            bar = progress.add_task(part.stem, total=length + have * resumed, completed=have * resumed)
+            expected = int(response.headers.get("Content-Length") or 0) + have * resumed
+            bar = progress.add_task(part.stem, total=expected, completed=have * resumed)
             with part.open("ab" if resumed else "wb") as file:
                 while block := response.read(1 << 16):
                     file.write(block)
                     progress.advance(bar, len(block))
+            if part.stat().st_size < expected:
+                raise OSError(f"the connection broke off after {part.stat().st_size} of {expected} bytes")
     except urllib.error.HTTPError as error:
         if error.code != 416:  # 416: nothing is left to send, the part is already complete
             raise UserError(f"{url}: the server answered {error.code} {error.reason}") from None

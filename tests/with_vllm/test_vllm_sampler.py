@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,17 +16,17 @@ import torch
 from alignment.errors import UserError
 from alignment.records import Sampling
 from alignment.samplers.vllm import VLLMSampler, worker_environment
-from tests.vllm.conftest import CONTEXT, WORDS, tiny_llama
+from tests.with_vllm.conftest import CONTEXT, WORDS, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [" ba ce di", " fo", " gu ha je ki lo mu na pe qi"]
-LONG_PROMPT = "".join(WORDS[index % 7 * 11 + index % 5] for index in range(300))  # more than two KV blocks of 128
+LONG_PROMPT = "".join(WORDS[index % 7 * 11 + index % 5] for index in range(300))  # over two KV blocks of 128
 OPEN_END = Sampling(n=4, max_new_tokens=24, stop=(), seed=7)
 
 
 def expected_log_probs(model, completion, temperature: float = 1.0, top_p: float = 1.0) -> torch.Tensor:
-    """Log-probabilities [response] of a completion's tokens: the whole sequence in one forward pass, then the softmax of
-    what temperature and nucleus leave."""
+    """Log-probabilities [response] of a completion's tokens: the whole sequence in one pass, then the softmax of what
+    temperature and nucleus leave."""
     with torch.no_grad():
         logits = model(torch.tensor([completion.prompt_ids + completion.token_ids])).logits[0]
     found = []
@@ -50,6 +49,20 @@ def flat(groups):
 
 def new_processes(before: set[psutil.Process]) -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True)) - before
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def happens_within(seconds: float, condition) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(condition())
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.9), (0.7, 0.9)])
@@ -175,14 +188,13 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
         "VLLMSampler(path, None, device='cpu', dtype='float32', context=64, gpu_memory_utilization=0.5)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = psutil.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (workers := command.children(recursive=True)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(2)  # into vLLM's imports, where the worker does not listen to its parent
+    command = psutil.Popen([sys.executable, str(script)], env=environment)
+    assert happens_within(60, lambda: command.children())
+    workers = command.children(recursive=True)
+    time.sleep(1)  # into the imports, where the worker does not listen to its parent
     command.send_signal(signal.SIGKILL)
     command.wait()
-    assert workers and not psutil.wait_procs(workers, timeout=20)[1]
+    assert happens_within(10, lambda: not any(alive(worker) for worker in workers))
     assert (tmp_path / "log").read_text() == "begun\n"
 
 

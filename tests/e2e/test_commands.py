@@ -1,0 +1,203 @@
+"""Whole commands on the embedded default, shrunk: what they write, that they repeat, and what they refuse."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alignment import evaluate, sft, train_rl
+from alignment.errors import door
+from alignment.tasks import arithmetic
+from alignment.tracking import read_jsonl
+
+DOORS = {"evaluate": evaluate.main, "sft": sft.main, "train_rl": train_rl.main}
+SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
+TIMINGS = ("seconds", "tokens_per_second")
+
+
+def run(monkeypatch, command: str, *flags: str) -> int:
+    """Run a command in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", [f"alignment.{command}", *flags])
+    try:
+        door(DOORS[command])
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A folder with a barely trained model, made by the real `sft` command in a process of its own."""
+    output = tmp_path_factory.mktemp("checkpoints")
+    flags = ["--num_steps", "40", "--max_problems", "32", "--sft_base", str(output / "sft"), "--output_dir", str(output)]
+    done = subprocess.run([sys.executable, "-m", "alignment.sft", *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "avg_all_rewards" in done.stdout
+    return output
+
+
+def rl_flags(warm: Path, output: Path, *more: str) -> list[str]:
+    return ["--sft_base", str(warm / "sft"), "--output_dir", str(output), *SMALL, *more]
+
+
+def without_timings(path: Path) -> list[dict]:
+    return [{k: v for k, v in record.items() if not k.startswith(TIMINGS)} for record in read_jsonl(path)]
+
+
+def test_sft_writes_a_model_and_its_record(warm):
+    assert AutoModelForCausalLM.from_pretrained(warm / "sft").config.hidden_size == 128
+    assert AutoTokenizer.from_pretrained(warm / "sft").eos_token == "<|endoftext|>"
+    losses = [record["validation_loss"] for record in read_jsonl(warm / "sft" / "metrics.jsonl")]
+    assert 0 < losses[-1] < 4  # an untrained model starts at ln 307 = 5.7
+    assert json.loads((warm / "sft" / "args.json").read_text())["args"]["num_steps"] == 40
+    assert not list(warm.glob(".*"))  # no half-made folder is left
+
+
+def test_sft_overwrites_nothing(warm, monkeypatch, capsys):
+    before = (warm / "sft" / "model.safetensors").read_bytes()
+    assert run(monkeypatch, "sft", "--sft_base", str(warm / "sft"), "--output_dir", str(warm)) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert (warm / "sft" / "model.safetensors").read_bytes() == before
+
+
+def test_evaluate(warm, tmp_path, monkeypatch, capsys):
+    flags = ["--model", str(warm / "sft"), "--output_dir", str(tmp_path), "--max_problems", "8", "--num_samples", "4"]
+    assert run(monkeypatch, "evaluate", *flags) == 0
+    printed = capsys.readouterr().out
+    for words in ("avg_format_rewards", "avg_answer_rewards", "avg_all_rewards", "95 % interval", "pass@2", "maj@4", "format only"):
+        assert words in printed
+    (folder,) = tmp_path.iterdir()
+    lines = read_jsonl(folder / "completions" / "eval_000000.jsonl")
+    assert len(lines) == 8 * 4
+    held_out = {problem.id for problem in arithmetic.problems("test")}
+    assert {line["problem"] for line in lines} <= held_out
+    summary = json.loads((folder / "summary.json").read_text())
+    assert sum(summary["categories"].values()) == 32
+    assert summary["avg_all_rewards"] == sum(line["score"]["reward"] for line in lines) / 32
+
+
+@pytest.mark.parametrize("loss_type", ["no_baseline", "reinforce_with_baseline", "grpo_clip"])
+def test_train_rl_writes_the_run_folder(loss_type, warm, tmp_path, monkeypatch, capsys):
+    flags = ["--loss_type", loss_type, "--num_steps", "2", "--eval_interval", "1", "--save_interval", "1"]
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, *flags)) == 0
+    printed = capsys.readouterr().out
+    for words in ("accuracy", "format rate", "before", "after", "learning_curve.png"):
+        assert words in printed
+    folder = tmp_path / f"tiny_{loss_type}_seed0"
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == [1, 2]
+    assert all(record["updates"] == 2 for record in metrics)
+    assert all(record["sampler_mismatch"] < 1e-4 for record in metrics)
+    assert ("clip_fraction" in metrics[0]) == (loss_type == "grpo_clip")
+    assert [record["step"] for record in read_jsonl(folder / "evals.jsonl")] == [0, 1, 2]
+    rollout = read_jsonl(folder / "completions" / "rollout_000002.jsonl")
+    assert len(rollout) == 16
+    assert {record["policy_version"] for record in rollout} == {1}
+    for record in rollout:
+        assert len(record["token_ids"]) == len(record["log_probs"]) == len(record["trainer_log_probs"])
+    assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").glob("events.*"))
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+    start, end = load_file(warm / "sft" / "model.safetensors"), load_file(folder / "final" / "model.safetensors")
+    assert any(not torch.equal(start[name], end[name]) for name in start)
+    assert AutoModelForCausalLM.from_pretrained(folder / "step_000002").config.hidden_size == 128
+
+
+def test_a_resumed_run_ends_as_the_undisturbed_one(warm, tmp_path, monkeypatch):
+    def train(output: str, *flags: str) -> Path:
+        assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path / output, "--save_interval", "2", *flags)) == 0
+        return tmp_path / output / "tiny_grpo_clip_seed0"
+
+    straight = train("straight", "--num_steps", "4")
+    broken = train("broken", "--num_steps", "3")
+    # As if it had been killed during step 4: step 3 is logged but in no checkpoint, the last line is half written.
+    for name in ("step_000003", "final"):
+        (broken / name).rename(tmp_path / name)
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert train("broken", "--num_steps", "4", "--resume") == broken
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        ours, theirs = without_timings(broken / name), without_timings(straight / name)
+        assert [r for r in ours if r["step"] != 3 or name == "metrics.jsonl"] == theirs
+    for name in ("model.safetensors", "trainer/optimizer.safetensors"):
+        one, other = load_file(broken / "step_000004" / name), load_file(straight / "step_000004" / name)
+        assert all(torch.equal(one[key], other[key]) for key in other)
+    last = "completions/rollout_000004.jsonl"
+    assert (broken / last).read_text() == (straight / last).read_text()
+
+
+def test_one_update_a_rollout_needs_no_old_policy_and_says_so(warm, tmp_path, monkeypatch, capsys):
+    flags = ["--num_steps", "1", "--train_mini_batch_size", "0"]
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, *flags)) == 0
+    assert "the ratio to the old policy is 1 by construction" in capsys.readouterr().out
+    (record,) = read_jsonl(tmp_path / "tiny_grpo_clip_seed0" / "metrics.jsonl")
+    assert record["ratio_mean"] == record["ratio_max"] == 1
+    assert record["clip_fraction"] == 0
+    assert "seconds_old_log_probs" not in record
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("train_rl", ["--group_size", "1"], "--group_size 1: must be at least 2"),
+        ("train_rl", ["--cliprange", "-0.2"], "--cliprange -0.2: must be between 0 and 1"),
+        ("train_rl", ["--train_mini_batch_size", "9999"], "--train_mini_batch_size 9999"),
+        ("train_rl", ["--sampling_temperature", "0"], "--sampling_temperature 0"),
+        ("train_rl", ["--preset", "huge"], "--preset huge: there is no such preset; choose one of"),
+        ("train_rl", ["--task", "poetry"], "--task poetry: there is no such task"),
+        ("train_rl", ["--run_name", "../up"], "--run_name ../up"),
+        ("train_rl", ["--resume"], "--resume: there is no run"),
+        ("train_rl", ["--sample_device", "cuda:7"], "--sample_device cuda:7"),
+        ("train_rl", ["--no_auto_sft", "--sft_base", "nowhere"], "--sft_base nowhere does not exist: make it with"),
+        ("train_rl", ["--preset", "smollm2_gsm8k", "--dataset_path", "nowhere"], "nowhere/train.jsonl does not exist"),
+        ("evaluate", ["--model", "no/such/folder"], "--model no/such/folder: no model folder"),
+        ("evaluate", ["--num_samples", "0"], "--num_samples 0"),
+        ("evaluate", ["--max_new_tokens", "250"], "do not fit in the model's context of 256"),
+        ("evaluate", ["--task", "gsm8k", "--dataset_path", "nowhere"], "nowhere/test.jsonl does not exist"),
+        ("sft", ["--learning_rate", "-1"], "--learning_rate -1.0: must be above 0"),
+        ("sft", ["--sft_base", ""], "--sft_base"),
+    ],
+)
+def test_mistakes_are_one_clear_line_and_leave_nothing_behind(command, flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, command, *flags) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file() and "tiny_base" not in path.parts] == []
+
+
+def test_a_model_without_eos_is_refused(warm, tmp_path, monkeypatch, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(warm / "sft")
+    tokenizer.eos_token = None
+    AutoModelForCausalLM.from_pretrained(warm / "sft").save_pretrained(tmp_path / "mute")
+    tokenizer.save_pretrained(tmp_path / "mute")
+    assert run(monkeypatch, "evaluate", "--model", str(tmp_path / "mute"), "--output_dir", str(tmp_path / "out")) == 2
+    assert "has no EOS token" in capsys.readouterr().err
+
+
+def test_unknown_flags_exit_with_2_and_help_with_0(monkeypatch, capsys):
+    assert run(monkeypatch, "train_rl", "--los_type", "grpo_clip") == 2
+    assert "--los_type" in capsys.readouterr().err
+    assert run(monkeypatch, "train_rl", "--help") == 0
+    assert "--loss_type {no_baseline,reinforce_with_baseline,grpo_clip}" in capsys.readouterr().out
+
+
+def test_a_second_run_gets_a_folder_of_its_own_and_a_taken_name_is_refused(warm, tmp_path, monkeypatch, capsys):
+    for _ in range(2):
+        assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--num_steps", "1")) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny_grpo_clip_seed0", "tiny_grpo_clip_seed0-2"]
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--run_name", "tiny_grpo_clip_seed0")) == 2
+    assert "exists; continue it with --resume" in capsys.readouterr().err
+
+
+def test_a_resume_with_other_arguments_names_them(warm, tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--num_steps", "1")) == 0
+    more = rl_flags(warm, tmp_path, "--num_steps", "2", "--resume", "--cliprange", "0.3")
+    assert run(monkeypatch, "train_rl", *more) == 2
+    assert "--cliprange was 0.2, now 0.3" in capsys.readouterr().err
