@@ -94,6 +94,18 @@ class EvaluateArgs(Args):
 
 
 @dataclass(frozen=True)
+class PlanArgs(Args):
+    """Show which role and which layers would sit on which device."""
+
+    num_gpus: int | None = None
+    """GPUs to plan for; by default those of this machine."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.num_gpus is None or self.num_gpus >= 0, "--num_gpus", self.num_gpus, "0 or more")
+
+
+@dataclass(frozen=True)
 class SFTArgs(Args):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to --sft_base."""
 
@@ -119,7 +131,9 @@ class SFTArgs(Args):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self.sft_base != "", "--sft_base", self.sft_base, "the folder to save the model to")
-        _require_positive(self, "num_steps", "batch_size", "micro_batch_tokens", "learning_rate", "max_grad_norm", "eval_interval")
+        _require_positive(
+            self, "num_steps", "batch_size", "micro_batch_tokens", "learning_rate", "max_grad_norm", "eval_interval"
+        )
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
 
 
@@ -239,7 +253,7 @@ def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
         raise UserError(f"--preset {name}: there is no such preset; choose one of {', '.join(preset_names())}")
     values = tomllib.loads(path.read_text())
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    own = values.get({EvaluateArgs: "evaluate", SFTArgs: "sft", RLArgs: "train_rl"}[cls], {})
+    own = values.get({EvaluateArgs: "evaluate", SFTArgs: "sft", RLArgs: "train_rl", PlanArgs: "plan"}[cls], {})
     return cls(**{"preset": name, **shared, **own, **overrides})
 
 

@@ -17,7 +17,6 @@ constructors compute eagerly (`Integer(9)**Integer(9)**...`): every size is boun
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 import threading

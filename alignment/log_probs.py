@@ -14,9 +14,7 @@ def compute_entropy(logits: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
 
 
-def sampling_logits(
-    logits: torch.Tensor, temperature: float, top_p: float, keep: torch.Tensor | None = None
-) -> torch.Tensor:
+def sampling_logits(logits: torch.Tensor, temperature: float, top_p: float, keep: torch.Tensor | None = None) -> torch.Tensor:
     """Logits [N, V] of the distribution that is sampled from: z / temperature, outside the nucleus -inf.
 
     The nucleus is the smallest set of most likely tokens whose probability reaches `top_p` (Holtzman et al. 2020,

@@ -112,9 +112,7 @@ def _refuse_no_policy_gpu(named: dict[str, str], num_gpus: int) -> None:
     )
 
 
-def _place_helpers(
-    named: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
-) -> dict[str, str]:
+def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
     """Fill in the helpers that were not named: the highest spare GPU each, then sharing.
 
     One that finds no spare GPU joins the helper just before it (eval the reference, the reference the sampler), else
@@ -348,8 +346,7 @@ def place(shape: ModelShape, roles: Roles) -> tuple[Share, ...]:
     for name, device in partition_layers(shape, roles.policy).items():
         held.setdefault(device, []).append(name)
     policy = (
-        Share(device, "policy", tuple(names), sum(trained.get(name, 0) for name in names))
-        for device, names in held.items()
+        Share(device, "policy", tuple(names), sum(trained.get(name, 0) for name in names)) for device, names in held.items()
     )
     copies = {"sample": roles.sample, "reference": roles.reference, "eval": roles.eval}
     if roles.sample == roles.eval:

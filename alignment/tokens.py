@@ -56,9 +56,7 @@ def cut_by_tokens(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
     return pieces
 
 
-def tokenize_prompt_and_output(
-    prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer
-) -> dict[str, torch.Tensor]:
+def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, torch.Tensor]:
     """Tokenise prompts and outputs apart (so that the border never moves), join, pad and shift.
 
     Returns {"input_ids", "labels": int64 [batch, sequence], "response_mask": bool [batch, sequence]}, where sequence is

@@ -37,7 +37,11 @@ class RunFolder:
 
     def log_args(self, args: Args) -> None:
         """Write args.json: the resolved arguments, the command, and the versions that ran it."""
-        facts = {"args": dataclasses.asdict(args), "command": [Path(sys.executable).name, *sys.argv], "versions": versions()}
+        facts = {
+            "args": dataclasses.asdict(args),
+            "command": [Path(sys.executable).name, *sys.argv],
+            "versions": versions(),
+        }
         write_atomically(self.path / "args.json", json.dumps(facts, indent=2) + "\n")
 
     def log_step(self, record: Record) -> None:
@@ -104,7 +108,9 @@ def new_run_name(args: Args, default: str) -> str:
     output = Path(args.output_dir)
     if args.run_name:
         if (output / args.run_name).exists():
-            raise UserError(f"--run_name {args.run_name}: {output / args.run_name} exists; continue it with --resume or name another")
+            raise UserError(
+                f"--run_name {args.run_name}: {output / args.run_name} exists; continue it with --resume or name another"
+            )
         return args.run_name
     names = (default if number == 1 else f"{default}-{number}" for number in range(1, sys.maxsize))
     return next(name for name in names if not (output / name).exists())
@@ -130,7 +136,11 @@ def versions() -> dict[str, str]:
     installed = {distribution.metadata["Name"].lower(): distribution.version for distribution in metadata.distributions()}
     found = {name: installed[name] for name in packages if name in installed}
     git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return {"python": sys.version.split()[0], **found, "code": git.stdout.strip() or "unknown"}
 
@@ -148,7 +158,15 @@ def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[R
     top.plot(steps, [m["format_reward"] for m in metrics], color="tab:orange", alpha=0.6, label="training format reward")
     at, accuracy = [e["step"] for e in evals], [e["avg_all_rewards"] for e in evals]
     spread = [[a - e["avg_all_rewards_ci"][0], e["avg_all_rewards_ci"][1] - a] for a, e in zip(accuracy, evals, strict=True)]
-    top.errorbar(at, accuracy, yerr=list(zip(*spread, strict=True)), color="tab:blue", marker="o", capsize=3, label="held-out accuracy (95 %)")
+    top.errorbar(
+        at,
+        accuracy,
+        yerr=list(zip(*spread, strict=True)),
+        color="tab:blue",
+        marker="o",
+        capsize=3,
+        label="held-out accuracy (95 %)",
+    )
     top.set(ylim=(0, 1), title=title)
     top.legend(loc="best")
     top.grid(alpha=0.3)

@@ -6,6 +6,7 @@ uv run -m alignment.train_rl --loss_type grpo_clip
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import time
@@ -53,7 +54,7 @@ from alignment.models import (
 from alignment.placement import Roles
 from alignment.records import Batch, Completion, Group, Problem, Sampling
 from alignment.rewards import score_groups
-from alignment.samplers import Sampler, make_sampler
+from alignment.samplers import make_sampler
 from alignment.tasks import find_task
 from alignment.tokens import collate, cut_by_tokens, pad_token_id, take_rows
 from alignment.tracking import RunFolder, new_run_name, plot_learning_curve, read_jsonl, resumed_run_name
@@ -161,7 +162,11 @@ def open_run(args: RLArgs) -> tuple[Path, int]:
     before = json.loads((path / "args.json").read_text())["args"]
     free = {"resume", "run_name", "num_steps", "save_interval", "keep_checkpoints"}
     now = json.loads(json.dumps(dataclasses.asdict(args)))
-    changed = [f"--{key} was {before.get(key)!r}, now {value!r}" for key, value in now.items() if before.get(key) != value and key not in free]
+    changed = [
+        f"--{key} was {before.get(key)!r}, now {value!r}"
+        for key, value in now.items()
+        if before.get(key) != value and key not in free
+    ]
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
     done = last_step(path)
@@ -331,9 +336,7 @@ def backward(
         found = policy_log_probs(policy, part, dtype, return_token_entropy=True, temperature=args.sampling_temperature)
         log_probs, width = found["log_probs"], part.labels.shape[1]
 
-        def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor[rows, :width].to(log_probs.device, non_blocking=True)
-
+        there = functools.partial(_take, rows, width, log_probs.device)
         mask = part.response_mask.to(log_probs.device, non_blocking=True)
         loss, sums = grpo_microbatch_train_step(
             log_probs,
@@ -349,6 +352,11 @@ def backward(
             denominator=denominator,
         )
         yield rows, log_probs.detach(), {"loss": loss, "entropy_sum": found["token_entropy"].sum(), **sums}
+
+
+def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Some rows of a tensor [B, 1] or [B, T], cut to `width`, on their way to `device`."""
+    return None if tensor is None else tensor[rows, :width].to(device, non_blocking=True)
 
 
 def learning_rate(args: RLArgs, update_number: int) -> float:
@@ -418,7 +426,7 @@ class Clock:
         self.seconds[phase] = time.perf_counter() - start
 
     def report(self, rollout: Rollout) -> dict[str, float]:
-        """Seconds by phase, and tokens a second: sampled ones, and those (prompts included) that an update went over."""
+        """Seconds by phase, and tokens a second: those sampled, and those, prompts included, that an update went over."""
         sampled, trained = sum(rollout.lengths), sum(row_lengths(rollout.batch))
         return {
             **{f"seconds_{phase}": seconds for phase, seconds in self.seconds.items()},

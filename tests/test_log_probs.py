@@ -13,7 +13,13 @@ from alignment.log_probs import compute_entropy, get_response_log_probs, samplin
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 61}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+    }
     return LlamaForCausalLM(LlamaConfig(**shape)).double()
 
 

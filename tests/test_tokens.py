@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.embedded import tiny_tokenizer
-from alignment.tokens import collate, cut_by_tokens, masked_mean, masked_normalize, take_rows, tokenize_prompt_and_output
+from alignment.tokens import (
+    collate,
+    cut_by_tokens,
+    masked_mean,
+    masked_normalize,
+    take_rows,
+    tokenize_prompt_and_output,
+)
 
 
 def test_collate():

@@ -42,7 +42,9 @@ def sampler(model, tokenizer):
 
 
 def test_greedy_equals_generate(sampler, model, tokenizer):
-    for prompt, (ours,) in zip(PROMPTS, sampler.sample(PROMPTS, Sampling(temperature=0, max_new_tokens=30, stop=())), strict=True):
+    for prompt, (ours,) in zip(
+        PROMPTS, sampler.sample(PROMPTS, Sampling(temperature=0, max_new_tokens=30, stop=())), strict=True
+    ):
         inputs = tokenizer(prompt, return_tensors="pt")
         theirs = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert ours.token_ids == tuple(theirs.tolist())
@@ -58,7 +60,9 @@ def test_log_probs_are_those_of_the_distribution_drawn_from(sampler, model, how)
             probabilities = logits.softmax(-1)
             if sampling.top_p < 1:
                 ordered, order = probabilities.sort(descending=True)
-                cut = (ordered.cumsum(-1) - ordered >= sampling.top_p).scatter(-1, order, ordered.cumsum(-1) - ordered >= sampling.top_p)
+                cut = (ordered.cumsum(-1) - ordered >= sampling.top_p).scatter(
+                    -1, order, ordered.cumsum(-1) - ordered >= sampling.top_p
+                )
                 probabilities = probabilities.masked_fill(cut, 0)
                 probabilities = probabilities / probabilities.sum(-1, keepdim=True)
             expected = probabilities.gather(-1, torch.tensor(c.token_ids)[:, None])[:, 0].log()

@@ -99,9 +99,8 @@ def _expressions(split: str) -> tuple[Expression, ...]:
     for count in (2, 3, 4):
         for signs in itertools.product(OPERATIONS, repeat=count - 1):
             for numbers in itertools.product(OPERANDS, repeat=count):
-                expression = tuple(itertools.chain(*zip(numbers, signs))) + numbers[-1:]
+                expression = (*itertools.chain(*zip(numbers[:-1], signs, strict=True)), numbers[-1])
                 if all(abs(result) <= LARGEST for *_, result in solve(expression, by_precedence=True)):
                     found.append((hashlib.sha256(" ".join(map(str, expression)).encode()).digest(), expression))
     held_out = {"train": False, "test": True}[split]
     return tuple(e for digest, e in sorted(found) if (digest[-1] % TEST_SHARE == 0) == held_out)
-

@@ -34,7 +34,16 @@ def run(monkeypatch, command: str, *flags: str) -> int:
 def warm(tmp_path_factory):
     """A folder with a barely trained model, made by the real `sft` command in a process of its own."""
     output = tmp_path_factory.mktemp("checkpoints")
-    flags = ["--num_steps", "40", "--max_problems", "32", "--sft_base", str(output / "sft"), "--output_dir", str(output)]
+    flags = [
+        "--num_steps",
+        "40",
+        "--max_problems",
+        "32",
+        "--sft_base",
+        str(output / "sft"),
+        "--output_dir",
+        str(output),
+    ]
     done = subprocess.run([sys.executable, "-m", "alignment.sft", *flags], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "avg_all_rewards" in done.stdout
@@ -69,7 +78,15 @@ def test_evaluate(warm, tmp_path, monkeypatch, capsys):
     flags = ["--model", str(warm / "sft"), "--output_dir", str(tmp_path), "--max_problems", "8", "--num_samples", "4"]
     assert run(monkeypatch, "evaluate", *flags) == 0
     printed = capsys.readouterr().out
-    for words in ("avg_format_rewards", "avg_answer_rewards", "avg_all_rewards", "95 % interval", "pass@2", "maj@4", "format only"):
+    for words in (
+        "avg_format_rewards",
+        "avg_answer_rewards",
+        "avg_all_rewards",
+        "95 % interval",
+        "pass@2",
+        "maj@4",
+        "format only",
+    ):
         assert words in printed
     (folder,) = tmp_path.iterdir()
     lines = read_jsonl(folder / "completions" / "eval_000000.jsonl")

