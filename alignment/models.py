@@ -148,14 +148,19 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return model.get_input_embeddings().weight.device
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on its way to a device; the host goes on meanwhile, which it can only where the memory is pinned."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def policy_log_probs(model: PreTrainedModel, batch: Batch, dtype: torch.dtype, **how) -> dict[str, torch.Tensor]:
     """`get_response_log_probs` of a batch that is still on the CPU, in `dtype`."""
     device = input_device(model)
     with autocast(device, dtype):
         return get_response_log_probs(
             model,
-            batch.input_ids.to(device, non_blocking=True),
-            batch.labels.to(device, non_blocking=True),
+            send(batch.input_ids, device),
+            send(batch.labels, device),
             response_mask=batch.response_mask,
             **how,
         )

@@ -28,6 +28,7 @@ from alignment.models import (
     policy_log_probs,
     resolve_model,
     roles_of,
+    send,
     set_learning_rate,
 )
 from alignment.samplers import make_sampler
@@ -138,7 +139,7 @@ def backward(model, examples: Sequence[Example], pad: int, micro_batch_tokens: i
     for rows in cut_by_tokens([sum(map(len, example)) for example in examples], micro_batch_tokens):
         batch = collate([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad)
         log_probs = policy_log_probs(model, batch, dtype)["log_probs"]
-        mask = batch.response_mask.to(log_probs.device, non_blocking=True)
+        mask = send(batch.response_mask, log_probs.device)
         # The step function averages over this micro-batch's rows; the whole batch's tokens must be what divides.
         loss, _ = sft_microbatch_train_step(log_probs, mask, 1, normalize_constant=tokens / len(rows))
         yield loss

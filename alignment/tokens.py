@@ -41,6 +41,12 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     )
 
 
+def row_lengths(batch: Batch) -> list[int]:
+    """Tokens of each row, prompt and response together, less the one that is only ever a label."""
+    last = batch.response_mask.int().cumsum(dim=1).argmax(dim=1)
+    return (last + 1).tolist()
+
+
 def cut_by_tokens(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
     """Cut rows into micro-batches of similar length, of at most `most_tokens` tokens with padding (one row at least).
 

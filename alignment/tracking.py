@@ -21,19 +21,21 @@ Record = Mapping[str, object]
 class RunFolder:
     """Everything a run writes, under `checkpoints/<run_name>/`."""
 
-    def __init__(self, path: Path, last_step: int = 0):
-        """Open the folder. What an interrupted run wrote after `last_step` is dropped: it will be done again."""
+    def __init__(self, path: Path, last_step: int | None = None):
+        """Open the folder, to go on after `last_step` or from the start. What an interrupted run wrote beyond that is
+        dropped, because it will be done again."""
+        last = -1 if last_step is None else last_step
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = path
         (path / "completions").mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "evals.jsonl"):
-            kept = [record for record in read_jsonl(path / name) if record["step"] <= last_step]
+            kept = [record for record in read_jsonl(path / name) if record["step"] <= last]
             write_atomically(path / name, "".join(json.dumps(record) + "\n" for record in kept))
         for file in (path / "completions").glob("*_*.jsonl"):
-            if int(file.stem.rpartition("_")[2]) > last_step:
+            if int(file.stem.rpartition("_")[2]) > last:
                 file.unlink()
-        self._tensorboard = SummaryWriter(str(path / "tensorboard"), purge_step=last_step + 1)
+        self._tensorboard = SummaryWriter(str(path / "tensorboard"), purge_step=last + 1)
 
     def log_args(self, args: Args) -> None:
         """Write args.json: the resolved arguments, the command, and the versions that ran it."""

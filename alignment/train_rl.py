@@ -6,13 +6,10 @@ uv run -m alignment.train_rl --loss_type grpo_clip
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,46 +33,34 @@ from alignment.evaluate import eval_problems, eval_sampling, evaluate_vllm
 from alignment.files import atomic_folder, write_atomically
 from alignment.grpo import (
     USES_OLD_POLICY,
-    group_statistics,
-    grpo_microbatch_train_step,
-    loss_denominator,
-    normalize_group_rewards,
 )
 from alignment.models import (
     compute_dtype,
     load_model,
     load_tokenizer,
     make_optimizer,
-    policy_log_probs,
     resolve_model,
     roles_of,
-    set_learning_rate,
 )
-from alignment.placement import Roles
-from alignment.records import Batch, Completion, Group, Problem, Sampling
+from alignment.policy_update import OldPolicy, needs_old_policy, update
 from alignment.rewards import score_groups
+from alignment.rollouts import (
+    Rollout,
+    derived_seed,
+    make_rollout,
+    per_response,
+    problems_of_step,
+    refuse_stale,
+    rollout_report,
+    rollout_sampling,
+    sampler_mismatch,
+)
 from alignment.samplers import make_sampler
 from alignment.tasks import find_task
-from alignment.tokens import collate, cut_by_tokens, pad_token_id, take_rows
+from alignment.tokens import pad_token_id, row_lengths
 from alignment.tracking import RunFolder, new_run_name, plot_learning_curve, read_jsonl, resumed_run_name
 
 MISMATCH_SAMPLE = 32  # completions of a rollout on which sampler and trainer are compared
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """One step's responses, ready to train on: B rows in a padded batch and a number or a row of numbers for each."""
-
-    batch: Batch
-    raw_rewards_B1: torch.Tensor
-    advantages_B1: torch.Tensor | None
-    sampler_log_probs_BT: torch.Tensor
-    old_log_probs_BT: torch.Tensor | None = None
-
-    @property
-    def lengths(self) -> list[int]:
-        """Response tokens of each row."""
-        return self.batch.response_mask.sum(dim=1).tolist()
 
 
 def train(args: RLArgs, console: Console) -> Path:
@@ -96,7 +81,7 @@ def train(args: RLArgs, console: Console) -> Path:
         console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
     sampler = make_sampler(args, base, tokenizer, roles.sample, roles, policy)
     eval_sampler = sampler if roles.eval == roles.sample else make_sampler(args, base, tokenizer, roles.eval, roles, policy)
-    run = RunFolder(path, done)
+    run = RunFolder(path, done or None)
     run.log_args(args)
 
     def evaluate(step: int) -> None:
@@ -136,11 +121,9 @@ def train(args: RLArgs, console: Console) -> Path:
                 progress(record)
                 if step % args.eval_interval == 0 or step == args.num_steps:
                     evaluate(step)
-                if step % args.save_interval == 0 and step < args.num_steps:
+                if step % args.save_interval == 0 or step == args.num_steps:
                     save_checkpoint(checkpoint_folder(path, step), policy, tokenizer, optimizer)
                     drop_old_checkpoints(path, args.keep_checkpoints)
-        save_checkpoint(checkpoint_folder(path, args.num_steps), policy, tokenizer, optimizer)
-        drop_old_checkpoints(path, args.keep_checkpoints)
         with atomic_folder(path / "final") as building:
             save_model(building, policy, tokenizer)
     finally:
@@ -170,7 +153,7 @@ def open_run(args: RLArgs) -> tuple[Path, int]:
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
     done = last_step(path)
-    if done >= args.num_steps:
+    if done >= args.num_steps and (path / "final").exists():
         raise UserError(f"--resume: {path} has already done {done} of --num_steps {args.num_steps}")
     return path, done
 
@@ -191,225 +174,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
     return resolve_model(args.sft_base, args.output_dir)
 
 
-def needs_old_policy(args: RLArgs) -> bool:
-    """Whether old log-probs can differ from the policy's own: the loss has a ratio, and a rollout has several updates."""
-    return args.loss_type in USES_OLD_POLICY and args.updates_per_rollout > 1
-
-
-class OldPolicy:
-    """The policy as it was when the rollout was sampled, on the reference device.
-
-    Where that device is the policy's own, the policy itself serves: it is asked before its first update.
-    """
-
-    def __init__(self, policy, base: str, roles: Roles, dtype: torch.dtype):
-        self.policy = policy
-        self.dtype = dtype
-        shared = roles.policy == (roles.reference,)
-        self.model = policy if shared else load_model(base, (roles.reference,), torch.float32)
-
-    @torch.no_grad()
-    def annotate(self, rollout: Rollout, args: RLArgs) -> Rollout:
-        """The rollout with `old_log_probs_BT`, from weights taken over from the policy just now."""
-        if self.model is not self.policy:
-            for (_, own), (_, new) in zip(self.model.named_parameters(), self.policy.named_parameters(), strict=True):
-                own.copy_(new, non_blocking=True)
-        old_BT = torch.zeros(rollout.batch.labels.shape)
-        for rows in cut_by_tokens(row_lengths(rollout.batch), args.micro_batch_tokens):
-            part = take_rows(rollout.batch, rows)
-            found = policy_log_probs(self.model, part, self.dtype, temperature=args.sampling_temperature)["log_probs"]
-            old_BT[rows, : found.shape[1]] = found.cpu()
-        return dataclasses.replace(rollout, old_log_probs_BT=old_BT)
-
-
-# --- one step -------------------------------------------------------------------------------------------------------
-
-
-def problems_of_step(problems: Sequence[Problem], args: RLArgs, step: int) -> list[Problem]:
-    """The prompts of a step (from 1): consecutive pieces of endless shuffled passes over the training problems."""
-    first = (step - 1) * args.prompts_per_rollout
-    places = range(first, first + args.prompts_per_rollout)
-    passes = {place // len(problems) for place in places}
-    orders = {n: random.Random(f"order {args.seed} {n}").sample(range(len(problems)), len(problems)) for n in passes}
-    return [problems[orders[place // len(problems)][place % len(problems)]] for place in places]
-
-
-def derived_seed(*parts: int | str) -> int:
-    """A seed that depends on all parts and on nothing else."""
-    return random.Random(" ".join(map(str, parts))).getrandbits(31)
-
-
-def rollout_sampling(stop: tuple[str, ...], args: RLArgs, step: int) -> Sampling:
-    """How a step's rollout is drawn."""
-    return Sampling(
-        n=args.group_size,
-        temperature=args.sampling_temperature,
-        top_p=args.sampling_top_p,
-        max_new_tokens=args.max_new_tokens,
-        stop=stop,
-        seed=derived_seed("rollout", args.seed, step),
-    )
-
-
-def refuse_stale(completions: Sequence[Sequence[Completion]], policy_version: int) -> None:
-    """Raise RuntimeError for a completion that another version of the weights has sampled."""
-    stale = {c.policy_version for drawn in completions for c in drawn} - {policy_version}
-    if stale:
-        raise RuntimeError(f"the sampler answered with policy version {sorted(stale)}, the trainer is at {policy_version}")
-
-
-def make_rollout(groups: Sequence[Group], args: RLArgs, pad: int) -> Rollout:
-    """Collate the completions, and normalise their rewards where the loss uses advantages."""
-    drawn = [completion for group in groups for completion in group.completions]
-    batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad)
-    raw_B1 = torch.tensor([[score["reward"]] for group in groups for score in group.scores], dtype=torch.float32)
-    sampler_BT = torch.zeros(batch.labels.shape)
-    sampler_BT[batch.response_mask] = torch.tensor([log_prob for c in drawn for log_prob in c.log_probs])
-    advantages_B1 = None
-    if args.group_size > 1:
-        advantages_B1 = normalize_group_rewards(raw_B1, args.group_size, args.advantage_eps, args.normalize_by_std)
-    return Rollout(batch, raw_B1, advantages_B1, sampler_BT)
-
-
-@torch.no_grad()
-def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype) -> dict[str, float]:
-    """Mean and largest difference, in nats a token, between the sampler's log-probs and the trainer's.
-
-    Measured before the update, on completions spread over the rollout, under the distribution that was sampled from.
-    Raises `UserError` where the mean exceeds --max_sampler_mismatch: the gradient would be of another policy than the
-    one that was sampled.
-    """
-    spread = range(0, len(rollout.lengths), max(1, len(rollout.lengths) // MISMATCH_SAMPLE))
-    batch = take_rows(rollout.batch, spread)
-    how = {"temperature": args.sampling_temperature, "top_p": args.sampling_top_p}
-    trainer_BT = policy_log_probs(policy, batch, dtype, **how)["log_probs"].cpu()
-    sampler_BT = rollout.sampler_log_probs_BT[list(spread), : trainer_BT.shape[1]]
-    difference = (trainer_BT - sampler_BT)[batch.response_mask].abs()
-    mean, largest = difference.mean().item(), difference.max().item()
-    if not mean <= args.max_sampler_mismatch:
-        raise UserError(
-            f"the sampler's log-probs are {mean:.4g} nats a token from the trainer's (largest {largest:.4g}), more than"
-            f" --max_sampler_mismatch {args.max_sampler_mismatch}. Likely causes: weights that did not reach the sampler,"
-            " a prefix cache that outlived them, another dtype (see --dtype), or other temperature or top-p handling."
-            " Nothing was trained on these samples"
-        )
-    return {"sampler_mismatch": mean, "sampler_mismatch_max": largest}
-
-
-def update(
-    policy, optimizer: torch.optim.Optimizer, rollout: Rollout, args: RLArgs, step: int, dtype: torch.dtype
-) -> tuple[dict[str, float], torch.Tensor]:
-    """All optimiser updates of one rollout. Returns their report, and the log-probs [B, T] that the first pass saw.
-
-    Nothing in here waits for a device until the report at the end, so that on a split policy one micro-batch's late
-    layers run beside the next one's early layers.
-    """
-    policy.train()
-    lengths, totals, norms = rollout.lengths, [], []
-    seen: list[tuple[Sequence[int], torch.Tensor]] = []
-    size = args.train_mini_batch_size or len(lengths)
-    for epoch in range(args.epochs_per_rollout):
-        order = random.Random(f"update {args.seed} {step} {epoch}").sample(range(len(lengths)), len(lengths))
-        for mini_batch in (order[start : start + size] for start in range(0, len(order), size)):
-            denominator = loss_denominator(args.loss_normalization, [lengths[row] for row in mini_batch], args.max_new_tokens)
-            for rows, log_probs, sums in backward(policy, rollout, mini_batch, denominator, args, dtype):
-                totals.append(sums)
-                seen.append((rows, log_probs))
-            set_learning_rate(optimizer, learning_rate(args, (step - 1) * args.updates_per_rollout + len(norms) + 1))
-            norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    first_pass_BT = torch.zeros(rollout.batch.labels.shape)
-    for rows, log_probs in reversed(seen):
-        first_pass_BT[rows, : log_probs.shape[1]] = log_probs.cpu()
-    return update_report(totals, norms, optimizer.param_groups[0]["lr"]), first_pass_BT
-
-
-def backward(
-    policy, rollout: Rollout, mini_batch: Sequence[int], denominator: float, args: RLArgs, dtype: torch.dtype
-) -> Iterator[tuple[Sequence[int], torch.Tensor, dict[str, torch.Tensor]]]:
-    """Add one mini-batch's gradient to the policy; yields each micro-batch's rows, log-probs and sums."""
-    lengths = row_lengths(rollout.batch)
-    for picked in cut_by_tokens([lengths[row] for row in mini_batch], args.micro_batch_tokens):
-        rows = [mini_batch[i] for i in picked]
-        part = take_rows(rollout.batch, rows)
-        found = policy_log_probs(policy, part, dtype, return_token_entropy=True, temperature=args.sampling_temperature)
-        log_probs, width = found["log_probs"], part.labels.shape[1]
-
-        there = functools.partial(_take, rows, width, log_probs.device)
-        mask = part.response_mask.to(log_probs.device, non_blocking=True)
-        loss, sums = grpo_microbatch_train_step(
-            log_probs,
-            mask,
-            gradient_accumulation_steps=1,
-            loss_type=args.loss_type,
-            raw_rewards=there(rollout.raw_rewards_B1),
-            advantages=there(rollout.advantages_B1),
-            # Without old log-probs there is one update a rollout: the old policy is this one, and the ratio is 1.
-            old_log_probs=log_probs.detach() if rollout.old_log_probs_BT is None else there(rollout.old_log_probs_BT),
-            cliprange=args.cliprange,
-            loss_normalization=args.loss_normalization,
-            denominator=denominator,
-        )
-        yield rows, log_probs.detach(), {"loss": loss, "entropy_sum": found["token_entropy"].sum(), **sums}
-
-
-def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Some rows of a tensor [B, 1] or [B, T], cut to `width`, on their way to `device`."""
-    return None if tensor is None else tensor[rows, :width].to(device, non_blocking=True)
-
-
-def learning_rate(args: RLArgs, update_number: int) -> float:
-    """Linear rise over --warmup_steps updates (from 1), constant after."""
-    return args.learning_rate * min(1.0, update_number / max(1, args.warmup_steps))
-
-
-def update_report(totals: Sequence[dict[str, torch.Tensor]], norms: Sequence[torch.Tensor], rate: float) -> dict[str, float]:
-    """Losses averaged over updates; entropy, ratio and clip fraction over response tokens."""
-    tokens = sum(sums["response_tokens"].item() for sums in totals)
-
-    def total(key: str) -> float:
-        return sum(sums[key].item() for sums in totals)
-
-    report = {
-        "loss": total("loss") / len(norms),
-        "entropy": total("entropy_sum") / tokens,
-        "grad_norm": sum(norm.item() for norm in norms) / len(norms),
-        "learning_rate": rate,
-        "updates": len(norms),
-    }
-    if "ratio_sum" in totals[0]:
-        report["clip_fraction"] = total("clipped_tokens") / tokens
-        report["ratio_mean"] = total("ratio_sum") / tokens
-        report["ratio_max"] = max(sums["ratio_max"].item() for sums in totals)
-    return report
-
-
-def rollout_report(groups: Sequence[Group], args: RLArgs) -> dict[str, float]:
-    """Reward parts, length and finished share of the rollout, and the share of groups that teach nothing."""
-    scores = [score for group in groups for score in group.scores]
-    drawn = [completion for group in groups for completion in group.completions]
-    statistics = group_statistics(torch.tensor([[score["reward"]] for score in scores]), args.group_size)
-    return {
-        "reward": statistics["reward_mean"],
-        "reward_std": statistics["reward_std"],
-        "flat_groups": statistics["flat_groups"],
-        "format_reward": sum(score["format_reward"] for score in scores) / len(scores),
-        "answer_reward": sum(score["answer_reward"] for score in scores) / len(scores),
-        "response_length": sum(len(c.token_ids) for c in drawn) / len(drawn),
-        "finished": sum(c.finish_reason == "stop" for c in drawn) / len(drawn),
-    }
-
-
-def row_lengths(batch: Batch) -> list[int]:
-    """Tokens of each row, prompt and response together, less the one that is only ever a label."""
-    last = batch.response_mask.int().cumsum(dim=1).argmax(dim=1)
-    return (last + 1).tolist()
-
-
-def per_response(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Iterable[list[float]]:
-    """Each row's values at its response tokens."""
-    return (row[mask].tolist() for row, mask in zip(values_BT, mask_BT, strict=True))
+# --- around the loop ------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -434,9 +199,6 @@ class Clock:
             "tokens_per_second_sample": sampled / self.seconds["sample"],
             "tokens_per_second_update": trained / self.seconds["update"],
         }
-
-
-# --- what the user sees -----------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignment import drgrpo_grader
+from alignment import expressions
 from alignment.drgrpo_grader import extract_answer, grade, r1_zero_reward_fn
 
 GSM8K = Path(__file__).parents[2] / "shared" / "dataset" / "gsm8k"
@@ -385,14 +385,14 @@ def test_rejects(answer: str, truth: str) -> None:
 
 
 def test_pi_is_written_out_correctly() -> None:
-    assert str(sympy.N(sympy.pi, 200)).startswith(str(drgrpo_grader._PI))
+    assert str(sympy.N(sympy.pi, 200)).startswith(str(expressions._PI))
 
 
 @pytest.mark.parametrize("angle", [0, Fraction(1, 7), -2, 5, 1000])
 def test_sine_agrees_with_sympy_to_140_digits(angle: Fraction) -> None:
     expected = Decimal(str(sympy.sin(sympy.Rational(angle)).evalf(150)))
-    with drgrpo_grader.localcontext(drgrpo_grader._DIGITS):
-        assert abs(drgrpo_grader._sine(Fraction(angle)) - expected) < Decimal("1e-140")
+    with expressions.localcontext(expressions._DIGITS):
+        assert abs(expressions._sine(Fraction(angle)) - expected) < Decimal("1e-140")
 
 
 # --- with math-verify as the last witness -----------------------------------------------------

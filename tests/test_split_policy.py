@@ -11,8 +11,9 @@ from alignment.args import RLArgs, from_preset
 from alignment.log_probs import get_response_log_probs
 from alignment.models import load_model, spread
 from alignment.placement import ModelShape, partition_layers
+from alignment.policy_update import backward
 from alignment.records import Completion, Group, Problem
-from alignment.train_rl import backward, make_rollout
+from alignment.rollouts import make_rollout
 
 CONFIG = Qwen2Config(
     vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,

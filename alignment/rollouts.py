@@ -1,0 +1,126 @@
+"""From sampled and scored completions to a rollout that can be trained on, and the checks on the way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from alignment.args import RLArgs
+from alignment.errors import UserError
+from alignment.grpo import group_statistics, normalize_group_rewards
+from alignment.models import policy_log_probs
+from alignment.records import Batch, Completion, Group, Problem, Sampling
+from alignment.tokens import collate, take_rows
+
+MISMATCH_SAMPLE = 32  # completions of a rollout on which sampler and trainer are compared
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One step's responses, ready to train on: B rows in a padded batch and a number or a row of numbers for each."""
+
+    batch: Batch
+    raw_rewards_B1: torch.Tensor
+    advantages_B1: torch.Tensor | None
+    sampler_log_probs_BT: torch.Tensor
+    old_log_probs_BT: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Response tokens of each row."""
+        return self.batch.response_mask.sum(dim=1).tolist()
+
+
+def problems_of_step(problems: Sequence[Problem], args: RLArgs, step: int) -> list[Problem]:
+    """The prompts of a step (from 1): consecutive pieces of endless shuffled passes over the training problems."""
+    first = (step - 1) * args.prompts_per_rollout
+    places = range(first, first + args.prompts_per_rollout)
+    passes = {place // len(problems) for place in places}
+    orders = {n: random.Random(f"order {args.seed} {n}").sample(range(len(problems)), len(problems)) for n in passes}
+    return [problems[orders[place // len(problems)][place % len(problems)]] for place in places]
+
+
+def derived_seed(*parts: int | str) -> int:
+    """A seed that depends on all parts and on nothing else."""
+    return random.Random(" ".join(map(str, parts))).getrandbits(31)
+
+
+def rollout_sampling(stop: tuple[str, ...], args: RLArgs, step: int) -> Sampling:
+    """How a step's rollout is drawn."""
+    return Sampling(
+        n=args.group_size,
+        temperature=args.sampling_temperature,
+        top_p=args.sampling_top_p,
+        max_new_tokens=args.max_new_tokens,
+        stop=stop,
+        seed=derived_seed("rollout", args.seed, step),
+    )
+
+
+def refuse_stale(completions: Sequence[Sequence[Completion]], policy_version: int) -> None:
+    """Raise RuntimeError for a completion that another version of the weights has sampled."""
+    stale = {c.policy_version for drawn in completions for c in drawn} - {policy_version}
+    if stale:
+        raise RuntimeError(f"the sampler answered with policy version {sorted(stale)}, the trainer is at {policy_version}")
+
+
+def make_rollout(groups: Sequence[Group], args: RLArgs, pad: int) -> Rollout:
+    """Collate the completions, and normalise their rewards where the loss uses advantages."""
+    drawn = [completion for group in groups for completion in group.completions]
+    batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad)
+    raw_B1 = torch.tensor([[score["reward"]] for group in groups for score in group.scores], dtype=torch.float32)
+    sampler_BT = torch.zeros(batch.labels.shape)
+    sampler_BT[batch.response_mask] = torch.tensor([log_prob for c in drawn for log_prob in c.log_probs])
+    advantages_B1 = None
+    if args.group_size > 1:
+        advantages_B1 = normalize_group_rewards(raw_B1, args.group_size, args.advantage_eps, args.normalize_by_std)
+    return Rollout(batch, raw_B1, advantages_B1, sampler_BT)
+
+
+@torch.no_grad()
+def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype) -> dict[str, float]:
+    """Mean and largest difference, in nats a token, between the sampler's log-probs and the trainer's.
+
+    Measured before the update, on completions spread over the rollout, under the distribution that was sampled from.
+    Raises `UserError` where the mean exceeds --max_sampler_mismatch: the gradient would be of another policy than the
+    one that was sampled.
+    """
+    spread = range(0, len(rollout.lengths), max(1, len(rollout.lengths) // MISMATCH_SAMPLE))
+    batch = take_rows(rollout.batch, spread)
+    how = {"temperature": args.sampling_temperature, "top_p": args.sampling_top_p}
+    trainer_BT = policy_log_probs(policy, batch, dtype, **how)["log_probs"].cpu()
+    sampler_BT = rollout.sampler_log_probs_BT[list(spread), : trainer_BT.shape[1]]
+    difference = (trainer_BT - sampler_BT)[batch.response_mask].abs()
+    mean, largest = difference.mean().item(), difference.max().item()
+    if not mean <= args.max_sampler_mismatch:
+        raise UserError(
+            f"the sampler's log-probs are {mean:.4g} nats a token from the trainer's (largest {largest:.4g}), more than"
+            f" --max_sampler_mismatch {args.max_sampler_mismatch}. Likely causes: weights that did not reach the sampler,"
+            " a prefix cache that outlived them, another dtype (see --dtype), or other temperature or top-p handling."
+            " Nothing was trained on these samples"
+        )
+    return {"sampler_mismatch": mean, "sampler_mismatch_max": largest}
+
+
+def rollout_report(groups: Sequence[Group], args: RLArgs) -> dict[str, float]:
+    """Reward parts, length and finished share of the rollout, and the share of groups that teach nothing."""
+    scores = [score for group in groups for score in group.scores]
+    drawn = [completion for group in groups for completion in group.completions]
+    statistics = group_statistics(torch.tensor([[score["reward"]] for score in scores]), args.group_size)
+    return {
+        "reward": statistics["reward_mean"],
+        "reward_std": statistics["reward_std"],
+        "flat_groups": statistics["flat_groups"],
+        "format_reward": sum(score["format_reward"] for score in scores) / len(scores),
+        "answer_reward": sum(score["answer_reward"] for score in scores) / len(scores),
+        "response_length": sum(len(c.token_ids) for c in drawn) / len(drawn),
+        "finished": sum(c.finish_reason == "stop" for c in drawn) / len(drawn),
+    }
+
+
+def per_response(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Iterable[list[float]]:
+    """Each row's values at its response tokens."""
+    return (row[mask].tolist() for row, mask in zip(values_BT, mask_BT, strict=True))
