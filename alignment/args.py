@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -225,7 +226,8 @@ def _require(condition: bool, flag: str, value, wanted: str) -> None:
 
 def _require_positive(args: Args, *names: str) -> None:
     for name in names:
-        _require(getattr(args, name) > 0, f"--{name}", getattr(args, name), "above 0")
+        value = getattr(args, name)
+        _require(0 < value < math.inf, f"--{name}", value, "a number above 0")
 
 
 AnyArgs = TypeVar("AnyArgs", bound=Args)

@@ -24,7 +24,8 @@ GRADES = {
 def group(*answers: tuple[str, str]) -> Group:
     """A group of (text inside the answer tags or "", grade)."""
     completions = tuple(
-        Completion((1,), (2,), (0.0,), f" </think> <answer> {text} </answer>" if text else "?", "stop", 0) for text, _ in answers
+        Completion((1,), (2,), (0.0,), f" </think> <answer> {text} </answer>" if text else "?", "stop", 0)
+        for text, _ in answers
     )
     return Group(PROBLEM, completions, tuple(GRADES[grade] for _, grade in answers))
 

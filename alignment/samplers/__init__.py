@@ -60,7 +60,7 @@ def make_sampler(args: Args, model_path: str, tokenizer, device: str, roles: Rol
     if sampler_kind(args) == "vllm":
         from alignment.samplers.vllm import VLLMSampler
 
-        alone = device not in {*roles.policy, roles.reference} and (roles.sample == roles.eval or roles.sample != device)
+        alone = device not in {*roles.policy, roles.reference}  # sampling and evaluation on one GPU share one engine
         share = args.gpu_memory_utilization or (0.9 if alone else 0.4)
         return VLLMSampler(
             model_path,

@@ -187,7 +187,7 @@ def test_one_update_a_rollout_needs_no_old_policy_and_says_so(warm, tmp_path, mo
         ("evaluate", ["--num_samples", "0"], "--num_samples 0"),
         ("evaluate", ["--max_new_tokens", "250"], "do not fit in the model's context of 256"),
         ("evaluate", ["--task", "gsm8k", "--dataset_path", "nowhere"], "nowhere/test.jsonl does not exist"),
-        ("sft", ["--learning_rate", "-1"], "--learning_rate -1.0: must be above 0"),
+        ("sft", ["--learning_rate", "-1"], "--learning_rate -1.0: must be a number above 0"),
         ("sft", ["--sft_base", ""], "--sft_base"),
     ],
 )
