@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import send_to_device
+from huggingface_hub.utils import logging as hub_logging
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
@@ -21,6 +22,7 @@ from alignment.placement import ModelShape, Roles, assign_roles, partition_layer
 from alignment.records import Batch
 
 logging.set_verbosity_error()
+hub_logging.set_verbosity_error()  # its retries without a connection; what comes of them is said in one line
 logging.disable_progress_bar()  # loading a model is a matter of seconds; the bars would break up our own
 
 # Scaled dot-product attention without the mask that transformers would build for it. Our sequences are right-padded, so

@@ -17,8 +17,9 @@ from alignment.errors import UserError
 
 TRAINED_BYTES = 16
 """Bytes a trained parameter takes: weight, gradient and AdamW's two moments, each fp32."""
-COPY_BYTES = 2
-"""Bytes a parameter takes in a copy that only runs forward: bf16."""
+COPY_BYTES = {"sample": 2, "eval": 2, "sample+eval": 2, "reference": 4}
+"""Bytes a parameter takes in each copy that only runs forward: bf16 to sample from, fp32 for the reference, whose
+log-probs must be the policy's own."""
 
 FLAGS = {
     "policy": "--policy_devices",
@@ -341,18 +342,19 @@ def place(shape: ModelShape, roles: Roles) -> tuple[Share, ...]:
 
     Eval on the sampler's device runs in the sampler's engine, so the two hold one copy, under the role "sample+eval".
     """
-    trained, copied = module_bytes(shape, TRAINED_BYTES), module_bytes(shape, COPY_BYTES)
+    parameters, trained = module_bytes(shape, 1), module_bytes(shape, TRAINED_BYTES)
     held: dict[str, list[str]] = {}
     for name, device in partition_layers(shape, roles.policy).items():
         held.setdefault(device, []).append(name)
     policy = (
         Share(device, "policy", tuple(names), sum(trained.get(name, 0) for name in names)) for device, names in held.items()
     )
-    copies = {"sample": roles.sample, "reference": roles.reference, "eval": roles.eval}
-    if roles.sample == roles.eval:
-        copies = {"sample+eval": roles.sample, "reference": roles.reference}
-    everything = (ROTARY, *copied)
-    return (*policy, *(Share(device, role, everything, sum(copied.values())) for role, device in copies.items()))
+    engines = {"sample+eval": roles.sample} if roles.sample == roles.eval else {"sample": roles.sample, "eval": roles.eval}
+    # A policy that sits whole on the reference's device is the old policy itself, until its first update.
+    reference = {} if roles.policy == (roles.reference,) else {"reference": roles.reference}
+    copies = engines | reference
+    everything, total = (ROTARY, *parameters), sum(parameters.values())
+    return (*policy, *(Share(device, role, everything, total * COPY_BYTES[role]) for role, device in copies.items()))
 
 
 def bytes_by_device(shares: Sequence[Share]) -> dict[str, int]:

@@ -436,14 +436,14 @@ def test_eight_gpus_by_hand():
     assert [(share.device, share.role) for share in shares] == [
         *((gpu, "policy") for gpu in gpus(5)),
         ("cuda:7", "sample"),
-        ("cuda:6", "reference"),
         ("cuda:5", "eval"),
+        ("cuda:6", "reference"),
     ]
     layers = [layer for share in shares[:5] for layer in share.layers]
     assert layers == list(range(28))
     assert sum(share.bytes for share in shares[:5]) == 16 * ALL  # 24.7 GB
     assert max(share.bytes for share in shares[:5]) == 16 * 7 * LAYER
-    assert [share.bytes for share in shares[5:]] == [2 * ALL] * 3  # 3.1 GB each
+    assert [share.bytes for share in shares[5:]] == [2 * ALL, 2 * ALL, 4 * ALL]  # 3.1 GB, and 6.2 in fp32
     assert shares[5].layers == tuple(range(28))
 
 
@@ -454,7 +454,7 @@ def test_sampler_and_eval_on_one_gpu_are_one_copy():
         ("cuda:1", "sample+eval"),
         ("cuda:1", "reference"),
     ]
-    assert bytes_by_device(shares) == {"cuda:0": 16 * ALL, "cuda:1": 2 * 2 * ALL}
-    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1))) == {"cuda:0": (16 + 2 + 2) * ALL}
-    three = {"cuda:0": 16 * ALL, "cuda:2": 2 * ALL, "cuda:1": 2 * 2 * ALL}  # reference and eval share cuda:1
+    assert bytes_by_device(shares) == {"cuda:0": 16 * ALL, "cuda:1": (2 + 4) * ALL}
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1))) == {"cuda:0": (16 + 2) * ALL}  # the policy is the reference
+    three = {"cuda:0": 16 * ALL, "cuda:2": 2 * ALL, "cuda:1": (2 + 4) * ALL}  # reference and eval share cuda:1
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(3))) == three
