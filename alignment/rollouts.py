@@ -15,7 +15,7 @@ from alignment.models import policy_log_probs
 from alignment.records import Batch, Completion, Group, Problem, Sampling
 from alignment.tokens import collate, take_rows
 
-MISMATCH_SAMPLE = 32  # completions of a rollout on which sampler and trainer are compared
+MISMATCH_SAMPLE = 16  # completions of a rollout on which sampler and trainer are compared
 
 
 @dataclass(frozen=True)
