@@ -70,10 +70,12 @@ class Args:
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, "--max_new_tokens", self.max_new_tokens, "at least 1")
-        _require(self.sampling_temperature >= 0, "--sampling_temperature", self.sampling_temperature, "0 (greedy) or more")
+        _require(
+            0 <= self.sampling_temperature < math.inf, "--sampling_temperature", self.sampling_temperature, "0 (greedy) or more"
+        )
         _require(0 < self.sampling_top_p <= 1, "--sampling_top_p", self.sampling_top_p, "above 0 and at most 1")
         _require(self.max_problems >= 0, "--max_problems", self.max_problems, "0 (all) or more")
-        _require(self.seed >= 0, "--seed", self.seed, "0 or more")
+        _require(0 <= self.seed < 2**31, "--seed", self.seed, "from 0 to 2147483647")
         share = self.gpu_memory_utilization
         _require(share is None or 0 < share <= 1, "--gpu_memory_utilization", share, "above 0 and at most 1")
         _require(
@@ -136,6 +138,7 @@ class SFTArgs(Args):
             self, "num_steps", "batch_size", "micro_batch_tokens", "learning_rate", "max_grad_norm", "eval_interval"
         )
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
+        _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -199,8 +202,9 @@ class RLArgs(Args):
             " (only --loss_type no_baseline works with 1)",
         )  # fmt: skip
         _require(0 < self.cliprange < 1, "--cliprange", self.cliprange, "between 0 and 1")
-        _require(self.advantage_eps >= 0, "--advantage_eps", self.advantage_eps, "0 or more")
+        _require(0 <= self.advantage_eps < math.inf, "--advantage_eps", self.advantage_eps, "0 or more")
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
+        _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
         _require(self.keep_checkpoints >= 0, "--keep_checkpoints", self.keep_checkpoints, "0 (all) or more")
         _require(
             0 <= self.train_mini_batch_size <= self.rollout_size,

@@ -11,8 +11,10 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from alignment.errors import UserError
 from alignment.files import atomic_folder
 
 # Out of the top folder, where loaders take every *.safetensors file for model weights.
@@ -46,9 +48,15 @@ def save_model(folder: Path, model, tokenizer) -> None:
 
 
 def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Fill a fresh optimiser with a checkpoint's state."""
+    """Fill a fresh optimiser with a checkpoint's state. Raises `UserError` where that is missing or damaged."""
+    try:
+        saved = load_file(folder / OPTIMIZER)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{folder / OPTIMIZER} is missing or damaged ({error}): delete {folder} to resume from the checkpoint before it"
+        ) from None
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in load_file(folder / OPTIMIZER).items():
+    for name, tensor in saved.items():
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -11,11 +11,15 @@ class UserError(Exception):
 
 
 def door(main: Callable[[], None]) -> None:
-    """Run a command's `main`. A `UserError` becomes one line on stderr and exit code 2, Ctrl-C exits with 130."""
+    """Run a command's `main`. A `UserError` becomes one line on stderr and exit code 2, Ctrl-C exits with 130.
+
+    So does what the file system refuses (no permission, no space, a file where a folder should be): its own message
+    names the path.
+    """
     try:
         main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import send_to_device
 from huggingface_hub.utils import logging as hub_logging
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
@@ -110,9 +111,18 @@ def compute_dtype(args: Args, device: str) -> torch.dtype:
 
 
 def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) -> PreTrainedModel:
-    """Load a causal language model, whole on one device or split by layers over several."""
+    """Load a causal language model, whole on one device or split by layers over several.
+
+    Raises `UserError` for weights that are missing or damaged.
+    """
     load_config(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=ATTENTION)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=ATTENTION)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"the weights of {model_path} are missing, damaged, or of no causal language model ({reason})"
+        ) from None
     if len(devices) == 1:
         return model.to(devices[0])
     return spread(model, partition_layers(ModelShape.from_config(model.config), devices))

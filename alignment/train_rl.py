@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,7 +143,10 @@ def open_run(args: RLArgs) -> tuple[Path, int]:
     if not args.resume:
         return Path(args.output_dir) / new_run_name(args, default), 0
     path = Path(args.output_dir) / resumed_run_name(args, default)
-    before = json.loads((path / "args.json").read_text())["args"]
+    try:
+        before = json.loads((path / "args.json").read_text())["args"]
+    except (ValueError, KeyError):
+        raise UserError(f"--resume: {path / 'args.json'} is damaged, so it cannot be told how the run was started") from None
     free = {"resume", "run_name", "num_steps", "save_interval", "keep_checkpoints"}
     now = json.loads(json.dumps(dataclasses.asdict(args)))
     changed = [
@@ -155,6 +159,7 @@ def open_run(args: RLArgs) -> tuple[Path, int]:
     done = last_step(path)
     if done >= args.num_steps and (path / "final").exists():
         raise UserError(f"--resume: {path} has already done {done} of --num_steps {args.num_steps}")
+    shutil.rmtree(path / "final", ignore_errors=True)  # of a shorter run, and still there in its last checkpoint
     return path, done
 
 

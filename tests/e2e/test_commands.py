@@ -229,3 +229,32 @@ def test_a_resume_with_other_arguments_names_them(warm, tmp_path, monkeypatch, c
     more = rl_flags(warm, tmp_path, "--num_steps", "2", "--resume", "--cliprange", "0.3")
     assert run(monkeypatch, "train_rl", *more) == 2
     assert "--cliprange was 0.2, now 0.3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("args.json", "args.json is damaged"),
+        ("step_000001/trainer/optimizer.safetensors", "optimizer.safetensors is missing or damaged"),
+        ("step_000001/model.safetensors", "step_000001 are missing, damaged"),
+        ("step_000001/config.json", "step_000001: cannot be loaded"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(damage, message, warm, tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--num_steps", "1")) == 0
+    file = tmp_path / "tiny_grpo_clip_seed0" / damage
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    capsys.readouterr()
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--num_steps", "2", "--resume")) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    metrics = read_jsonl(tmp_path / "tiny_grpo_clip_seed0" / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == [1]
+
+
+def test_what_the_file_system_refuses_is_one_clear_line(warm, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    flags = ["--model", str(warm / "sft"), "--output_dir", str(tmp_path / "file"), "--max_problems", "2"]
+    assert run(monkeypatch, "evaluate", *flags) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and str(tmp_path / "file") in said and said.count("\n") == 1
