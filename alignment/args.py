@@ -156,7 +156,7 @@ class RLArgs(Args):
     epochs_per_rollout: int = 1
     """Passes over each rollout."""
     train_mini_batch_size: int = 0
-    """Responses an optimiser update; 0: the whole rollout. More than one update a rollout makes old log-probs needed."""
+    """Responses an optimiser update, at most; 0: the whole rollout. Several updates a rollout make old log-probs needed."""
     micro_batch_tokens: int = 16384
     """Tokens, padding included, in one forward and backward. Changes memory and speed, never the gradient."""
     learning_rate: float = 2e-4
@@ -202,15 +202,11 @@ class RLArgs(Args):
             " (only --loss_type no_baseline works with 1)",
         )  # fmt: skip
         _require(0 < self.cliprange < 1, "--cliprange", self.cliprange, "between 0 and 1")
-        _require(0 <= self.advantage_eps < math.inf, "--advantage_eps", self.advantage_eps, "0 or more")
+        _require_positive(self, "advantage_eps")
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
         _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
         _require(self.keep_checkpoints >= 0, "--keep_checkpoints", self.keep_checkpoints, "0 (all) or more")
-        _require(
-            0 <= self.train_mini_batch_size <= self.rollout_size,
-            "--train_mini_batch_size", self.train_mini_batch_size,
-            f"from 1 to the rollout's {self.rollout_size} responses, or 0 for all of them",
-        )  # fmt: skip
+        _require(self.train_mini_batch_size >= 0, "--train_mini_batch_size", self.train_mini_batch_size, "0 (all) or more")
 
     @property
     def rollout_size(self) -> int:

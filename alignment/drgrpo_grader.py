@@ -280,7 +280,7 @@ _UNIT_NAMES = {
 }
 # Words in -s that change the number before them, so that no unit is taken off: 5 dozens is not 5. -ths are fractions.
 _NOT_UNITS = re.compile(
-    "tens|dozens|scores|pairs|couples|(?:hundred|thousand|million|billion|trillion)s|halves|thirds|quarters|[a-z]*ths|"
+    "tens|dozens|lakhs|crores|mill(?:i|ion)?s|times|positives|negatives|inverses|[a-z]*(?:ed|ly)s|sixes|sevens|eights|nines|scores|pairs|couples|(?:hundred|thousand|million|billion|trillion)s|halves|thirds|quarters|[a-z]*ths|"
     "[a-z]*ss|ones|twos|threes|fours|fives|plus|minus|percents|sins|logs|this|thus|squares|cubes|versus|always|perhaps"
 )
 

@@ -25,8 +25,12 @@ def embedded_model(name: str, output_dir: str) -> Path | None:
         return None
     folder = Path(output_dir) / f"{name}_base"
     if not folder.exists():
-        with atomic_folder(folder) as building:
-            builders[name](building)
+        try:
+            with atomic_folder(folder) as building:
+                builders[name](building)
+        except OSError:
+            if not folder.exists():  # else another command was faster, with the same result
+                raise
     return folder
 
 

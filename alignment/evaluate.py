@@ -24,7 +24,7 @@ from alignment.records import Group, Problem, Sampling, Score
 from alignment.rewards import score_groups
 from alignment.samplers import Sampler, make_sampler
 from alignment.tasks import Task, find_task
-from alignment.tracking import RunFolder, new_run_name
+from alignment.tracking import RunFolder, claim_run_folder, refuse_taken_name
 
 AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
 CATEGORIES = ("format and answer", "format only", "neither")
@@ -191,21 +191,21 @@ def main() -> None:
     roles = roles_of(args)
     model_path = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(model_path)
-    run_name = new_run_name(args, f"evaluate_{Path(args.model).name}_{args.task}")
+    refuse_taken_name(args)
     sampler = make_sampler(args, model_path, tokenizer, roles.eval, roles)
     try:
         with console.status(f"sampling {len(problems)} problems x {args.num_samples} with {type(sampler).__name__}"):
             evaluation = evaluate_vllm(sampler, task.reward_fn, problems, eval_sampling(task, args, args.num_samples))
     finally:
         sampler.close()
-    run = RunFolder(Path(args.output_dir) / run_name)
+    run = RunFolder(claim_run_folder(args, f"evaluate_{Path(args.model).name}_{args.task}"))
     run.log_args(args)
     run.log_completions("eval", 0, evaluation.groups)
     run.log_eval({"step": 0, **evaluation.record()})
     run.log_summary(evaluation.record())
     run.close()
     print_evaluation(evaluation, console)
-    console.print(f"every completion: {run.path}/completions/eval_000000.jsonl")
+    console.print(f"every completion: {run.path}/completions/eval_000000.jsonl", markup=False)
 
 
 if __name__ == "__main__":

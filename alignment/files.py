@@ -11,7 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Give a hidden sibling folder to fill; on success it is flushed to disk and renamed to `path`, else removed."""
+    """Give a hidden sibling folder to fill; on success it is flushed to disk and renamed to `path`, else removed.
+
+    Nothing is overwritten: raises OSError where `path` has come to exist meanwhile.
+    """
     path = Path(path)
     building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(building, ignore_errors=True)
@@ -20,8 +23,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield building
         for file in building.rglob("*"):
             _flush(file)
-        if path.exists():
-            shutil.rmtree(path)
         building.rename(path)
         _flush(path.parent)
     finally:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from accelerate.utils import send_to_device
 from huggingface_hub.utils import logging as hub_logging
-from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
@@ -49,17 +48,21 @@ def resolve_model(name: str, output_dir: str) -> str:
 
 def load_config(model_path: str):
     """The model's configuration. Raises `UserError` where there is none to be had."""
+    return _read(AutoConfig.from_pretrained, model_path)
+
+
+def _read(loader, model_path: str, **how):
     try:
-        return AutoConfig.from_pretrained(model_path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        return loader(model_path, **how)
+    except Exception as error:  # of many kinds, for a folder that transformers cannot make sense of
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"--model {model_path}: cannot be loaded from this machine or from the hub ({reason})") from None
 
 
 def load_tokenizer(model_path: str):
     """The model's tokenizer. Raises `UserError` where it has no end-of-sequence token: a response could never end."""
     load_config(model_path)
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer = _read(AutoTokenizer.from_pretrained, model_path)
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"--model {model_path}: its tokenizer has no EOS token, so responses could not be taught to end;"
@@ -116,13 +119,17 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) ->
     Raises `UserError` for weights that are missing or damaged.
     """
     load_config(model_path)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=ATTENTION)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"the weights of {model_path} are missing, damaged, or of no causal language model ({reason})"
-        ) from None
+    model, found = _read(
+        AutoModelForCausalLM.from_pretrained,
+        model_path,
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        output_loading_info=True,
+    )
+    # transformers would fill these in at random and go on.
+    absent = sorted(found["missing_keys"]) + [str(key) for key in found["mismatched_keys"]]
+    if absent:
+        raise UserError(f"--model {model_path}: {len(absent)} weights are missing or of another shape, such as {absent[0]}")
     if len(devices) == 1:
         return model.to(devices[0])
     return spread(model, partition_layers(ModelShape.from_config(model.config), devices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -68,16 +69,22 @@ def refuse_stale(completions: Sequence[Sequence[Completion]], policy_version: in
 
 
 def make_rollout(groups: Sequence[Group], args: RLArgs, pad: int) -> Rollout:
-    """Collate the completions, and normalise their rewards where the loss uses advantages."""
+    """Collate the completions, and normalise their rewards within each group."""
+    rollout = collate_groups(groups, pad)
+    if args.group_size == 1:
+        return rollout
+    normalised = normalize_group_rewards(rollout.raw_rewards_B1, args.group_size, args.advantage_eps, args.normalize_by_std)
+    return dataclasses.replace(rollout, advantages_B1=normalised)
+
+
+def collate_groups(groups: Sequence[Group], pad: int) -> Rollout:
+    """The completions as one batch, without advantages."""
     drawn = [completion for group in groups for completion in group.completions]
     batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad)
     raw_B1 = torch.tensor([[score["reward"]] for group in groups for score in group.scores], dtype=torch.float32)
     sampler_BT = torch.zeros(batch.labels.shape)
     sampler_BT[batch.response_mask] = torch.tensor([log_prob for c in drawn for log_prob in c.log_probs])
-    advantages_B1 = None
-    if args.group_size > 1:
-        advantages_B1 = normalize_group_rewards(raw_B1, args.group_size, args.advantage_eps, args.normalize_by_std)
-    return Rollout(batch, raw_B1, advantages_B1, sampler_BT)
+    return Rollout(batch, raw_B1, None, sampler_BT)
 
 
 @torch.no_grad()
@@ -88,7 +95,8 @@ def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype)
     Raises `UserError` where the mean exceeds --max_sampler_mismatch: the gradient would be of another policy than the
     one that was sampled.
     """
-    spread = range(0, len(rollout.lengths), max(1, len(rollout.lengths) // MISMATCH_SAMPLE))
+    rows = len(rollout.lengths)
+    spread = range(0, rows, rows // MISMATCH_SAMPLE + 1)  # not a whole number of groups: each sample number gets its turn
     batch = take_rows(rollout.batch, spread)
     how = {"temperature": args.sampling_temperature, "top_p": args.sampling_top_p}
     trainer_BT = policy_log_probs(policy, batch, dtype, **how)["log_probs"].cpu()

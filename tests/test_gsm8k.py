@@ -68,7 +68,7 @@ def test_a_bad_file_is_refused_with_its_place(tmp_path, content, message):
 
 
 def test_a_missing_file_says_how_to_get_it(tmp_path):
-    with pytest.raises(UserError, match=r"test\.jsonl does not exist: download GSM8K with `uv run -m alignment.tasks.gsm8k`"):
+    with pytest.raises(UserError, match=r"test\.jsonl does not exist: download GSM8K with `uv run -m alignment.download`"):
         gsm8k.problems("test", str(tmp_path))
 
 

@@ -45,7 +45,9 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
                 f" of {context} tokens: lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
             )
         if not ids:
-            raise UserError("an empty prompt cannot be continued: check the dataset and the prompt template")
+            raise UserError(
+                "an empty prompt cannot be continued: check the dataset, the prompt template and the model's tokenizer files"
+            )
     return encoded
 
 

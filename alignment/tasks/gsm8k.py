@@ -4,7 +4,7 @@ A row of `train.jsonl` or `test.jsonl`:
 
     {"question": "Natalia sold 48 clips in April ...", "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\\n#### 72"}
 
-    uv run -m alignment.tasks.gsm8k        # downloads both files into dataset/gsm8k/
+    uv run -m alignment.download        # fetches both files into dataset/gsm8k/
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.progress import Progress
 
-from alignment.errors import UserError, door
+from alignment.errors import UserError
 from alignment.prompts import fill_prompt
 from alignment.records import Problem
 
@@ -65,7 +64,7 @@ def read_rows(path: Path) -> list[Row]:
     """Read a file of rows. Raises `UserError`, naming file and line, for a missing or empty file and for a bad row."""
     if not path.is_file():
         raise UserError(
-            f"{path} does not exist: download GSM8K with `uv run -m alignment.tasks.gsm8k`,"
+            f"{path} does not exist: download GSM8K with `uv run -m alignment.download`,"
             " or point --dataset_path at a folder with train.jsonl and test.jsonl"
         )
     try:
@@ -84,6 +83,8 @@ def _parse(line: str, place: str) -> Row:
         question, answer = record["question"], record["answer"]
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: not a JSON object ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise UserError(f"{place}: nested too deeply for a problem") from None
     except (KeyError, TypeError):
         raise UserError(f'{place}: needs the keys "question" and "answer"') from None
     if not (isinstance(question, str) and isinstance(answer, str)):
@@ -119,8 +120,8 @@ def download(folder: Path, source: str = SOURCE) -> None:
 
 def _fetch(url: str, part: Path, progress: Progress) -> None:
     have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
         with urllib.request.urlopen(request, timeout=30) as response:
             resumed = response.status == 206
             expected = int(response.headers.get("Content-Length") or 0) + have * resumed
@@ -134,7 +135,7 @@ def _fetch(url: str, part: Path, progress: Progress) -> None:
     except urllib.error.HTTPError as error:
         if error.code != 416:  # 416: nothing is left to send, the part is already complete
             raise UserError(f"{url}: the server answered {error.code} {error.reason}") from None
-    except (urllib.error.URLError, OSError) as error:
+    except (urllib.error.URLError, OSError, ValueError) as error:
         raise UserError(
             f"{url}: could not be fetched ({getattr(error, 'reason', error)}). Check the connection and run the command"
             " again (it continues), or copy train.jsonl and test.jsonl from elsewhere and use --dataset_path"
@@ -143,18 +144,3 @@ def _fetch(url: str, part: Path, progress: Progress) -> None:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def main(folder: str = FOLDER, source: str = SOURCE) -> None:
-    """Download GSM8K.
-
-    Args:
-        folder: Where train.jsonl and test.jsonl go.
-        source: Address of the folder that holds the two files.
-    """
-    download(Path(folder), source)
-    print(f"GSM8K is in {folder}/")
-
-
-if __name__ == "__main__":
-    door(lambda: tyro.cli(main, use_underscores=True))

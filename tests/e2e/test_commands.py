@@ -2,19 +2,22 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import evaluate, sft, train_rl
+from alignment.args import RLArgs, from_preset
 from alignment.errors import door
 from alignment.tasks import TASKS, arithmetic
-from alignment.tracking import read_jsonl
+from alignment.tracking import claim_run_folder, printable, read_jsonl
 
 DOORS = {"evaluate": evaluate.main, "sft": sft.main, "train_rl": train_rl.main}
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
@@ -174,7 +177,10 @@ def test_one_update_a_rollout_needs_no_old_policy_and_says_so(warm, tmp_path, mo
     [
         ("train_rl", ["--group_size", "1"], "--group_size 1: must be at least 2"),
         ("train_rl", ["--cliprange", "-0.2"], "--cliprange -0.2: must be between 0 and 1"),
-        ("train_rl", ["--train_mini_batch_size", "9999"], "--train_mini_batch_size 9999"),
+        ("train_rl", ["--train_mini_batch_size", "-1"], "--train_mini_batch_size -1"),
+        ("train_rl", ["--advantage_eps", "0"], "--advantage_eps 0.0"),
+        ("train_rl", ["--weight_decay", "nan"], "--weight_decay nan"),
+        ("train_rl", ["--seed", "99999999999999999999"], "--seed 99999999999999999999"),
         ("train_rl", ["--sampling_temperature", "0"], "--sampling_temperature 0"),
         ("train_rl", ["--preset", "huge"], "--preset huge: there is no such preset; choose one of"),
         ("train_rl", ["--task", "poetry"], "--task poetry: there is no such task"),
@@ -221,7 +227,7 @@ def test_a_second_run_gets_a_folder_of_its_own_and_a_taken_name_is_refused(warm,
         assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--num_steps", "1")) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny_grpo_clip_seed0", "tiny_grpo_clip_seed0-2"]
     assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--run_name", "tiny_grpo_clip_seed0")) == 2
-    assert "exists; continue it with --resume" in capsys.readouterr().err
+    assert "continue it with --resume or name another" in capsys.readouterr().err
 
 
 def test_a_resume_with_other_arguments_names_them(warm, tmp_path, monkeypatch, capsys):
@@ -236,7 +242,7 @@ def test_a_resume_with_other_arguments_names_them(warm, tmp_path, monkeypatch, c
     [
         ("args.json", "args.json is damaged"),
         ("step_000001/trainer/optimizer.safetensors", "optimizer.safetensors is missing or damaged"),
-        ("step_000001/model.safetensors", "step_000001 are missing, damaged"),
+        ("step_000001/model.safetensors", "step_000001: cannot be loaded"),
         ("step_000001/config.json", "step_000001: cannot be loaded"),
     ],
 )
@@ -258,3 +264,49 @@ def test_what_the_file_system_refuses_is_one_clear_line(warm, tmp_path, monkeypa
     assert run(monkeypatch, "evaluate", *flags) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and str(tmp_path / "file") in said and said.count("\n") == 1
+
+
+def test_missing_weights_are_not_made_up(warm, tmp_path, monkeypatch, capsys):
+    shutil.copytree(warm / "sft", tmp_path / "part")
+    weights = load_file(tmp_path / "part" / "model.safetensors")
+    save_file(
+        {k: v for k, v in weights.items() if "layers.1" not in k}, tmp_path / "part" / "model.safetensors", {"format": "pt"}
+    )
+    flags = ["--model", str(tmp_path / "part"), "--output_dir", str(tmp_path / "out"), "--max_problems", "2"]
+    assert run(monkeypatch, "evaluate", *flags) == 2
+    assert "weights are missing or of another shape, such as model.layers.1" in capsys.readouterr().err
+
+
+def test_training_beyond_the_context_is_refused_before_it_starts(warm, tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--max_new_tokens", "250")) == 2
+    assert (
+        run(monkeypatch, "sft", "--sft_base", str(tmp_path / "sft"), "--output_dir", str(warm), "--max_new_tokens", "250") == 2
+    )
+    assert capsys.readouterr().err.count("do not fit in the model's context") == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_longer_run_replaces_what_the_shorter_one_ended_with(warm, tmp_path, monkeypatch, made_up_reward):
+    def train(*flags: str) -> int:
+        return run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, *flags))
+
+    folder = tmp_path / "tiny_grpo_clip_seed0"
+    assert train("--num_steps", "1") == 0
+    (folder / "summary.json").unlink()  # as if killed before its report
+    assert train("--num_steps", "1", "--resume") == 0
+    assert train("--num_steps", "1", "--resume") == 2  # it is done
+    assert train("--num_steps", "2", "--resume") == 0
+    final, step = (load_file(folder / name / "model.safetensors") for name in ("final", "step_000002"))
+    assert all(torch.equal(final[key], step[key]) for key in step)
+    assert json.loads((folder / "summary.json").read_text())["after"]["step"] == 2
+
+
+def test_two_commands_never_share_a_folder(tmp_path):
+    args = from_preset(RLArgs, "tiny", output_dir=str(tmp_path))
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: claim_run_folder(args, "run"), range(8)))
+    assert sorted(path.name for path in folders) == ["run", *(f"run-{n}" for n in range(2, 9))]
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert printable("a\x1b[2Jb\n\x07[red]") == "a\\x1b[2Jb\n\\x07[red]"
