@@ -16,9 +16,10 @@ from alignment.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
 
-# The keys of grpo.LOSSES and grpo.SUMS, written out so that reading arguments does not load torch; a test holds them equal.
+# The keys of grpo.LOSSES, grpo.SUMS and rewards.REWARDS, written out so that reading arguments does not load torch; a test holds them equal.
 LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
 LossNormalization = Literal["sequence_mean", "token_mean", "constant"]
+RewardName = Literal["r1_zero", "r1_zero_strict"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Args:
     """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
 
     task: str = "arithmetic"
-    """Where problems and rewards come from: arithmetic, gsm8k."""
+    """Where problems come from: arithmetic, gsm8k."""
+    reward: RewardName = "r1_zero"
+    """Rule that scores responses: r1_zero, as published, or r1_zero_strict, for exactly one worked-out final answer."""
     dataset_path: str = ""
     """Folder of the task's files; empty: where the task's download command puts them."""
     model: str = "tiny"

@@ -1,19 +1,39 @@
-"""Scoring completions."""
+"""Reward functions by name, and scoring completions with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+from alignment.drgrpo_grader import r1_zero_reward_fn, r1_zero_strict_reward_fn
 from alignment.records import Completion, Group, Problem, Score
+
+RewardFn = Callable[[str, str], Score]
+
+REWARDS: Mapping[str, RewardFn] = {"r1_zero": r1_zero_reward_fn, "r1_zero_strict": r1_zero_strict_reward_fn}
+
+GRADERS_AT_WORK = 8  # threads, each of which may wait for a worker process that asks math-verify
 
 
 def score_groups(
-    problems: Sequence[Problem],
-    completions: Sequence[Sequence[Completion]],
-    reward_fn: Callable[[str, str], Score],
+    problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], reward_fn: RewardFn
 ) -> list[Group]:
     """Each problem with its completions and their scores."""
-    return [
-        Group(problem, tuple(drawn), tuple(reward_fn(completion.text, problem.ground_truth) for completion in drawn))
-        for problem, drawn in zip(problems, completions, strict=True)
-    ]
+    texts = [(completion.text, problem.ground_truth) for problem, drawn in zip(problems, completions, strict=True) for completion in drawn]
+    with ThreadPoolExecutor(GRADERS_AT_WORK) as threads:
+        scores = threads.map(lambda pair: reward_fn(*pair), texts)
+        return [
+            Group(problem, tuple(drawn), tuple(next(scores) for _ in drawn))
+            for problem, drawn in zip(problems, completions, strict=True)
+        ]
+
+
+def grading_report(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean reward under each rule, so that what the rule itself decides can be seen, and how many gradings failed.
+
+    Verdicts are cached, so this costs little beside the scoring before it.
+    """
+    pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
+    means = {f"reward_{name}": sum(fn(*pair)["reward"] for pair in pairs) / len(pairs) for name, fn in REWARDS.items()}
+    failed = sum("grading_failed" in score for group in groups for score in group.scores)
+    return {**means, "grading_failed": failed}

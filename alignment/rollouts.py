@@ -14,6 +14,7 @@ from alignment.errors import UserError
 from alignment.grpo import group_statistics, normalize_group_rewards
 from alignment.models import policy_log_probs
 from alignment.records import Batch, Completion, Group, Problem, Sampling
+from alignment.rewards import grading_report
 from alignment.tokens import collate, take_rows
 
 MISMATCH_SAMPLE = 16  # completions of a rollout on which sampler and trainer are compared
@@ -126,6 +127,7 @@ def rollout_report(groups: Sequence[Group], args: RLArgs) -> dict[str, float]:
         "answer_reward": sum(score["answer_reward"] for score in scores) / len(scores),
         "response_length": sum(len(c.token_ids) for c in drawn) / len(drawn),
         "finished": sum(c.finish_reason == "stop" for c in drawn) / len(drawn),
+        **grading_report(groups),
     }
 
 

@@ -32,6 +32,7 @@ from alignment.models import (
     send,
     set_learning_rate,
 )
+from alignment.rewards import REWARDS
 from alignment.samplers import encode_prompts, make_sampler
 from alignment.tasks import find_task
 from alignment.tokens import collate, cut_by_tokens, pad_token_id
@@ -68,7 +69,7 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     sampler = make_sampler(args, str(target), tokenizer, roles.eval, roles, policy=model)
     try:
         with console.status("sampling held-out problems"):
-            evaluation = evaluate_vllm(sampler, task.reward_fn, problems, eval_sampling(task, args))
+            evaluation = evaluate_vllm(sampler, REWARDS[args.reward], problems, eval_sampling(task, args))
     finally:
         sampler.close()
     run = RunFolder(target, args.num_steps)

@@ -1,4 +1,4 @@
-"""Tasks: where problems, worked solutions and rewards come from. `TASKS` names them all."""
+"""Tasks: where problems and worked solutions come from. `TASKS` names them all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from alignment.drgrpo_grader import r1_zero_reward_fn
 from alignment.errors import UserError
-from alignment.records import Problem, Score
+from alignment.records import Problem
 from alignment.tasks import arithmetic, gsm8k
 
 Split = Literal["train", "test"]
@@ -25,7 +24,6 @@ class Task:
     name: str
     problems: Callable[[Split, str], list[Problem]]
     demonstrations: Callable[[Split, str, int], list[tuple[str, str]]]
-    reward_fn: Callable[[str, str], Score] = r1_zero_reward_fn
     stop: tuple[str, ...] = ("</answer>",)
 
 

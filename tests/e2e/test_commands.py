@@ -61,7 +61,7 @@ def made_up_reward(monkeypatch):
     def reward_fn(text: str, truth: str) -> dict[str, float]:
         return {"reward": float(len(text) % 2), "format_reward": 1.0, "answer_reward": float(len(text) % 2)}
 
-    monkeypatch.setitem(TASKS, "arithmetic", dataclasses.replace(TASKS["arithmetic"], reward_fn=reward_fn))
+    monkeypatch.setitem(REWARDS, "r1_zero", reward_fn)
 
 
 def rl_flags(warm: Path, output: Path, *more: str) -> list[str]:

@@ -1,0 +1,217 @@
+"""Audit the grading of a run: grade its completions again with three graders and list where they disagree.
+
+uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from alignment.drgrpo_grader import extract_answer, grade_many
+from alignment.errors import UserError, door
+from alignment.files import write_atomically
+from alignment.grading.reference import reference_equal
+from alignment.grading.workers import math_verify_many
+from alignment.tracking import printable
+
+GRADERS = ("ours", "math-verify", "reference")
+SHOWN = 20  # disagreements printed; the file holds all
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class AuditArgs:
+    """Grade logged completions with our grader, math-verify and the reference rule, and show where they disagree."""
+
+    completions: str
+    """A run's folder, its completions folder, or one file of completions."""
+    labels: str = ""
+    """The file of disagreements in which a person has set "label"; empty: grader_disagreements.jsonl in the run's folder."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """One answer with its ground truth: how often it was given, what each grader says of it, and the reason."""
+
+    answer: str
+    ground_truth: str
+    count: int
+    verdicts: Mapping[str, bool]
+    reasons: Mapping[str, str]
+
+    @property
+    def disputed(self) -> bool:
+        return len(set(self.verdicts.values())) > 1
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A grader's errors on labelled disagreements; a rate is None where no label allows for that error."""
+
+    false_accepts: int
+    wrong: int
+    false_rejects: int
+    right: int
+
+
+def completion_files(place: str) -> list[Path]:
+    """The files of completions of a run, evaluations first. Raises `UserError` where there are none."""
+    path = Path(place)
+    if path.is_file():
+        return [path]
+    folder = path / "completions" if (path / "completions").is_dir() else path
+    files = sorted(folder.glob("eval_*.jsonl")) + sorted(folder.glob("rollout_*.jsonl"))
+    if not files:
+        raise UserError(f"--completions {place}: no eval_*.jsonl or rollout_*.jsonl there; name a run's folder")
+    return files
+
+
+def read_completions(file: Path) -> list[tuple[str, str]]:
+    """(response, ground truth) of each line. Raises `UserError`, naming file and line, for a line that has not got them."""
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="surrogateescape").splitlines(), 1):
+        try:
+            record = json.loads(line)
+            text, truth = record["text"], record["ground_truth"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f'{file}:{number}: not a completion; a line needs "text" and "ground_truth"') from None
+        if not (isinstance(text, str) and isinstance(truth, str)):
+            raise UserError(f'{file}:{number}: "text" and "ground_truth" must be text')
+        found.append((text, truth))
+    return found
+
+
+def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
+    """Each distinct pair with the three graders' verdicts."""
+    counts = Counter(pairs)
+    distinct = list(counts)
+    ours = grade_many([answer for answer, _ in distinct], [truth for _, truth in distinct])
+    peer = math_verify_many(distinct)
+    return [
+        Graded(
+            answer,
+            truth,
+            counts[answer, truth],
+            {"ours": mine.equal, "math-verify": equal, "reference": reference_equal(answer, truth)},
+            {"ours": mine.stage, "math-verify": reason, "reference": "normalised text or simplified difference"},
+        )
+        for (answer, truth), mine, (equal, reason) in zip(distinct, ours, peer, strict=True)
+    ]
+
+
+def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
+    """Each grader's false accepts and false rejects among labelled disagreements, every distinct one counted once."""
+    return {
+        grader: Rates(
+            false_accepts=sum(row["verdicts"][grader] and not row["label"] for row in labelled),
+            wrong=sum(not row["label"] for row in labelled),
+            false_rejects=sum(not row["verdicts"][grader] and row["label"] for row in labelled),
+            right=sum(row["label"] for row in labelled),
+        )
+        for grader in GRADERS
+    }
+
+
+def read_labels(file: Path) -> dict[Pair, bool]:
+    """The labels a person has set, by answer and ground truth. Raises `UserError`, naming the line, for anything else."""
+    labels = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            pair, label = (row["answer"], row["ground_truth"]), row.get("label")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f'{file}:{number}: needs "answer", "ground_truth" and "label"') from None
+        if label not in (True, False, None):
+            raise UserError(f'{file}:{number}: "label" must be true, false or null')
+        if label is not None:
+            labels[pair] = bool(label)
+    return labels
+
+
+def audit(args: AuditArgs, console: Console) -> Path:
+    """Print the audit and write its disagreements; returns that file. Labels set in it before are kept."""
+    files = completion_files(args.completions)
+    responses = {file: read_completions(file) for file in files}
+    answers = {file: [(extract_answer(text), truth) for text, truth in found] for file, found in responses.items()}
+    run = files[0].parent.parent if files[0].parent.name == "completions" else files[0].parent
+    target = Path(args.labels) if args.labels else run / "grader_disagreements.jsonl"
+    if args.labels and not target.exists():
+        raise UserError(f"--labels {args.labels}: there is no such file")
+    labels = read_labels(target) if target.exists() else {}
+    pairs = [(answer, truth) for found in answers.values() for answer, truth in found if answer is not None]
+    with console.status(f"grading {len(pairs)} answers, {len(set(pairs))} of them distinct"):
+        graded = grade_all(pairs)
+    disputed = [one for one in graded if one.disputed]
+    rows = [
+        {
+            "answer": one.answer,
+            "ground_truth": one.ground_truth,
+            "count": one.count,
+            "verdicts": dict(one.verdicts),
+            "reasons": dict(one.reasons),
+            "label": labels.get((one.answer, one.ground_truth)),
+        }
+        for one in sorted(disputed, key=lambda one: -one.count)
+    ]
+    write_atomically(target, "".join(json.dumps(row) + "\n" for row in rows))
+    _print_accuracy(answers, {(one.answer, one.ground_truth): one.verdicts for one in graded}, console)
+    _print_disagreements(rows, console)
+    _print_rates([row for row in rows if row["label"] is not None], console)
+    console.print(f'{len(rows)} disagreements: {target}; set "label" to true or false there and run this again', markup=False)
+    return target
+
+
+def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mapping[str, bool]], console: Console) -> None:
+    """How the accuracy of each evaluation, and of all rollouts together, would have read under each grader."""
+    groups = {file.stem: found for file, found in answers.items() if file.stem.startswith("eval")}
+    others = [pair for file, found in answers.items() if file.stem not in groups for pair in found]
+    groups |= {"other completions" if groups else "completions": others} if others else {}
+    table = Table(title="accuracy as each grader reads it")
+    for heading in ("", "completions", *GRADERS):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, found in groups.items():
+        shares = [sum(pair[0] is not None and verdicts[pair][grader] for pair in found) / max(1, len(found)) for grader in GRADERS]
+        table.add_row(name, str(len(found)), *(f"{share:.4f}" for share in shares))
+    console.print(table)
+
+
+def _print_disagreements(rows: Sequence[Mapping], console: Console) -> None:
+    if not rows:
+        return
+    table = Table(title=f"disagreements, the most frequent {min(SHOWN, len(rows))} of {len(rows)}")
+    for heading in ("answer", "ground truth", "times", *GRADERS):
+        table.add_column(heading)
+    for row in rows[:SHOWN]:
+        said = (f"{'right' if row['verdicts'][grader] else 'wrong'} ({row['reasons'][grader]})" for grader in GRADERS)
+        cells = (printable(row["answer"])[:60], printable(row["ground_truth"])[:60], str(row["count"]), *said)
+        table.add_row(*(cell.replace("[", r"\[") for cell in cells))
+    console.print(table)
+
+
+def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
+    if not labelled:
+        return
+    table = Table(title=f"errors on {len(labelled)} labelled disagreements")
+    for heading in ("grader", "false accepts", "false rejects"):
+        table.add_column(heading, justify="left" if heading == "grader" else "right")
+    for grader, rates in error_rates(labelled).items():
+        cells = ((rates.false_accepts, rates.wrong), (rates.false_rejects, rates.right))
+        table.add_row(grader, *(f"{errors} of {of} ({errors / of:.0%})" if of else "no such label" for errors, of in cells))
+    console.print(table)
+
+
+def main() -> None:
+    audit(tyro.cli(AuditArgs, use_underscores=True), Console())
+
+
+if __name__ == "__main__":
+    door(main)

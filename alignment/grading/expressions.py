@@ -1,0 +1,282 @@
+"""Expressions in a subset of maths and LaTeX: text to a tree.
+
+The text is hostile. It is read by a grammar of our own, never evaluated as Python and never handed to sympy, whose
+constructors compute eagerly (`Integer(9)**Integer(9)**...`); its size is bounded here, that of its values in `values.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+MAX_TOKENS = 200  # of an expression, hence also of the nodes of its tree
+MAX_DEPTH = 30  # of brackets, powers and signs inside each other
+MAX_DIGITS = 80  # of one number in the text
+
+NUMBER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+
+
+class Refused(ValueError):
+    """The text is not in the language of this grader, or beyond its bounds."""
+
+
+def fraction(sign: str, number: str, exponent: str = "") -> Fraction:
+    digits = number.replace(",", "")
+    if len(digits) > MAX_DIGITS or len(exponent) > 4:
+        raise Refused("too many digits")
+    return Fraction(sign + digits.rstrip(".")) * Fraction(10) ** int(exponent or 0)
+
+
+# A number, the name of a variable or constant (a command with its backslash), or an operation and its operands.
+Node = Fraction | str | tuple
+
+GREEK = "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega".split()
+CAPITALS = "Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
+TRIGONOMETRIC = "sin cos tan cot sec csc".split()
+_INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")}
+FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
+_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, "pi", "frac", "binom", "degree", "overline", "lfloor", "rfloor", "lceil", "rceil"}
+# Names that are recognised without a backslash too.
+NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
+_LONGEST_FIRST = sorted(NAMES, key=len, reverse=True)
+_TOKEN = re.compile(rf" ?(?:({NUMBER})|\\([A-Za-z]+)|([A-Za-z]+)|(\*\*|[-+*/^(){{}}\[\]|_!]))")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+_ROUNDING = {r"\lfloor": (r"\rfloor", "floor"), r"\lceil": (r"\rceil", "ceil")}
+
+
+def _tokens(text: str) -> list[str]:
+    r"""Numbers, signs, letters, and names with a backslash, whether they had one or not: "2sin x" is 2 \sin x."""
+    tokens: list[str] = []
+    at = 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None or len(tokens) > MAX_TOKENS:
+            raise Refused("not an expression, or too long a one")
+        at = match.end()
+        number, command, word, sign = match.groups()
+        if command and command not in _COMMANDS:
+            raise Refused("unknown command")
+        tokens += _letters(word) if word else [f"\\{command}" if command else number or sign]
+    return [*tokens, ""]
+
+
+def _letters(word: str) -> Iterator[str]:
+    """Known names and single variables in a run of letters. Four unknown letters are a word, hence no expression."""
+    unknown = 0
+    while word:
+        name = next((name for name in _LONGEST_FIRST if word.startswith(name)), "")
+        unknown += not name
+        if unknown > 3:
+            raise Refused("a word")
+        yield f"\\{name}" if name else word[0]
+        word = word[len(name) or 1 :]
+
+
+def parse_expression(text: str) -> Node:
+    """The tree of an expression. Raises `Refused` for anything else."""
+    parser = _Parser(_tokens(text))
+    node = parser.sum()
+    parser.expect("")
+    return node
+
+
+def variables(node: Node) -> set[str]:
+    """The names of a tree, constants excluded."""
+    if isinstance(node, str):
+        return {node} - {r"\pi", "e", "i"}
+    return set().union(*map(variables, node[1:])) if isinstance(node, tuple) else set()
+
+
+def is_rational(node: Node) -> bool:
+    """Whether the tree is numbers and the four operations only, so that its value is one exact fraction."""
+    return isinstance(node, Fraction) or (
+        isinstance(node, tuple) and node[0] in ("+", "-", "*", "/", "^") and all(map(is_rational, node[1:]))
+        and (node[0] != "^" or isinstance(node[2], Fraction) and node[2].denominator == 1)
+    )  # fmt: skip
+
+
+class _Parser:
+    """Recursive descent over tokens: sum > product > implicit product > sign > power > postfix > atom."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens, self.at, self.depth, self.bars = tokens, 0, 0, 0
+
+    @property
+    def next(self) -> str:
+        return self.tokens[self.at]
+
+    def take(self, *wanted: str) -> str:
+        """The next token if it is one of the wanted, else "" and nothing is taken."""
+        found = self.next if self.next in wanted else ""
+        self.at += bool(found)
+        return found
+
+    def expect(self, token: str) -> None:
+        if self.next != token:
+            raise Refused(f"expected {token!r}")
+        self.at += 1
+
+    def nested(self, rule: Callable[[], Node]) -> Node:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Refused("too deep")
+        node = rule()
+        self.depth -= 1
+        return node
+
+    def sum(self) -> Node:
+        node = self.product()
+        while sign := self.take("+", "-"):
+            node = (sign, node, self.product())
+        return node
+
+    def product(self) -> Node:
+        node = self.signed()
+        while True:
+            if sign := self.take("*", "/"):
+                node = (sign, node, self.signed())
+            elif self.starts_factor():
+                node = ("*", node, self.power())
+            else:
+                return node
+
+    def starts_factor(self) -> bool:
+        """Whether an unsigned factor follows. A number does not count: `1 2`, `x 2` and `1{2}` are no products."""
+        token = self.next
+        if token in (r"\rfloor", r"\rceil", r"\degree"):
+            return False
+        return token[:1].isalpha() or token[:1] == "\\" or token in ("(", "[") or (token == "|" and not self.bars)
+
+    def signed(self) -> Node:
+        if sign := self.take("+", "-"):
+            return (sign, Fraction(0), self.nested(self.signed))
+        return self.power()
+
+    def power(self) -> Node:
+        node = self.postfix()
+        return ("^", node, self.nested(self.signed)) if self.take("^", "**") else node
+
+    def postfix(self) -> Node:
+        """An atom with its factorial or degree sign: 5!, 30\\degree."""
+        node = self.atom()
+        if self.take("!"):
+            node = ("!", node)
+            if self.next == "!":
+                raise Refused("a double factorial")
+        if self.take(r"\degree"):
+            node = ("/", ("*", node, r"\pi"), Fraction(180))
+        return node
+
+    def atom(self) -> Node:
+        if self.next in _CLOSING:
+            return self.group()
+        self.at += 1
+        token = self.tokens[self.at - 1]
+        if token == "|":
+            self.bars += 1
+            node = ("abs", self.nested(self.sum))
+            self.bars -= 1
+            self.expect("|")
+            return node
+        if token in _ROUNDING:
+            node = (_ROUNDING[token][1], self.nested(self.sum))
+            self.expect(_ROUNDING[token][0])
+            return node
+        if token[:1].isdigit() or token[:1] == ".":
+            return self.mixed(self.repeating(token))
+        if token == r"\frac":
+            return ("/", self.argument(), self.argument())
+        if token == r"\binom":
+            return ("binom", self.argument(), self.argument())
+        if token[1:] in FUNCTIONS:
+            return self.function(token[1:])
+        if token.isalpha() or (token[:1] == "\\" and token != r"\overline"):
+            return self.subscripted(token)
+        raise Refused("expected a number or a variable")
+
+    def subscripted(self, name: str) -> str:
+        """A variable with its subscript, x_1 or a_{12}, as one name."""
+        if name in (r"\pi", "e", "i") or not self.take("_"):
+            return name
+        braces = bool(self.take("{"))
+        start = self.at
+        while braces and self.next not in ("}", "") and (self.next.isalnum()):
+            self.at += 1
+        self.at += not braces
+        subscript = "".join(self.tokens[start : self.at])
+        if not subscript.isalnum() or len(subscript) > 4:
+            raise Refused("not a subscript")
+        if braces:
+            self.expect("}")
+        return f"{name}_{subscript}"
+
+    def repeating(self, token: str) -> Fraction:
+        r"""A number, the digits of whose \overline{...} repeat without end: 0.1\overline{6} is 1/6."""
+        if self.next != r"\overline":
+            return fraction("", token)
+        self.at += 1
+        self.expect("{")
+        digits = self.next
+        if "." not in token or not digits.isdigit() or len(digits) > 20:
+            raise Refused("nothing that repeats")
+        self.at += 1
+        self.expect("}")
+        places = len(token.partition(".")[2])
+        return fraction("", token) + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
+
+    def group(self) -> Node:
+        bars, self.bars = self.bars, 0
+        closing = _CLOSING[self.take(*_CLOSING)]
+        node = self.nested(self.sum)
+        self.expect(closing)
+        self.bars = bars
+        return node
+
+    def argument(self) -> Node:
+        r"""What \frac, \sqrt and a log's base take: a bracket, or one digit, letter or command."""
+        if self.next in _CLOSING:
+            return self.group()
+        if self.next in (r"\sqrt", r"\pi"):
+            return self.nested(self.atom)
+        if not (len(self.next) == 1 and self.next.isalnum()):
+            raise Refused("expected an argument")
+        self.at += 1
+        token = self.tokens[self.at - 1]
+        return Fraction(token) if token.isdigit() else token
+
+    def mixed(self, whole: Fraction) -> Node:
+        r"""`3 1/2` and `3\frac{1}{2}`: a whole number and a proper fraction side by side are added, not multiplied."""
+        shape = re.compile(r"([0-9]+) / ([0-9]+)|\\frac { ([0-9]+) } { ([0-9]+) }(?: |$)")
+        match = shape.match(" ".join(self.tokens[self.at : self.at + 7])) if whole.denominator == 1 else None
+        if match is None:
+            return whole
+        top, bottom = (Fraction(part) for part in match.groups() if part)
+        if top >= bottom:
+            raise Refused("neither a mixed number nor clearly a product")
+        self.at += 3 if match[1] else 7
+        return whole + top / bottom
+
+    def function(self, name: str) -> Node:
+        r"""\sqrt[n]{x}, \log_b x (base 10 if not given), \sin^2 x, of a bracket or an implicit product: \sin 2x."""
+        if name in ("sqrt", "cbrt"):
+            root: Node = Fraction(2 if name == "sqrt" else 3)
+            if self.next == "[":
+                root = self.group()
+            return ("^", self.argument(), ("/", Fraction(1), root))
+        base = self.argument() if name == "log" and self.take("_") else Fraction(10)
+        exponent = self.argument() if self.take("^") else Fraction(1)
+        if exponent == ("-", Fraction(0), Fraction(1)):
+            if f"arc{name}" not in _INVERSES.values():
+                raise Refused("an inverse function or a reciprocal")
+            name, exponent = f"arc{name}", Fraction(1)
+        operand = self.group() if self.next in _CLOSING else self.nested(self.bare_operand)
+        name = _INVERSES.get(name, name)
+        node = ("/", ("ln", operand), ("ln", base)) if name in ("log", "lg") else (name, operand)
+        return node if exponent == 1 else ("^", node, exponent)
+
+    def bare_operand(self) -> Node:
+        node = self.power()
+        while self.starts_factor() and self.next[1:] not in FUNCTIONS and self.next not in _CLOSING:
+            node = ("*", node, self.power())
+        return node

@@ -1,0 +1,183 @@
+r"""Final answers in one spelling: ASCII digits and letters, plain \frac, one sign for each relation, no sizing or spacing."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+
+# One sign for each of: at most, at least, not equal, about, element, union, intersection, difference, infinity, ...
+RELATIONS = "=<>≤≥≠≈∈"
+_SIGNS = {
+    "≤": "le leq leqslant leqq",
+    "≥": "ge geq geqslant geqq",
+    "≠": "ne neq",
+    "<": "lt",
+    ">": "gt",
+    "≈": "approx simeq thickapprox doteq approxeq",
+    "∈": "in",
+    "∪": "cup bigcup",
+    "∩": "cap bigcap",
+    "∖": "setminus smallsetminus backslash",
+    "∞": "infty infin",
+    "∅": "emptyset varnothing O",
+    "ℝ": "R reals Reals real",
+    "±": "pm",
+    "∓": "mp",
+    "⟨": "langle",
+    "⟩": "rangle",
+    "|": "lvert rvert vert mid lVert rVert",
+    "{": "lbrace",
+    "}": "rbrace",
+    "[": "lbrack",
+    "]": "rbrack",
+    "→": "to rightarrow Rightarrow implies longrightarrow",
+    "*": "cdot times ast",
+    "/": "div",
+    ":": "colon",
+    "...": "ldots dots cdots dotsc",
+}
+_SIGN_OF = {name: sign for sign, names in _SIGNS.items() for name in names.split()}
+_DROPPED = (
+    "left right tiny small normalsize large Large LARGE huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle scriptstyle limits nolimits"
+)
+_OPENED = (
+    "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol bm rm bf hat vec mathtt texttt"
+    " mathcal textsf underline hbox emph boxed fbox"
+)
+
+_VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+_WIDE = [chr(c) for span in ((0xFF01, 0xFF5F), (0x1D400, 0x1D800)) for c in range(*span)]
+_GREEK_LETTERS = dict(
+    zip(
+        "αβγδεζηθκλμνξρστφχψωΓΔΘΛΣΦΨΩϕϵ",
+        (
+            "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi omega"
+            " Gamma Delta Theta Lambda Sigma Phi Psi Omega phi epsilon"
+        ).split(),
+        strict=True,
+    )
+)
+_CHARACTERS = str.maketrans(
+    {c: unicodedata.normalize("NFKC", c) for c in _WIDE}
+    | {c: r"\frac{%d}{%d}" % Fraction(unicodedata.numeric(c)).limit_denominator(8).as_integer_ratio() for c in _VULGAR}
+    | {letter: rf"\{name} " for letter, name in _GREEK_LETTERS.items()}
+    | dict.fromkeys("−–—﹣－‐‑", "-")
+    | dict.fromkeys("×·⋅∙•", "*")
+    | dict.fromkeys("\u00a0\u2002\u2003\t\r\n\u3000", " ")
+    | dict.fromkeys("\u2009\u202f\u2006\u2005", r"\,")
+    | dict.fromkeys("\u200b\ufeff\u2060\u200e\u200f", None)
+    | dict.fromkeys("÷⁄∕", "/")
+    | dict.fromkeys("’‘′ʹ", "'")
+    | dict.fromkeys("“”″", '"')
+    | dict.fromkeys("∣｜", "|")
+    | dict.fromkeys("⩽≦", "≤")
+    | dict.fromkeys("⩾≧", "≥")
+    | dict.fromkeys("≃≅∼", "≈")
+    | dict.fromkeys("⋃", "∪")
+    | dict.fromkeys("∨", " or ")
+    | dict.fromkeys("∧", " and ")
+    | {"∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt", "∛": r"\cbrt", "°": r"\degree ", "º": r"\degree ", "，": ", ", "∠": r"\angle ", "…": "..."}
+    | {"⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "℃": r"\degree C", "℉": r"\degree F", "∘": r"\circ "}
+)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ", "0123456789-+nx")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+
+_LEAD = (
+    r"(?i)^(?:#### ?)?(?:(?:so|thus|therefore|hence|and|at),? )?(?:(?:the |my |our |your )?(?:(?:final|correct|exact) )?"
+    r"(?:answers?|solutions?|roots?|results?|values?)(?: (?:is|are):?|:| ?=) ?)?"
+)
+
+_REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ]+", lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}"),
+        (r"[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_SUBSCRIPTS) + "}"),
+        (r"([0-9])[\u0304\u0305]", r"\\overline{\1}"),
+        (r"\\(?:bar|dot)\s*\{?([0-9]+)\}?", r"\\overline{\1}"),
+        (r"\}(?<=\\overline\{[0-9]\})\\overline\{(?=[0-9]\})", ""),  # one bar over each of two digits
+        (r"\\sqrt(?=[0-9])([0-9]+)", r"\\sqrt{\1}"),  # the sign √ and sloppy LaTeX cover the whole number
+        (r"^\*\*(.*)\*\*$", r"\1"),  # Markdown bold
+        (r"^__(.*)__$", r"\1"),
+        (r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3}(?![0-9]))", ","),  # 10{,}000, 10\,000 and 10,\!000
+        (rf"\\(?:{'|'.join(_DROPPED.split())})(?![A-Za-z])\.?|(?<!\\)\\[()\[\]]", " "),
+        (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])|\\[hv]space\*?\{[^{}]*\}", " "),
+        (r"(?<=.)~", " "),
+        (r"^\s*~", "≈"),
+        (r"\\(?:mathbb|mathbf|mathrm|Bbb)\s*\{?([RZNQC])\}?(?![a-z])", lambda m: "ℝℤℕℚℂ"["RZNQC".index(m[1])]),
+        (rf"\\(?:{'|'.join(_OPENED.split())})\s*\{{([^{{}}]*)\}}", r" \1 "),
+        (r"\\(?:text)?color\{[a-z]+\}", " "),
+        (r"\\(?:arc)?(?:land|wedge)(?![A-Za-z])", " and "),
+        (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+        (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
+        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"(?<![\w.])([0-9]*\.[0-9]*)\(([0-9]{1,20})\)", r"\1\\overline{\2}"),  # 0.1(6)
+        (r"(?<=[0-9])\s*:\s*(?=[0-9])", ":"),
+        (r"(?<=[(\[,])\s*\+\s*(?=\\infty)|^\+\s*(?=\\infty)", " "),
+        (r"-\s+(?=\\infty)", "-"),
+        (r"\\([A-Za-z]+)", lambda m: f" {_SIGN_OF[m[1]]} " if m[1] in _SIGN_OF else m[0]),
+        (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degrees?(?![A-Za-z])", r" \\degree "),
+        (r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*"),  # 1.5 x 10^3
+        (r"(?<=[0-9]) ?\^ ?\{? ?(st|nd|rd|th) ?\}?", r"\1"),
+        (r"<=|=<", "≤"),
+        (r">=|=>", "≥"),
+        (r"(?<=[ a-z])!=", "≠"),
+        (r"\+/-|\+-(?=[0-9\\ ])", "±"),
+        (r"(?<![0-9])(?<![0-9][ ,])([1-9][0-9]{0,2}(?: [0-9]{3})+)(?![ ,]?[0-9])", lambda m: m[1].replace(" ", "")),
+        (r"\\([%{}#&])", r"\1"),
+        (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),  # paired: maths delimiters; a single one is currency
+        (r"\\\$", "$"),
+        (r"\s+", " "),
+        (_LEAD, ""),
+        (r'^ ?(["`])(.*)\1 ?$', r"\2"),
+        (r"(?<![.])[.]$", ""),  # a full stop, unless it belongs to an ellipsis
+    )
+)
+
+
+def normalise(text: str) -> str:
+    """The text in one spelling. Linear in its length but for the squares of short runs."""
+    text = text.translate(_CHARACTERS)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text.strip())
+    return text.strip()
+
+
+def squeeze(text: str) -> str:
+    """Without the spaces that cannot matter. Those between words, and beside commas and points, can: 1, 234; 1 2."""
+    return re.sub(r" ?([^\w\s.,]) ?", r"\1", text)
+
+
+def unbox(text: str) -> str:
+    r"""The content of the last \boxed or \fbox; the text itself where there is none or its braces never close."""
+    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
+    if start < 0:
+        return text
+    content = re.compile(r"\\[a-z]+\s*").match(text, start).end()
+    if not text.startswith("{", content):
+        return text[content:].partition("$")[0].partition("\n")[0]
+    depth = 0
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, content):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[content + 1 : brace.start()]
+    return text
+
+
+def split(text: str, separators: str = ",") -> list[str]:
+    """The pieces between the separators that stand outside all brackets; none if the brackets do not match up.
+
+    Any closing bracket closes any opening one, as those of half-open intervals do.
+    """
+    pieces, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{⟨") - (c in ")]}⟩")
+        if depth < 0:
+            return []
+        if c in separators and depth == 0:
+            pieces.append(text[start:i].strip())
+            start = i + 1
+    return [*pieces, text[start:].strip()] if depth == 0 else []
