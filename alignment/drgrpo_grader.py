@@ -55,11 +55,12 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
     if max(len(answer), len(ground_truth)) > MAX_CHARS:
         return Verdict(False, "bounds")
     verdict = _decide(answer, ground_truth, fast)
-    if verdict.stage == "unread" and not fast:
-        from alignment.grading.workers import witness  # here, because it is needed for few answers
+    if fast or verdict.stage not in ("symbolic", "unread"):
+        return verdict
+    from alignment.grading import workers  # here, because they are needed for few answers
 
-        verdict = Verdict(*witness(*map(_normalised, (answer, ground_truth))))
-    return verdict
+    workers.warm_up()  # where there are expressions, there will be some that only math-verify reads
+    return Verdict(*workers.witness(*map(_normalised, (answer, ground_truth)))) if verdict.stage == "unread" else verdict
 
 
 @lru_cache(maxsize=CACHED)
@@ -117,10 +118,10 @@ def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> d
 def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:
     r"""As `r1_zero_reward_fn`, for a response that gives exactly one final answer; never more than that reward.
 
-    Everything up to the last `</think>` is thinking and is not looked at. After it come `<answer>...</answer>` blocks, the
-    first of them at once and nothing after the last one; they must be closed, must not nest and hold no other tag. The last
-    block counts, as a whole: a \boxed in it does not hide what stands around it. Where the ground truth is a number, an
-    answer that is still to be worked out (48/2 + 48) is wrong.
+    The thinking ends at `</think>`, of which there must be exactly one, and is not looked at; `<think>` may open it once more.
+    Then come ` <answer>...</answer>` blocks with nothing but white space between and after them; they must be closed, must
+    not nest and hold no other tag. The last block counts, as a whole: a \boxed in it does not hide what stands around it.
+    Where the ground truth is a number, an answer that is still to be worked out (48/2 + 48) is wrong.
     """
     answer = strict_answer(response)
     if answer is None:
@@ -148,18 +149,16 @@ def extract_answer(response: str) -> str | None:
     return unbox(answer).strip() if end else None
 
 
-_TAG = re.compile(r"<(/?)(think|answer)>", re.IGNORECASE)
+_SHOWN = re.compile(r" (?:<answer>(?P<last>(?:(?!</?(?i:answer|think)>).)*)</answer>\s*)+", re.DOTALL)
 
 
 def strict_answer(response: str) -> str | None:
     r"""The text of the last answer block, its boxes opened in place; None where the strict format rule fails."""
-    shown = response.rpartition("</think>")[2]
-    if not shown.startswith(" <answer>") or not shown.rstrip().endswith("</answer>"):
+    thinking, end, shown = response.partition("</think>")
+    match = _SHOWN.fullmatch(shown)
+    if not end or match is None or "<think>" in thinking.removeprefix("<think>"):
         return None
-    tags = [match[0] for match in _TAG.finditer(shown)]
-    if tags != ["<answer>", "</answer>"] * (len(tags) // 2) or "</think> <answer>" not in response:
-        return None
-    content = shown.rpartition("<answer>")[2].partition("</answer>")[0]
+    content = match["last"]
     for _ in range(content.count(r"\boxed") + content.count(r"\fbox")):
         inner = unbox(content)
         start = max(content.rfind(r"\boxed"), content.rfind(r"\fbox"))

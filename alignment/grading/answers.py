@@ -13,7 +13,7 @@ from flint import arb
 from alignment.grading.expressions import GREEK, NAMES, NUMBER, TRIGONOMETRIC, Node, Refused, fraction, parse_expression, variables
 from alignment.grading.text import RELATIONS, split, squeeze
 from alignment.grading.units import SCALES, SYMBOLS, TAIL, number_in_words, read_unit
-from alignment.grading.values import equal_values, real_value
+from alignment.grading.values import equal_values, real_value, substitute
 
 MAX_PARTS = 20  # of a listing
 MAX_CELLS = 64  # of a matrix
@@ -137,6 +137,9 @@ _PHRASES = {
     "-∞": "-∞|negative infinity|minus infinity|- ∞|-infinity",
 }
 _PHRASE = {phrase: name for name, phrases in _PHRASES.items() for phrase in phrases.split("|")}
+_SENTENCE_OF_PHRASE = re.compile(
+    r"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){0,3}? (" + "|".join(p for p in _PHRASE if re.fullmatch("[a-z' ]{9,}", p)) + ")"
+)
 _EVERYTHING = {"ℝ", "all real numbers", "all reals", "real numbers", "the real numbers", "all real x", "the set of real numbers"}
 
 
@@ -144,6 +147,8 @@ def _phrase(text: str, levels: int) -> Answer | None:
     low = text.casefold()
     if low in _PHRASE:
         return Words(_PHRASE[low])
+    if lead := _SENTENCE_OF_PHRASE.fullmatch(low):
+        return Words(_PHRASE[lead[1]])
     if low in _EVERYTHING:
         return _EVERYWHERE
     return Words(words) if (words := plain_words(text)) else None
@@ -181,7 +186,65 @@ def option_with_text(text: str) -> str:
     return (match[1] or match[2]).lower()
 
 
-_TIME = re.compile(r"(?i)([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))? ?(a\.?m\.?|p\.?m\.?|o'clock)?(?: (am|pm))?")
+_SENTENCE = re.compile(
+    r"(?:[A-Za-z']+,? ){0,10}(?:is|are|was|were|equals|equal to|be|has|have|had|costs?|earns?|gets?|makes?|pays?|spends?|needs?|takes?|"
+    r"at|there are|there were|total of|left with|saves?|sold|sells?|owes?|contains?|weighs?|measures?|travels?|walks?|runs?|reads?)"
+    r"(?: (?:now|still|exactly|only|just|all|a total of|equal to))? (?=[-0-9$£€¥\\(\[{])(.*)"
+)
+_NO_SENTENCE = re.compile(
+    r"\b(?:not|no|never|maybe|perhaps|probably|possibly|might|may|could|would|should|or|either|neither|between|about|approximately|around|"
+    r"least|most|less|more|than|over|under|if|unless|wrong|incorrect|guess|think|believe|minus|plus|times|negative|except|instead|but|"
+    r"cannot|isn't|aren't|wasn't|doesn't|don't|range|from|hundred|thousand|square root|half|twice|double)\b",
+    re.IGNORECASE,
+)
+
+
+def said_in_sentence(text: str) -> str:
+    """What a plain sentence says the answer is, "So there are 15 ways"; "" where it denies, hedges or offers a choice."""
+    match = _SENTENCE.fullmatch(text)
+    if match is None or _NO_SENTENCE.search(text):
+        return ""
+    return re.sub(r" (?:every|each|at|in|for|on|with|by|after|to) [A-Za-z' ]+$", "", match[1])
+
+
+_WORDS_IN_SENTENCE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
+
+
+def words_in_sentence(words: str) -> str:
+    """What a plain sentence says that something is, "The function is odd"; "" where it denies or hedges."""
+    match = _WORDS_IN_SENTENCE.fullmatch(words)
+    return "" if match is None or _NO_SENTENCE.search(words) else match[1]
+
+
+_SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
+
+
+def said_twice(text: str) -> tuple[str, str] | None:
+    """The two forms of an answer that is given again in brackets: `1/4 (or 0.25)`."""
+    match = _SAME_AGAIN.fullmatch(text)
+    return (match[1], match[2]) if match else None
+
+
+_SET_OF_LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
+
+
+def option_letters(text: str) -> frozenset[str]:
+    """The letters of several options, `A, C`, `AC` or `A and C`; empty for anything else."""
+    letters = re.findall("[A-J]", text)
+    return frozenset(letters) if _SET_OF_LETTERS.fullmatch(text) and len(set(letters)) == len(letters) else frozenset()
+
+
+HATS = (r"\ihat", r"\jhat", r"\khat")
+
+
+def as_vector(answer: Quantity, size: int) -> Listing:
+    """The components of `2i + 3j` in unit vectors."""
+    zero = dict.fromkeys(HATS, Fraction(0))
+    parts = (("-", substitute(answer.value, zero | {hat: Fraction(1)}), substitute(answer.value, zero)) for hat in HATS[:size])
+    return Listing("⟨⟩", tuple(map(Quantity, parts)))
+
+
+_TIME = re.compile(r"(?i)([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))? ?(a\.?m\.?|p\.?m\.?|o'clock|noon|midnight)?(?: (am|pm))?")
 
 
 def _clock(text: str, levels: int) -> Answer | None:
@@ -192,6 +255,7 @@ def _clock(text: str, levels: int) -> Answer | None:
         return None
     hour, minute, second = (int(part or 0) for part in match.groups()[:3])
     half = (match[5] or match[4] or "").lower().replace(".", "").replace("o'clock", "")
+    half = {"noon": "pm", "midnight": "am"}.get(half, half)
     if hour > 24 or minute > 59 or second > 59 or (half and not 1 <= hour <= 12):
         return None
     if half:
@@ -228,7 +292,13 @@ def _alternatives(text: str, levels: int) -> Answer | None:
     inner = [part.answer if isinstance(part, Labelled) else part for part in parts]
     if all(isinstance(part, Region) for part in inner):
         return _union(inner) if pieces[1] == "or" else _intersection(inner)
+    if pieces[1] == "or" and all(_is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
+        return _union([as_region(part) for part in inner])
     return _collect("or", parts)
+
+
+def _is_interval(answer: Answer) -> bool:
+    return isinstance(answer, Listing) and answer.kind in ("()", "(]", "[)", "[]") and len(answer.parts) == 2
 
 
 def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
@@ -293,7 +363,7 @@ def _plus_minus(text: str, levels: int) -> Answer | None:
 
 _VARIABLE = re.compile(rf"(?:[A-Za-z]|\\(?:{'|'.join(GREEK)}))(?:_\{{?\w{{1,3}}\}}?)?'*")
 _LABEL = re.compile(
-    rf"{_VARIABLE.pattern}(?: ?\([^()=]{{1,12}}\))?|(?:m ?)?\\(?:angle|overline) ?\{{?[A-Za-z]{{1,3}}\}}?|[A-Z]{{2,3}}|\|?[A-Z]{{2}}\|?|"
+    rf"{_VARIABLE.pattern}(?:\^ ?(?:\{{ ?-1 ?\}}|-1))?(?: ?\([^()=]{{1,12}}\))?|(?:m ?)?\\(?:angle|overline) ?\{{?[A-Za-z]{{1,3}}\}}?|[A-Z]{{2,3}}|\|?[A-Z]{{2}}\|?|[A-Z](?: ?[∪∩∖] ?[A-Z]){{1,3}}|"
     r"[A-Za-z]{3,}(?: [A-Za-z]+){0,6}|\([a-z](?: ?, ?[a-z]){1,3}\)|[A-Za-z]+-(?:coordinate|intercept)|d[a-z]/d[a-z]|"
     r"\\frac\{d[a-z]\}\{d[a-z]\}"
 )
@@ -371,9 +441,9 @@ def _chain(sides: list[str], levels: int) -> Answer:
     answers = [read(side, levels - 1) for side in sides]
     if len(answers) == 1:
         return answers[0]
-    values = [answer.value for answer in answers if isinstance(answer, Quantity)]
-    if len(values) < len(answers):
-        raise Refused("an equation of what is no quantity")
+    if not all(isinstance(answer, Quantity) for answer in answers) or len({a.unit for a in answers} - {"", "%"}) > 1:
+        raise Refused("an equation of what are no quantities of one kind")
+    values = [("/", answer.value, Fraction(100)) if answer.unit == "%" else answer.value for answer in answers]
     if all(equal_values(values[0], value) for value in values[1:]):
         return answers[-1]
     if len(values) == 2 and (variables(values[0]) or variables(values[1])):
@@ -399,9 +469,25 @@ def _inequality(sides: list[str], signs: list[str]) -> Answer:
     if len(sides) != 2:
         raise Refused("a chain of inequalities")
     left, right = (parse_expression(side) for side in (sides if signs[0] in "<≤≠" else sides[::-1]))
+    if region := _between_bars(signs[0], *(parse_expression(side) for side in sides)):
+        return region
     if not variables(left) | variables(right):
         raise Refused("a relation of numbers is true or false, which says nothing of the answer")
     return Relation(signs[0] if signs[0] in "<≤≠" else _FLIPPED[signs[0]], left, right)
+
+
+def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
+    """The region of |ax + b| < c and the like; None for any other inequality."""
+    names = variables(left)
+    if not (isinstance(left, tuple) and left[0] == "abs" and len(names) == 1 and isinstance(right, Fraction) and right > 0):
+        return None
+    at = [real_value(substitute(left[1], {name: Fraction(k) for name in names})) for k in range(3)]
+    slope = at[1] - at[0]
+    if not (at[2] - at[1] - slope).contains(0) or slope.contains(0):
+        return None
+    ends = sorted(((arb(c.numerator) / c.denominator - at[0]) / slope for c in (right, -right)), key=float)
+    inside = _region([Interval(ends[0], sign in "≤>", ends[1], sign in "≤>")])
+    return Labelled(names.pop(), inside if sign in "<≤" else _complement(inside)) if sign != "≠" else None
 
 
 # --- regions of the real line ---------------------------------------------------------------------------
@@ -444,7 +530,7 @@ def as_region(answer: Answer) -> Region:
     if isinstance(answer, Listing) and answer.kind == "{}":
         points = [_edge(part) for part in answer.parts]
         return _region([Interval(point, True, point, True) for point in points])
-    if isinstance(answer, Listing) and answer.kind in ("()", "(]", "[)", "[]") and len(answer.parts) == 2:
+    if _is_interval(answer):
         low, high = map(_edge, answer.parts)
         return _region([Interval(low, answer.kind[0] == "[", high, answer.kind[1] == "]")])
     raise Refused("no region")
@@ -516,6 +602,8 @@ def _whole_bracket(text: str) -> bool:
 
 
 def _bracketed(text: str, levels: int) -> Answer | None:
+    if re.match(r"[A-Z]'? ?\(", text) and _whole_bracket(point := text[text.index("(") :]) and len(split(point[1:-1])) > 1:
+        return Labelled(text[0], _bracketed(point, levels))  # P(2, 3)
     if not _whole_bracket(text):
         return None
     if builder := _BUILDER.fullmatch(text):
@@ -524,6 +612,8 @@ def _bracketed(text: str, levels: int) -> Answer | None:
     parts = _pieces(text[1:-1], bare=False)
     if len(parts) > MAX_PARTS:
         raise Refused("too many parts")
+    if kind == "{}" and len(parts) == 1 and re.fullmatch(r"\{[^{},]+\}", parts[0]):
+        return read(parts[0], levels - 1)  # braces that only group
     if len(parts) > 1 or kind == "{}":
         return _collect(kind, [read(part, levels - 1) for part in parts])
     return read(text[1:-1], levels - 1) if kind in ("()", "[]") else None
@@ -591,12 +681,12 @@ _CURRENCY = {"$": "dollar", "£": "£", "€": "euro", "¥": "yen", "₹": "rupe
 _MONEY = re.compile(r"([-+]?) ?(?:US|USD|CA|AU|C|A)?([$£€¥₹]) ?(?=[-0-9.\\])([^$£€¥₹]*)|([^$£€¥₹]*[0-9]) ?([$£€¥₹])")
 _MONEY_CODE = re.compile(r"(USD|EUR|GBP|INR|Rs\.?) ?([0-9].*)")
 _PERCENT = re.compile(r"([-+]?[^%+*-]*[0-9)}]) ?(?:%|percent(?:age points?)?|per cent|pct)(?: [a-z ]{1,30})?")
-_AMOUNT = re.compile(r"(.*?(?:[0-9)}\]]|\\pi|[0-9 ]pi))( ?)((?:\\degree|[A-Za-zµΩ°¢£$]).*)")
+_AMOUNT = re.compile(r"(.*?(?:[0-9)}\]]|\\pi|[0-9 ]pi))( ?)((?:\\degree|\\Omega|\\mu |[A-Za-zµΩ°¢£$Å\u4e00-\u9fff]).*)")
 _SCALED = re.compile(rf"(.*(?:{NUMBER})) ?({'|'.join(SCALES)})s?(?: ([A-Za-z].*))?")
 _SCALAR = re.compile(rf"([-+]?) ?({NUMBER})(?: ?[eE] ?([-+]?[0-9]{{1,3}})| ?(?:st|nd|rd|th))?")
 _ENDLESS = re.compile(r"([-+]?)([0-9]*)\.([0-9]{1,60}) ?\.\.\.")
 _BASE = re.compile(
-    r"\(? ?([0-9A-Fa-fG-Z][0-9A-Fa-fG-Z ]{0,60}?) ?\)? ?(?:_ ?\{? ?\(?([0-9]{1,2}|[a-z]+)\)? ?\}?| \(?base[ -]([0-9]{1,2}|[a-z]+)\)?)"
+    r"\(? ?([0-9A-Fa-fG-Z][0-9A-Fa-fG-Z ]{0,60}?) ?\)? ?(?:_ ?\{? ?\(?(?:base ?)?([0-9]{1,2}|[a-z]+)\)? ?\}?| \(?base[ -]([0-9]{1,2}|[a-z]+)\)?)"
     r"(?: \(?base (?:\2)\)?)?|0([xXbo])([0-9A-Fa-f]{1,60})"
 )
 _MINUTES = re.compile(r"""([0-9]+) ?\\degree ?([0-9.]+) ?'(?: ?([0-9.]+) ?(?:"|''))?""")
@@ -647,11 +737,11 @@ def _unit_after(amount: str, gap: str, words: str) -> str:
     is a unit after a variable: 2x + 3 h."""
     if words.startswith("\\degree") and any(f"\\{name}" in amount for name in TRIGONOMETRIC):
         return ""  # the degrees of \sin 30°
-    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)) or (not gap and words[0] in SYMBOLS and len(words) == 1):
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)) or (not gap and words in SYMBOLS and words.isascii()):
         return ""
     unit = read_unit(words)
-    glued = not gap and not words.startswith(("\\", "°"))
-    return "" if glued and (" " in unit or (len(words) == 1) or re.fullmatch("[a-z]{3,}s", unit)) else unit
+    glued = not gap and words[0].isascii() and not words.startswith("\\")
+    return "" if glued and (" " in unit or len(words) == 1 or re.fullmatch("[a-z]{3,}s", unit)) else unit
 
 
 def _number(text: str) -> Quantity:

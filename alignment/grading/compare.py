@@ -25,14 +25,20 @@ from alignment.grading.answers import (
     as_region,
     option_letter,
     option_with_text,
+    HATS,
+    as_vector,
+    option_letters,
     plain_words,
     read,
+    said_in_sentence,
+    said_twice,
     same_point,
+    words_in_sentence,
 )
-from alignment.grading.expressions import Node, Refused, is_rational
+from alignment.grading.expressions import Node, Refused, is_rational, variables
 from alignment.grading.text import squeeze
 from alignment.grading.units import SYMBOLS, read_unit, same_unit
-from alignment.grading.values import equal_values, proportional, rational, real_value
+from alignment.grading.values import equal_values, mentions_i, proportional, rational, real_value, substitute
 
 STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
 
@@ -47,25 +53,40 @@ class Comparison:
     stage: str = "normalised"
 
     def texts(self, answer: str, truth: str) -> bool | None:
-        """Whether two normalised texts say the same; None where one of them is beyond what is read here."""
+        """Whether two normalised texts say the same; None where one of them is in a notation that is not read here."""
         if not answer or not truth:
             return False
         if squeeze(answer) == squeeze(truth):
+            return True
+        if "..." in answer and answer.replace(" ", "") == truth.replace(" ", ""):
             return True
         letter = option_letter(truth)
         if letter and letter in (option_letter(answer), option_with_text(answer)):
             return True
         words_a, words_t = plain_words(answer), plain_words(truth)
-        if words_a and words_a == words_t:
+        if words_a and words_t and words_t in (words_a, words_in_sentence(words_a)):
+            return True
+        if (letters := option_letters(truth)) and letters == option_letters(answer):
             return True
         try:
             truth_read = read(truth)
-            return self.answers(read(answer), truth_read)
         except Refused:
+            return False if words_a or words_t else None
+        try:
+            return self.answers(read(answer), truth_read) or False  # both are read: what cannot be told is not asked on
+        except Refused:
+            if said := said_in_sentence(answer):
+                return self.texts(said, truth)
+            if twice := said_twice(answer):
+                return self.texts(*twice) and self.texts(twice[0], truth)
             return False if words_a or words_t else None
 
     def answers(self, a: Answer, t: Answer) -> bool | None:
         """Whether answer `a` says what the truth `t` says; None where that cannot be told."""
+        if isinstance(a, Labelled) and isinstance(t, Relation):
+            return self._relations(_as_relation(a), t)
+        if isinstance(t, Labelled) and isinstance(a, Relation):
+            return _is_formula(t) and self._relations(a, _as_relation(t))
         if isinstance(a, Labelled) or isinstance(t, Labelled):
             return self._labelled(a, t)
         if isinstance(t, About):
@@ -111,7 +132,7 @@ class Comparison:
         """The answer is an approximation, the truth does not say so: right only if the truth may be one as well."""
         if not (isinstance(a, Quantity) and isinstance(t, Quantity)):
             return False
-        return _may_be_rounded(t) and self._quantities(a, t)
+        return t.decimals > 0 and self._quantities(a, t)
 
     def _rounds_to(self, value: Node, truth: Node, decimals: int) -> bool:
         """Whether a value is closer to a decimal number than half a unit of its last place."""
@@ -134,6 +155,10 @@ class Comparison:
             except (Refused, ArithmeticError):
                 return False
         self._reaches("symbolic")
+        names_a, names_t = variables(a), variables(t)
+        for unit in "Ij":  # as code writes the imaginary unit
+            if unit in names_a - names_t and mentions_i(t):
+                a = substitute(a, {unit: "i"})
         return None if self.fast else equal_values(a, t)
 
     def _quantities(self, a: Quantity, t: Quantity) -> bool | None:
@@ -170,9 +195,9 @@ class Comparison:
 
     # --- structures -----------------------------------------------------------------------------------
 
-    def _relations(self, a: Relation, t: Relation) -> bool | None:
+    def _relations(self, a: Relation | None, t: Relation | None) -> bool | None:
         """Whether one is the other multiplied by a constant, and for < and ≤ by a positive one."""
-        if a.sign != t.sign:
+        if a is None or t is None or a.sign != t.sign:
             return False
         self._reaches("symbolic")
         if self.fast:
@@ -180,6 +205,11 @@ class Comparison:
         return proportional(("-", a.left, a.right), ("-", t.left, t.right), positive=a.sign in "<≤")
 
     def _structures(self, a: Answer, t: Answer) -> bool | None:
+        for one, other in ((a, t), (t, a)):
+            if isinstance(one, Quantity) and not variables(one.value).isdisjoint(HATS):
+                size = len(other.parts) if isinstance(other, Listing) else max(map(len, (other.rows, other.rows[0])))
+                vector = as_vector(one, size)
+                return size in (2, 3) and (self._structures(vector, t) if one is a else self._structures(a, vector))
         if isinstance(a, Matrix) or isinstance(t, Matrix):
             return self._matrices(a, t)
         kind_a, kind_t = (x.kind if isinstance(x, Listing) else None for x in (a, t))
@@ -189,8 +219,8 @@ class Comparison:
             return self._ratios(a.parts, t.parts)
         if kind_a == "=" or kind_t == "=":
             return self._assignments(a, t)
-        if {kind_a, kind_t} <= {"{}", "or", ""} and not kind_a == kind_t == "":
-            return self._in_any_order(a.parts, t.parts)
+        if {kind_a, kind_t} <= {"{}", "or", ""} and not (kind_a == kind_t == "" and len(t.parts) > 2):
+            return self._in_any_order(a.parts, t.parts)  # but a longer bare list may be an arrangement
         vectors = {"⟨⟩", "()"}
         if kind_a != kind_t and not {kind_a, kind_t} <= vectors:
             return False
@@ -201,7 +231,11 @@ class Comparison:
         listing, other, swapped = (a, t, False) if isinstance(a, Listing) else (t, a, True)
         if listing.kind == "{}" and len(listing.parts) == 1:
             part = listing.parts[0]
+            if not isinstance(part, Quantity):
+                return False  # {∅} is not ∅
             return self.answers(other, part) if swapped else self.answers(part, other)
+        if listing.kind == "or" and not swapped and isinstance(other, Quantity) and _is_spoken_mixed(listing):
+            return self.values(("+", listing.parts[0].value, listing.parts[1].value), other.value)
         if listing.kind == ":" and len(listing.parts) == 2 and isinstance(other, Quantity) and not other.unit:
             return self.values(("/", listing.parts[0].value, listing.parts[1].value), other.value)
         return False
@@ -212,15 +246,19 @@ class Comparison:
         return _all(self.values(("*", x.value, t[0].value), ("*", y.value, a[0].value)) for x, y in zip(a[1:], t[1:], strict=True))
 
     def _assignments(self, a: Listing, t: Listing) -> bool | None:
-        """`x = 1, y = 2` is itself in any order, and (1, 2), the values in the order stated."""
+        """`x = 1, y = 2` is itself in any order, and (1, 2), the values in the order of the names."""
         if a.kind == t.kind:
             if {part.label for part in a.parts} != {part.label for part in t.parts} or len(a.parts) != len(t.parts):
                 return False
             given = {part.label: part.answer for part in a.parts}
-            return _all(self.answers(given[part.label], part.answer) for part in t.parts)
-        if {a.kind, t.kind} <= {"=", "()", ""}:
-            return self._in_order(a.parts, t.parts)
-        return False
+            in_order = _all(self.answers(given[part.label], part.answer) for part in t.parts)
+            numbered = all(part.label.startswith("x_") for part in t.parts)  # x_1 and x_2 number the solutions
+            return self._in_any_order([*given.values()], [part.answer for part in t.parts]) if numbered else in_order
+        labelled, other = (a, t) if a.kind == "=" else (t, a)
+        if len({part.label.partition("_")[0] for part in labelled.parts}) == 1 and other.kind in ("{}", "or", ""):
+            return self._in_any_order(a.parts, t.parts)
+        ordered = sorted(labelled.parts, key=lambda part: part.label)
+        return other.kind in ("()", "") and self._in_order(*(ordered if x is labelled else x.parts for x in (a, t)))
 
     def _matrices(self, a: Answer, t: Answer) -> bool | None:
         """Cell by cell; a vector also as a tuple, a matrix also as a list of lists."""
@@ -252,6 +290,26 @@ class Comparison:
         return True
 
 
+def _is_spoken_mixed(listing: Listing) -> bool:
+    """Whether two parts are a mixed number in words, `5 and 1/2`."""
+    if len(listing.parts) != 2 or not all(isinstance(part, Quantity) and is_rational(part.value) for part in listing.parts):
+        return False
+    whole, part = (part.value for part in listing.parts)
+    return isinstance(whole, Fraction) and whole.denominator == 1 and isinstance(part, tuple) and 0 < rational(part) < 1 <= whole
+
+
+def _is_formula(answer: Labelled) -> bool:
+    """Whether it is an equation of a curve, y = 2x + 1, and not a solution, x = 5, which an unsolved equation is not."""
+    return isinstance(answer.answer, Quantity) and bool(variables(answer.answer.value))
+
+
+def _as_relation(answer: Labelled) -> Relation | None:
+    """`y = 2x + 1` as an equation of its two sides."""
+    if not isinstance(answer.answer, Quantity) or len(answer.label) > 1:
+        return None
+    return Relation("=", answer.label, answer.answer.value)
+
+
 def _all(verdicts) -> bool | None:
     """Three-valued: false if any is, else unknown if any is; stops at the first that is false."""
     result: bool | None = True
@@ -263,6 +321,9 @@ def _all(verdicts) -> bool | None:
 
 
 def _units_agree(a: Quantity, t: Quantity) -> bool:
+    """The same unit, or one left out; but a remainder modulo n is a number only where the truth asks for it."""
+    if a.unit.startswith("mod ") and a.unit != t.unit:
+        return False
     return not a.unit or not t.unit or same_unit(a.unit, t.unit)
 
 

@@ -36,7 +36,7 @@ CAPITALS = "Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
 TRIGONOMETRIC = "sin cos tan cot sec csc".split()
 _INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")}
 FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
-_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, "pi", "frac", "binom", "degree", "overline", "lfloor", "rfloor", "lceil", "rceil"}
+_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, "pi", "frac", "binom", "degree", "overline", "lfloor", "rfloor", "lceil", "rceil", "ihat", "jhat", "khat"}
 # Names that are recognised without a backslash too.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _LONGEST_FIRST = sorted(NAMES, key=len, reverse=True)
@@ -136,7 +136,7 @@ class _Parser:
         while True:
             if sign := self.take("*", "/"):
                 node = (sign, node, self.signed())
-            elif self.starts_factor():
+            elif self.starts_factor() or (self.tokens[self.at - 1] == "!" and self.next[:1].isdigit()):  # 3!7!
                 node = ("*", node, self.power())
             else:
                 return node

@@ -44,7 +44,7 @@ _DROPPED = (
 )
 _OPENED = (
     "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol bm rm bf hat vec mathtt texttt"
-    " mathcal textsf underline hbox emph boxed fbox"
+    " mathcal textsf underline hbox emph boxed fbox framebox overrightarrow"
 )
 
 _VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
@@ -85,8 +85,8 @@ _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ", "0123456
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 
 _LEAD = (
-    r"(?i)^(?:#### ?)?(?:(?:so|thus|therefore|hence|and|at),? )?(?:(?:the |my |our |your )?(?:(?:final|correct|exact) )?"
-    r"(?:answers?|solutions?|roots?|results?|values?)(?: (?:is|are):?|:| ?=) ?)?"
+    r"(?i)^(?:#### ?|= ?)?(?:(?:so|thus|therefore|hence|and|at),? )?(?:(?:the |my |our |your )?(?:(?:final|correct|exact) )?"
+    r"(?:answers?|solutions?|roots?|results?|values?)(?: (?:is|are):?|:| ?=) ?){0,2}"
 )
 
 _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
@@ -98,22 +98,30 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r"\\(?:bar|dot)\s*\{?([0-9]+)\}?", r"\\overline{\1}"),
         (r"\}(?<=\\overline\{[0-9]\})\\overline\{(?=[0-9]\})", ""),  # one bar over each of two digits
         (r"\\sqrt(?=[0-9])([0-9]+)", r"\\sqrt{\1}"),  # the sign √ and sloppy LaTeX cover the whole number
-        (r"^\*\*(.*)\*\*$", r"\1"),  # Markdown bold
+        (r"^\*\*(.*)\*\*$|^\*\*([^*]*[A-Za-z][^*]*)\*\*", r"\1\2 "),  # Markdown bold
         (r"^__(.*)__$", r"\1"),
-        (r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3}(?![0-9]))", ","),  # 10{,}000, 10\,000 and 10,\!000
+        (r"(?<=[0-9])(?:\{,\}|,?(?:\\[,!])+)(?=[0-9]{3}(?![0-9]))", ","),  # 10{,}000, 10\,000 and 10,\!000
         (rf"\\(?:{'|'.join(_DROPPED.split())})(?![A-Za-z])\.?|(?<!\\)\\[()\[\]]", " "),
+        (r"\\(?:therefore|because)(?![A-Za-z])|(?i:\.? ?I hope (?:it|this) is correct\.?)\s*$", " "),
+        (r"(?<![A-Za-z\\])(?:np|numpy|math|sp|sympy)\.(?=[A-Za-z])", ""),  # written as code
+        (r"^(?:Matrix|array)\((\[.*\])\)$", r"\1"),
+        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r" \\pi "),
+        (r"(?:the )?square root of ([0-9]+)", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])(?:oo|[Ii]nf(?:inity)?)(?![A-Za-z])", r" \\infty "),
         (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])|\\[hv]space\*?\{[^{}]*\}", " "),
-        (r"(?<=.)~", " "),
-        (r"^\s*~", "≈"),
+        (r"^\s*~(?=[^~]*$)", "≈"),
         (r"\\(?:mathbb|mathbf|mathrm|Bbb)\s*\{?([RZNQC])\}?(?![a-z])", lambda m: "ℝℤℕℚℂ"["RZNQC".index(m[1])]),
+        (r"\\(?:mathbf|boldsymbol|hat|vec|bm|mathrm\{\\mathbf)\s*\{? ?\\?([ijk])(?:math)? ?\}?(?![A-Za-z(])", r" \\\1hat "),
         (rf"\\(?:{'|'.join(_OPENED.split())})\s*\{{([^{{}}]*)\}}", r" \1 "),
-        (r"\\(?:text)?color\{[a-z]+\}", " "),
+        (r"\\(?:text)?color\{[a-z]+\}|\\[hv]?phantom\{[^{}]*\}", " "),
         (r"\\(?:arc)?(?:land|wedge)(?![A-Za-z])", " and "),
         (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
         (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (r"(?<![A-Za-z\\])C\(([0-9]+), ?([0-9]+)\)", r"\\binom{\1}{\2}"),
         (r"(?<![\w.])([0-9]*\.[0-9]*)\(([0-9]{1,20})\)", r"\1\\overline{\2}"),  # 0.1(6)
         (r"(?<=[0-9])\s*:\s*(?=[0-9])", ":"),
         (r"(?<=[(\[,])\s*\+\s*(?=\\infty)|^\+\s*(?=\\infty)", " "),
@@ -130,7 +138,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r"\\([%{}#&])", r"\1"),
         (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),  # paired: maths delimiters; a single one is currency
         (r"\\\$", "$"),
-        (r"\s+", " "),
+        (r"[~\s]+", " "),
+        (r"(?<=[)\]}]) ?U ?(?=[(\[{])", "∪"),
+        (r"^ ?([\]\[(])([^()\[\]]*,[^()\[\]]*)([\[\])]) ?$", lambda m: "([("["][(".index(m[1])] + m[2] + ")])"["[])".index(m[3])]),
+        (r"^ ?<([^<>]*,[^<>]*)> ?$", r"⟨\1⟩"),
         (_LEAD, ""),
         (r'^ ?(["`])(.*)\1 ?$', r"\2"),
         (r"(?<![.])[.]$", ""),  # a full stop, unless it belongs to an ellipsis

@@ -7,21 +7,22 @@ from fractions import Fraction
 
 # Each unit's names, the first of which stands for it; longer ones have a plural in -s too.
 _UNITS = """
-mm millimeter millimetre, cm centimeter centimetre, dm decimeter decimetre, m meter metre, km kilometer kilometre,
-nm nanometer, µm micrometer micron, inch inches in, foot feet ft, yard yd, mile mi, mg milligram, g gram gramme,
-kg kilogram kilo kilogramme, ounce oz, pound lb lbs, ton tonne, ml mL milliliter millilitre, l L liter litre cl, cup,
-pint pt, quart qt, gallon gal, tablespoon tbsp, teaspoon tsp, ms millisecond, s second sec, minute min mins, h hour hr hrs,
-day, week wk, fortnight, month, year yr yrs, decade, century centuries, dollar buck usd USD, cent ¢, euro EUR, £ gbp GBP, rupee INR Rs,
-yen JPY, yuan RMB CNY, degree deg, radian rad, unit, person people, child children, man men, woman women, foot feet,
-tooth teeth, mouse mice, goose geese, fish, sheep, deer, N newton, J joule, kJ kilojoule, W watt, kW kilowatt, V volt, A amp ampere,
+mm millimeter millimetre, cm centimeter centimetre 厘米, dm decimeter decimetre, m meter metre 米, km kilometer kilometre 千米 公里,
+nm nanometer, µm micrometer micron, inch inches in, foot feet ft, yard yd, mile mi, mg milligram, g gram gramme 克,
+kg kilogram kilo kilogramme 千克 公斤, ounce oz, pound lb lbs, ton tonne, ml mL milliliter millilitre, l L liter litre cl, cup,
+pint pt, quart qt, gallon gal, tablespoon tbsp, teaspoon tsp, ms millisecond, s second sec, minute min mins 分钟, h hour hr hrs 小时,
+day 天, week wk, fortnight, month, year yr yrs 岁 年, decade, century centuries, dollar buck usd USD, cent ¢, euro EUR, £ gbp GBP, rupee INR Rs,
+yen JPY, yuan RMB CNY 元, degree deg, radian rad, unit, person people 人, child children, man men, woman women, foot feet,
+tooth teeth, mouse mice, goose geese, fish, sheep, deer, N newton 牛, eV electronvolt, keV, MeV, GeV, bar, atm atmosphere, mmHg, erg, Å angstrom, dB decibel, ly lightyear, parsec pc,
+ J joule, kJ kilojoule, W watt, kW kilowatt, V volt, A amp ampere,
 Ω ohm, Hz hertz, kHz kilohertz, Pa pascal, kPa kilopascal, K kelvin, mol mole, °C celsius, °F fahrenheit, acre,
-hectare ha, calorie cal, kcal, byte, bit, kb KB kilobyte, mb MB megabyte, gb GB gigabyte, knot, au, piece, kWh
+hectare ha, calorie cal, kcal, byte, bit, kb KB kilobyte, mb MB megabyte, gb GB gigabyte, knot, au, piece 个, kWh
 """
 _UNIT_NAMES = {
     name + plural: group.split()[0]
     for group in _UNITS.split(",")
     for name in group.split()
-    for plural in ("", "s")[: 1 + (len(name) > 2)]  # "ms" is no plural of m
+    for plural in ("", "s")[: 1 + (len(name) > 2 and name.isascii())]  # "ms" is no plural of m
 }
 _SPELLED_OUT = {"mph": "mile/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s", "fps": "ft/s", "cc": "cm^3",
                 "rpm": "revolutions/minute", "mpg": "mile/gallon", "sqft": "ft^2"}  # fmt: skip
@@ -43,7 +44,7 @@ TAIL = re.compile(
     r" (?:old|long|tall|wide|high|deep|away|left|remaining|total|in total|in all|altogether|each|apiece"
     r"|of (?:the|a|an|all|his|her|their|its)(?: [a-z]+){1,3})$"
 )
-_WORD = r"[A-Za-zµΩ°¢£]+\.?"
+_WORD = r"[A-Za-zµΩ°¢£Å\u4e00-\u9fff]+\.?"
 _FACTOR = re.compile(rf" ?({_WORD})(?: ?\^ ?\{{? ?(-?[0-9]) ?\}}?)?")
 
 
@@ -52,7 +53,7 @@ def read_unit(text: str) -> str:
 
     A unit is one of the list above, with its power and what it is per, or up to three words that end in a plural noun.
     """
-    text = re.sub(r"\\degree ?([CF])\b", r"°\1", text).replace(r"\degree", "degree")
+    text = re.sub(r"\\degree ?([CF])\b", r"°\1", text).replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
     text = _SPELLED_OUT.get(text.lower(), text)
     text = re.sub(r"(?i)\bdeg(?:ree)?s? (celsius|fahrenheit|[CF])\b", lambda m: f"°{m[1][0].upper()}", text).strip()
     above, per, below = re.sub(r" ?(?:/|\bper\b|\b(?:an?|every)\b(?= [a-z]+$)) ?", "/", text, count=1).partition("/")

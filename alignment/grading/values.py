@@ -34,7 +34,7 @@ def equal_values(a: Node, b: Node) -> bool | None:
     generic point by accident only, and the real branches of |x|, roots and logarithms differ in sign.
     """
     names = sorted(variables(a) | variables(b))
-    field = acb if _mentions_i(a) or _mentions_i(b) else arb
+    field = acb if mentions_i(a) or mentions_i(b) else arb
     agreed = 0
     for point in _points(names, seed=repr((a, b))) if names else ({},):
         verdict = _equal_at(a, b, point, field)
@@ -56,7 +56,7 @@ def rational(node: Node) -> Fraction:
 
 def real_value(node: Node) -> arb:
     """The value of a constant tree. Raises `Refused` where it is not a real number within bounds."""
-    if variables(node) or _mentions_i(node):
+    if variables(node) or mentions_i(node):
         raise Refused("not a real constant")
     value = _evaluate(node, {}, arb)
     if value is None:
@@ -71,7 +71,7 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
         return False
     ratio = ("/", a, b)
     first = next(_points(names, seed=repr((a, b))))
-    substituted = _substitute(ratio, first)
+    substituted = substitute(ratio, first)
     if positive:
         try:
             if not real_value(substituted) > 0:
@@ -81,14 +81,16 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     return equal_values(a, ("*", b, substituted)) is True
 
 
-def _substitute(node: Node, point: dict[str, Fraction]) -> Node:
+def substitute(node: Node, point: dict[str, Node]) -> Node:
+    """The tree with other trees in the place of variables."""
     if isinstance(node, str):
         return point.get(node, node)
-    return (node[0], *(_substitute(part, point) for part in node[1:])) if isinstance(node, tuple) else node
+    return (node[0], *(substitute(part, point) for part in node[1:])) if isinstance(node, tuple) else node
 
 
-def _mentions_i(node: Node) -> bool:
-    return node == "i" or (isinstance(node, tuple) and any(map(_mentions_i, node[1:])))
+def mentions_i(node: Node) -> bool:
+    """Whether the imaginary unit stands in the tree."""
+    return node == "i" or (isinstance(node, tuple) and any(map(mentions_i, node[1:])))
 
 
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:

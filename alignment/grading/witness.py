@@ -28,6 +28,12 @@ def may_ask(text: str) -> bool:
     bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "", text)
     signs = re.sub(r"\\[A-Za-z]+", " ", bare)
     relation = re.search("[<>≤≥≠]", bare)
+    # No number or power so large that computing it takes long, and no two digits after a \frac, which it misreads.
+    powers = len(re.findall(r"\^|\*\*", bare))
+    if powers != len(re.findall(r"\^ ?(?:[\w∞]|\{ ?-? ?[\w∞]{1,2} ?\})(?! ?[\^*!])", bare)) or powers > 6:
+        return False
+    if re.search(r"[0-9]{7}|\\frac ?[0-9]{2}|! ?!|[0-9]{3} ?!|\\binom[^}]*[0-9]{4}", bare):
+        return False
     sums = re.search(r"\\(?:sum|prod|int|lim)", bare)
     if re.search(r"[A-Za-z]{2}|[0-9]{16}|[0-9] +[0-9]|[!'\"`:;$%#~?≈∅]|\.\.", signs) or ("=" in signs and not sums):
         return False

@@ -21,7 +21,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-WITNESS_SECONDS = 2.0  # for math-verify on one pair
+WITNESS_SECONDS = 1.0  # for math-verify on one pair
+GRACE_SECONDS = 0.5  # after which a worker that does not report its child's end is ended itself
 CHUNK_SECONDS = 60.0  # for a chunk of pairs, each of which takes a few milliseconds at most
 START_SECONDS = 120.0  # for the imports of a new worker, on a machine that is busy
 MEMORY_BYTES = 2 << 30  # address space of a worker, of which its imports take about a quarter; Linux only
@@ -29,12 +30,8 @@ MEMORY_BYTES = 2 << 30  # address space of a worker, of which its imports take a
 Outcome = tuple[bool, str]
 
 
-class TimeOut(Exception):
-    """The worker did not answer in time, and was killed."""
-
-
-class Died(Exception):
-    """The worker ended by itself: out of memory in a C library, or killed from outside."""
+class Failed(Exception):
+    """The request was not answered; the argument says why: "time-out", "memory" or "died" (killed, or crashed in C)."""
 
 
 class _Worker:
@@ -58,27 +55,33 @@ class _Worker:
         self.ready = False
 
     def ask(self, request: dict, seconds: float) -> dict:
-        """The worker's answer. Raises `TimeOut` or `Died`; the worker is gone then."""
+        """The reply. Raises `Failed`; the worker itself is gone then only if `alive` is false."""
+        if not self.ready:
+            self._receive(START_SECONDS)
+            self.ready = True
         try:
-            if not self.ready:
-                self._receive(START_SECONDS)
-                self.ready = True
             self.pipe.send_bytes(json.dumps({**request, "seconds": seconds}).encode())
-            return self._receive(seconds)
-        except (TimeOut, Died):
-            self.close()
-            raise
         except OSError:
             self.close()
-            raise Died from None
+            raise Failed("died") from None
+        reply = self._receive(seconds + GRACE_SECONDS)
+        if "failure" in reply:
+            raise Failed(reply["failure"])
+        return reply
 
     def _receive(self, seconds: float) -> dict:
-        if not self.pipe.poll(seconds):
-            raise TimeOut
         try:
-            return json.loads(self.pipe.recv_bytes())
+            if self.pipe.poll(seconds):
+                return json.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            raise Died from None
+            self.close()
+            raise Failed("died") from None
+        self.close()
+        raise Failed("time-out")
+
+    @property
+    def alive(self) -> bool:
+        return not self.pipe.closed
 
     def close(self) -> None:
         with suppress(OSError):
@@ -98,23 +101,29 @@ class _Pool:
         for _ in range(self.size):
             self.free.put(None)
 
+    def start(self, worker: _Worker | None) -> _Worker:
+        """The worker, or a new one in its place."""
+        if worker is None:
+            worker = _Worker()
+            with self.lock:
+                self.workers.add(worker)
+        return worker
+
     def ask(self, request: dict, seconds: float) -> dict:
-        """One request to one worker. Raises `TimeOut` or `Died`; its place in the pool is free again in any case."""
+        """One request to one worker. Raises `Failed`; its place in the pool is free again in any case."""
         worker = self.free.get()
         try:
-            if worker is None:
-                worker = _Worker()
-                with self.lock:
-                    self.workers.add(worker)
+            worker = self.start(worker)
             return worker.ask(request, seconds)
-        except BaseException:
-            if worker is not None:
-                worker.close()
-                with self.lock:
-                    self.workers.discard(worker)
-            worker = None
+        except BaseException as error:
+            if worker is not None and not isinstance(error, Failed):
+                worker.close()  # interrupted: a reply that is still to come would be taken for the next request's
             raise
         finally:
+            if worker is not None and not worker.alive:
+                with self.lock:
+                    self.workers.discard(worker)
+                worker = None
             self.free.put(worker)
 
     def close(self) -> None:
@@ -138,6 +147,14 @@ def pool() -> _Pool:
         return _pool
 
 
+def warm_up() -> None:
+    """Start one worker, if there is none yet, without waiting for its imports."""
+    place = pool()
+    with suppress(queue.Empty):
+        if not place.workers:
+            place.free.put(place.start(place.free.get_nowait()))
+
+
 def _forget() -> None:
     """A forked child shares its parent's sockets, so it starts workers of its own."""
     global _pool, _pool_lock
@@ -159,10 +176,8 @@ def witness(answer: str, truth: str) -> Outcome:
         return False, "unread"
     try:
         reply = pool().ask({"witness": [answer, truth]}, WITNESS_SECONDS)
-    except TimeOut:
-        return False, "time-out"
-    except Died:
-        return False, "died"
+    except Failed as failure:
+        return False, str(failure)
     return reply["equal"], reply["stage"]
 
 
@@ -188,8 +203,8 @@ def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
             return False, "too long to ask"
         try:
             reply = pool().ask({"peer": list(pair)}, WITNESS_SECONDS)
-        except (TimeOut, Died) as failure:
-            return False, "time-out" if isinstance(failure, TimeOut) else "died"
+        except Failed as failure:
+            return False, str(failure)
         return reply["equal"], reply["stage"]
 
     with ThreadPoolExecutor(pool().size) as threads:
@@ -200,9 +215,9 @@ def _decide_chunk(chunk: Sequence[tuple[str, str]], fast: bool) -> list[Outcome]
     try:
         reply = pool().ask({"decide": list(chunk), "fast": fast}, CHUNK_SECONDS)
         return [(equal, stage) for equal, stage in reply["outcomes"]]
-    except (TimeOut, Died) as failure:
+    except Failed as failure:
         if len(chunk) == 1:
-            return [(False, "time-out" if isinstance(failure, TimeOut) else "died")]
+            return [(False, str(failure))]
         return [outcome for pair in chunk for outcome in _decide_chunk([pair], fast)]  # find the one that did it
 
 
@@ -210,13 +225,11 @@ def _decide_chunk(chunk: Sequence[tuple[str, str]], fast: bool) -> list[Outcome]
 
 
 def serve(descriptor: int) -> None:
-    """Answer requests until the parent is gone."""
-    _limit_memory()
+    """Answer requests until the parent is gone, each in a forked child: ending it costs no new imports."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import math_verify  # noqa: F401  takes seconds, which are not to count as the first request's
 
-    from alignment import drgrpo_grader
-    from alignment.grading.witness import math_verify_equal, math_verify_reading
+    from alignment import drgrpo_grader  # noqa: F401
 
     pipe = Connection(descriptor)
     pipe.send_bytes(b"{}")
@@ -225,21 +238,46 @@ def serve(descriptor: int) -> None:
             request = json.loads(pipe.recv_bytes())
         except EOFError:
             return
-        # Whatever happens to the parent meanwhile, the kernel ends this process soon after its time is up.
+        pipe.send_bytes(_in_child(request))
+
+
+def _in_child(request: dict) -> bytes:
+    """The reply of a child of this process, which is killed when its time is up, or what became of it."""
+    receiver, sender = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        # Whatever happens to the parents meanwhile, the kernel ends this process soon after its time is up.
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 5)
+        _limit_memory()
         try:
-            if "witness" in request:
-                reply = {"equal": math_verify_equal(*request["witness"]), "stage": "math-verify"}
-            elif "peer" in request:
-                equal, stage = math_verify_reading(*request["peer"])
-                reply = {"equal": equal, "stage": stage}
-            else:
-                verdicts = (drgrpo_grader._decide(a, t, request["fast"]) for a, t in request["decide"])
-                reply = {"outcomes": [(verdict.equal, verdict.stage) for verdict in verdicts]}
+            sender.send_bytes(json.dumps(_answer(request)).encode())
         except MemoryError:
-            reply = {"equal": False, "stage": "memory"}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        pipe.send_bytes(json.dumps(reply).encode())
+            sender.send_bytes(b'{"failure": "memory"}')
+        finally:
+            os._exit(0)
+    sender.close()
+    reply = b'{"failure": "time-out"}'
+    with suppress(EOFError):
+        if receiver.poll(request["seconds"]):
+            reply = b'{"failure": "died"}'
+            reply = receiver.recv_bytes()
+    receiver.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return reply
+
+
+def _answer(request: dict) -> dict:
+    from alignment import drgrpo_grader
+    from alignment.grading.witness import math_verify_equal, math_verify_reading
+
+    if "witness" in request:
+        return {"equal": math_verify_equal(*request["witness"]), "stage": "math-verify"}
+    if "peer" in request:
+        equal, stage = math_verify_reading(*request["peer"])
+        return {"equal": equal, "stage": stage}
+    verdicts = (drgrpo_grader._decide(answer, truth, request["fast"]) for answer, truth in request["decide"])
+    return {"outcomes": [(verdict.equal, verdict.stage) for verdict in verdicts]}
 
 
 def _limit_memory() -> None:
