@@ -179,7 +179,9 @@ def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mappin
     for heading in ("", "completions", *GRADERS):
         table.add_column(heading, justify="right" if heading else "left")
     for name, found in groups.items():
-        shares = [sum(pair[0] is not None and verdicts[pair][grader] for pair in found) / max(1, len(found)) for grader in GRADERS]
+        shares = [
+            sum(pair[0] is not None and verdicts[pair][grader] for pair in found) / max(1, len(found)) for grader in GRADERS
+        ]
         table.add_row(name, str(len(found)), *(f"{share:.4f}" for share in shares))
     console.print(table)
 

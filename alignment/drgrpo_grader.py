@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from alignment.grading.answers import Labelled, Quantity, read
+from alignment.grading.answers import Answer, Labelled, Quantity, read, said_in_sentence
 from alignment.grading.compare import Comparison
-from alignment.grading.expressions import Node, Refused, is_rational
+from alignment.grading.expressions import Node, Refused
 from alignment.grading.text import normalise, unbox
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
@@ -59,7 +59,7 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
         return verdict
     from alignment.grading import workers  # here, because they are needed for few answers
 
-    workers.warm_up()  # where there are expressions, there will be some that only math-verify reads
+    workers.pool().warm_up()  # where there are expressions, there will be some that only math-verify reads
     return Verdict(*workers.witness(*map(_normalised, (answer, ground_truth)))) if verdict.stage == "unread" else verdict
 
 
@@ -172,19 +172,25 @@ def worked_out(answer: str, ground_truth: str) -> bool:
     """False for an expression still to be evaluated where the ground truth is a plain number: 48/2 + 48, or 2^10.
 
     A whole number has no other form than its digits, with an exponent of ten, percent sign or unit; a fraction may be any
-    fraction or decimal. Answers beyond our reading are left to the grading.
+    fraction or decimal. So may one that a sentence states.
     """
-    try:
-        truth, given = read(_normalised(ground_truth)), read(_normalised(answer))
-    except Refused:
+    truth = _read(ground_truth)
+    if not isinstance(truth, Quantity) or not _is_fraction(truth.value):
         return True
-    truth, given = (a.answer if isinstance(a, Labelled) else a for a in (truth, given))
-    if not (isinstance(truth, Quantity) and isinstance(given, Quantity) and is_rational(truth.value)):
-        return True
-    if not _is_fraction(truth.value):
-        return True
+    given = _read(answer) or _read(said_in_sentence(_normalised(answer)))
+    if not isinstance(given, Quantity):
+        return given is not None
     whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
     return _is_numeral(given.value) or (not whole and _is_fraction(given.value))
+
+
+def _read(text: str) -> Answer | None:
+    """The answer without its label; None where it cannot be read."""
+    try:
+        answer = read(_normalised(text))
+    except Refused:
+        return None
+    return answer.answer if isinstance(answer, Labelled) else answer
 
 
 def _is_numeral(node: Node) -> bool:

@@ -15,11 +15,13 @@ REWARDS: Mapping[str, RewardFn] = {"r1_zero": r1_zero_reward_fn, "r1_zero_strict
 GRADERS_AT_WORK = 8  # threads, each of which may wait for a worker process that asks math-verify
 
 
-def score_groups(
-    problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], reward_fn: RewardFn
-) -> list[Group]:
+def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], reward_fn: RewardFn) -> list[Group]:
     """Each problem with its completions and their scores."""
-    texts = [(completion.text, problem.ground_truth) for problem, drawn in zip(problems, completions, strict=True) for completion in drawn]
+    texts = [
+        (completion.text, problem.ground_truth)
+        for problem, drawn in zip(problems, completions, strict=True)
+        for completion in drawn
+    ]
     with ThreadPoolExecutor(GRADERS_AT_WORK) as threads:
         scores = threads.map(lambda pair: reward_fn(*pair), texts)
         return [

@@ -10,7 +10,18 @@ from fractions import Fraction
 
 from flint import arb
 
-from alignment.grading.expressions import GREEK, NAMES, NUMBER, TRIGONOMETRIC, Node, Refused, fraction, parse_expression, variables
+from alignment.grading.expressions import (
+    GREEK,
+    NAMES,
+    NUMBER,
+    TRIGONOMETRIC,
+    NoAnswer,
+    Node,
+    Refused,
+    fraction,
+    parse_expression,
+    variables,
+)
 from alignment.grading.text import RELATIONS, split, squeeze
 from alignment.grading.units import SCALES, SYMBOLS, TAIL, number_in_words, read_unit
 from alignment.grading.values import equal_values, real_value, substitute
@@ -116,7 +127,17 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     text = _strip_clause(text.strip())
     if levels == 0 or not text:
         raise Refused("too deep, or empty")
-    for reader in (_clock, _phrase, _in_words, _two_units, _alternatives, _plus_minus_pair, _comma_list, _plus_minus, _relation):
+    for reader in (
+        _clock,
+        _phrase,
+        _in_words,
+        _two_units,
+        _alternatives,
+        _plus_minus_pair,
+        _comma_list,
+        _plus_minus,
+        _relation,
+    ):
         answer = reader(text, levels)
         if answer is not None:
             return answer
@@ -138,9 +159,19 @@ _PHRASES = {
 }
 _PHRASE = {phrase: name for name, phrases in _PHRASES.items() for phrase in phrases.split("|")}
 _SENTENCE_OF_PHRASE = re.compile(
-    r"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){0,3}? (" + "|".join(p for p in _PHRASE if re.fullmatch("[a-z' ]{9,}", p)) + ")"
+    r"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){0,3}? ("
+    + "|".join(p for p in _PHRASE if re.fullmatch("[a-z' ]{9,}", p))
+    + ")"
 )
-_EVERYTHING = {"ℝ", "all real numbers", "all reals", "real numbers", "the real numbers", "all real x", "the set of real numbers"}
+_EVERYTHING = {
+    "ℝ",
+    "all real numbers",
+    "all reals",
+    "real numbers",
+    "the real numbers",
+    "all real x",
+    "the set of real numbers",
+}
 
 
 def _phrase(text: str, levels: int) -> Answer | None:
@@ -287,7 +318,7 @@ def _alternatives(text: str, levels: int) -> Answer | None:
     if len(pieces) == 1 or not all(split(piece) for piece in pieces[::2]):
         return None
     if len(pieces) > 2 * MAX_PARTS:
-        raise Refused("too many alternatives")
+        raise NoAnswer("too many alternatives")
     parts = [read(piece, levels - 1) for piece in pieces[::2]]
     inner = [part.answer if isinstance(part, Labelled) else part for part in parts]
     if all(isinstance(part, Region) for part in inner):
@@ -319,7 +350,7 @@ def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
         else:
             flat.append(part)
     if len(flat) > MAX_PARTS:
-        raise Refused("too many parts")
+        raise NoAnswer("too many parts")
     return Listing(kind, tuple(flat))
 
 
@@ -343,10 +374,11 @@ def _plus_minus_pair(text: str, levels: int) -> Answer | None:
 
 
 def _plus_minus(text: str, levels: int) -> Answer | None:
+    text = text if "±" in text else text.replace("∓", "±")
     count = text.count("±")
-    if (not count and "∓" not in text) or (text[0] == "{" and _whole_bracket(text)):
+    if not count or (text[0] == "{" and _whole_bracket(text)):
         return None
-    if not 1 <= count <= 3:
+    if count > 3:
         raise Refused("too many signs")
     together = "∓" in text
     choices = [("+",) * count, ("-",) * count] if together else list(itertools.product("+-", repeat=count))
@@ -378,7 +410,7 @@ def _relation(text: str, levels: int) -> Answer | None:
     if "∈" in signs:
         if len(signs) == 1 and _LABEL.fullmatch(sides[0]):
             return _with_label(sides[0], read(sides[1], levels - 1))
-        raise Refused("a membership that is no answer")
+        raise NoAnswer("a membership that is no answer")
     if "≈" in signs:
         return _about(sides, signs, levels)
     if set(signs) == {"="}:
@@ -448,7 +480,7 @@ def _chain(sides: list[str], levels: int) -> Answer:
         return answers[-1]
     if len(values) == 2 and (variables(values[0]) or variables(values[1])):
         return Relation("=", values[0], values[1])
-    raise Refused("sides that are not equal")
+    raise NoAnswer("sides that are not equal")
 
 
 def _inequality(sides: list[str], signs: list[str]) -> Answer:
@@ -467,12 +499,12 @@ def _inequality(sides: list[str], signs: list[str]) -> Answer:
     if None not in ends:
         return Labelled(_label(sides[1]), _region([Interval(ends[0], signs[0] == "≤", ends[1], signs[1] == "≤")]))
     if len(sides) != 2:
-        raise Refused("a chain of inequalities")
+        raise NoAnswer("a chain of inequalities")
     left, right = (parse_expression(side) for side in (sides if signs[0] in "<≤≠" else sides[::-1]))
     if region := _between_bars(signs[0], *(parse_expression(side) for side in sides)):
         return region
     if not variables(left) | variables(right):
-        raise Refused("a relation of numbers is true or false, which says nothing of the answer")
+        raise NoAnswer("a relation of numbers is true or false, which says nothing of the answer")
     return Relation(signs[0] if signs[0] in "<≤≠" else _FLIPPED[signs[0]], left, right)
 
 
@@ -566,7 +598,10 @@ def _union(regions: Sequence[Region]) -> Region:
 
 
 def _complement(region: Region) -> Region:
-    ends = [(-_INFINITY, False), *((e, not c) for p in region.pieces for e, c in ((p.low, p.low_closed), (p.high, p.high_closed)))]
+    ends = [
+        (-_INFINITY, False),
+        *((e, not c) for p in region.pieces for e, c in ((p.low, p.low_closed), (p.high, p.high_closed))),
+    ]
     ends.append((_INFINITY, False))
     pairs = zip(ends[::2], ends[1::2], strict=True)
     return _region([Interval(low, low_closed, high, high_closed) for (low, low_closed), (high, high_closed) in pairs])
@@ -583,7 +618,7 @@ def _set_operation(text: str, levels: int) -> Answer | None:
         if len(parts) < 2:
             continue
         if len(parts) > MAX_PARTS:
-            raise Refused("too many parts")
+            raise NoAnswer("too many parts")
         regions = [as_region(read(part, levels - 1)) for part in parts]
         return operation(regions) if operation else _intersection([regions[0], *map(_complement, regions[1:])])
     if text.startswith("ℝ-"):
@@ -611,7 +646,7 @@ def _bracketed(text: str, levels: int) -> Answer | None:
     kind = text[0] + text[-1]
     parts = _pieces(text[1:-1], bare=False)
     if len(parts) > MAX_PARTS:
-        raise Refused("too many parts")
+        raise NoAnswer("too many parts")
     if kind == "{}" and len(parts) == 1 and re.fullmatch(r"\{[^{},]+\}", parts[0]):
         return read(parts[0], levels - 1)  # braces that only group
     if len(parts) > 1 or kind == "{}":
@@ -629,7 +664,7 @@ def _matrix(text: str, levels: int) -> Answer | None:
     lines = [line for line in re.split(r"\\\\(?:\[[^\]]{0,8}\])?", match[2]) if line.strip()]
     rows = tuple(tuple(line.split("&")) for line in lines)
     if not rows or len({len(row) for row in rows}) > 1 or len(rows) * len(rows[0]) > MAX_CELLS:
-        raise Refused("no rectangle, or too large a one")
+        raise NoAnswer("no rectangle, or too large a one")
     cells = tuple(tuple(read(cell, levels - 1) for cell in row) for row in rows)
     return Quantity(_determinant(cells)) if match[1] == "vmatrix" else Matrix(cells)
 
@@ -659,7 +694,9 @@ def _ratio(text: str, levels: int) -> Answer | None:
 
 # --- quantities ---------------------------------------------------------------------------------------
 
-_ABOUT = re.compile(r"(?i)(?:is )?(?:about|approximately|approx\.?|around|roughly|nearly|almost|≈) (.*)|(.*) \(?(?:approximately|approx\.?)\)?")
+_ABOUT = re.compile(
+    r"(?i)(?:is )?(?:about|approximately|approx\.?|around|roughly|nearly|almost|≈) (.*)|(.*) \(?(?:approximately|approx\.?)\)?"
+)
 
 
 def _approximation(text: str, levels: int) -> Answer | None:
@@ -697,7 +734,9 @@ def _quantity(text: str) -> Answer:
     """Take currency, percent sign and unit off, and read the rest as a number or an expression."""
     text, unit = TAIL.sub("", text), ""
     if match := _BASE.fullmatch(text):
-        return Quantity(_in_base(match[1], match[2] or match[3]) if match[1] else _in_base(match[5], _PREFIXES[match[4].lower()]))
+        return Quantity(
+            _in_base(match[1], match[2] or match[3]) if match[1] else _in_base(match[5], _PREFIXES[match[4].lower()])
+        )
     if match := _MINUTES.fullmatch(text):
         degrees, minutes, seconds = (fraction("", part or "0") for part in match.groups())
         return Quantity(degrees + minutes / 60 + seconds / 3600, "degree")
@@ -709,8 +748,13 @@ def _quantity(text: str) -> Answer:
         text = f"{match[2]} {match[1].rstrip('.')}"
     if match := _MONEY.fullmatch(text):  # $18 per day is 18 dollars per day
         sign, text, currency = match[1] or "", match[3] or match[4], match[2] or match[5]
-        amount, rest = re.fullmatch(r"([-+]? ?[0-9.,]*(?: ?(?:hundred|thousand|million|billion|trillion)\b)?)(.*)", text).groups()
-        unit, (text, per) = _CURRENCY[currency], (sign + amount, rest) if not re.match(r"[\\^*(+-]|/ ?[^a-z]", rest.strip()) else (sign + text, "")
+        amount, rest = re.fullmatch(
+            r"([-+]? ?[0-9.,]*(?: ?(?:hundred|thousand|million|billion|trillion)\b)?)(.*)", text
+        ).groups()
+        unit, (text, per) = (
+            _CURRENCY[currency],
+            (sign + amount, rest) if not re.match(r"[\\^*(+-]|/ ?[^a-z]", rest.strip()) else (sign + text, ""),
+        )
         if per.strip():
             per_unit = read_unit(f"{unit} {per.strip()}") or read_unit(per)
             if not per_unit:
@@ -737,7 +781,9 @@ def _unit_after(amount: str, gap: str, words: str) -> str:
     is a unit after a variable: 2x + 3 h."""
     if words.startswith("\\degree") and any(f"\\{name}" in amount for name in TRIGONOMETRIC):
         return ""  # the degrees of \sin 30°
-    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)) or (not gap and words in SYMBOLS and words.isascii()):
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)) or (
+        not gap and words in SYMBOLS and words.isascii()
+    ):
         return ""
     unit = read_unit(words)
     glued = not gap and words[0].isascii() and not words.startswith("\\")
@@ -766,7 +812,9 @@ def _endless(sign: str, whole: str, digits: str) -> Answer:
     return About(_number(f"{sign}{whole}.{digits}"))
 
 
-_BASE_WORDS = dict(zip("two three four five six seven eight nine ten twelve sixteen".split(), (*range(2, 11), 12, 16), strict=True))
+_BASE_WORDS = dict(
+    zip("two three four five six seven eight nine ten twelve sixteen".split(), (*range(2, 11), 12, 16), strict=True)
+)
 
 
 _PREFIXES = {"x": "16", "b": "2", "o": "8"}

@@ -35,7 +35,7 @@ from alignment.grading.answers import (
     same_point,
     words_in_sentence,
 )
-from alignment.grading.expressions import Node, Refused, is_rational, variables
+from alignment.grading.expressions import NoAnswer, Node, Refused, is_rational, variables
 from alignment.grading.text import squeeze
 from alignment.grading.units import SYMBOLS, read_unit, same_unit
 from alignment.grading.values import equal_values, mentions_i, proportional, rational, real_value, substitute
@@ -70,10 +70,14 @@ class Comparison:
             return True
         try:
             truth_read = read(truth)
+        except NoAnswer:
+            return False
         except Refused:
             return False if words_a or words_t else None
         try:
             return self.answers(read(answer), truth_read) or False  # both are read: what cannot be told is not asked on
+        except NoAnswer:
+            return False
         except Refused:
             if said := said_in_sentence(answer):
                 return self.texts(said, truth)
@@ -102,6 +106,8 @@ class Comparison:
             return _same_time(a, t)
         if isinstance(a, Relation) and isinstance(t, Relation):
             return self._relations(a, t)
+        if isinstance(a, Relation) and isinstance(t, Quantity) and _names_a_sum(a):
+            return self._quantities(Quantity(a.right), t)  # m + n = 113
         if isinstance(a, Region) or isinstance(t, Region):
             return _same_region(a, t)
         if isinstance(a, Listing | Matrix) or isinstance(t, Listing | Matrix):
@@ -171,6 +177,8 @@ class Comparison:
         if not _units_agree(a, t):
             return self._symbol_as_unit(a, t)
         equal = self.values(a.value, t.value)
+        if equal and {a.unit, t.unit} == {"", "%"} and isinstance(t.value, Fraction) and abs(t.value) < 1:
+            return False  # 0.25 may be 25 %, so that no sign was left out
         if equal or a.unit == t.unit:
             return equal or self._more_exact(a, t) or equal
         for unit, factor in (("%", Fraction(1, 100)), ("degree", ("/", r"\pi", Fraction(180)))):
@@ -243,7 +251,9 @@ class Comparison:
     def _ratios(self, a: Sequence[Quantity], t: Sequence[Quantity]) -> bool | None:
         if len(a) != len(t):
             return False
-        return _all(self.values(("*", x.value, t[0].value), ("*", y.value, a[0].value)) for x, y in zip(a[1:], t[1:], strict=True))
+        return _all(
+            self.values(("*", x.value, t[0].value), ("*", y.value, a[0].value)) for x, y in zip(a[1:], t[1:], strict=True)
+        )
 
     def _assignments(self, a: Listing, t: Listing) -> bool | None:
         """`x = 1, y = 2` is itself in any order, and (1, 2), the values in the order of the names."""
@@ -266,7 +276,9 @@ class Comparison:
         if rows_a is None or rows_t is None:
             return False
         if not (isinstance(a, Matrix) and isinstance(t, Matrix)):
-            rows_a, rows_t = (rows if len(rows) == 1 or len(rows[0]) > 1 else (tuple(r[0] for r in rows),) for rows in (rows_a, rows_t))
+            rows_a, rows_t = (
+                rows if len(rows) == 1 or len(rows[0]) > 1 else (tuple(r[0] for r in rows),) for rows in (rows_a, rows_t)
+            )
         if [len(row) for row in rows_a] != [len(row) for row in rows_t]:
             return False
         return _all(self._in_order(x, y) for x, y in zip(rows_a, rows_t, strict=True))
@@ -295,7 +307,20 @@ def _is_spoken_mixed(listing: Listing) -> bool:
     if len(listing.parts) != 2 or not all(isinstance(part, Quantity) and is_rational(part.value) for part in listing.parts):
         return False
     whole, part = (part.value for part in listing.parts)
-    return isinstance(whole, Fraction) and whole.denominator == 1 and isinstance(part, tuple) and 0 < rational(part) < 1 <= whole
+    return (
+        isinstance(whole, Fraction) and whole.denominator == 1 and isinstance(part, tuple) and 0 < rational(part) < 1 <= whole
+    )
+
+
+def _names_a_sum(equation: Relation) -> bool:
+    """Whether the left side adds different variables up and the right one is their sum."""
+    left, terms = equation.left, []
+    while isinstance(left, tuple) and left[0] == "+":
+        left, term = left[1:]
+        terms.append(term)
+    terms.append(left)
+    names = all(isinstance(term, str) for term in terms) and len(set(terms)) == len(terms) > 1
+    return equation.sign == "=" and names and is_rational(equation.right)
 
 
 def _is_formula(answer: Labelled) -> bool:
@@ -364,7 +389,9 @@ def _same_region(a: Answer, t: Answer) -> bool | None:
     except Refused:
         return False
     return len(pieces_a) == len(pieces_t) and all(
-        same_point(x.low, y.low) and same_point(x.high, y.high) and (x.low_closed, x.high_closed) == (y.low_closed, y.high_closed)
+        same_point(x.low, y.low)
+        and same_point(x.high, y.high)
+        and (x.low_closed, x.high_closed) == (y.low_closed, y.high_closed)
         for x, y in zip(pieces_a, pieces_t, strict=True)
     )
 
@@ -379,4 +406,3 @@ def _rows(answer: Answer) -> tuple[tuple[Answer, ...], ...] | None:
     if all(nested) and len({(part.kind, len(part.parts)) for part in answer.parts}) == 1:
         return tuple(part.parts for part in answer.parts)
     return None if any(nested) or answer.kind == "{}" else (answer.parts,)
-

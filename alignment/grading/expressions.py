@@ -21,6 +21,10 @@ class Refused(ValueError):
     """The text is not in the language of this grader, or beyond its bounds."""
 
 
+class NoAnswer(Refused):
+    """The text is read and is no answer, like 5 = 6 or a matrix with a gap: nobody else need be asked."""
+
+
 def fraction(sign: str, number: str, exponent: str = "") -> Fraction:
     digits = number.replace(",", "")
     if len(digits) > MAX_DIGITS or len(exponent) > 4:
@@ -36,7 +40,23 @@ CAPITALS = "Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
 TRIGONOMETRIC = "sin cos tan cot sec csc".split()
 _INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")}
 FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
-_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, "pi", "frac", "binom", "degree", "overline", "lfloor", "rfloor", "lceil", "rceil", "ihat", "jhat", "khat"}
+_COMMANDS = {
+    *GREEK,
+    *CAPITALS,
+    *FUNCTIONS,
+    "pi",
+    "frac",
+    "binom",
+    "degree",
+    "overline",
+    "lfloor",
+    "rfloor",
+    "lceil",
+    "rceil",
+    "ihat",
+    "jhat",
+    "khat",
+}
 # Names that are recognised without a backslash too.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _LONGEST_FIRST = sorted(NAMES, key=len, reverse=True)

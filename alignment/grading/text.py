@@ -39,9 +39,7 @@ _SIGNS = {
     "...": "ldots dots cdots dotsc",
 }
 _SIGN_OF = {name: sign for sign, names in _SIGNS.items() for name in names.split()}
-_DROPPED = (
-    "left right tiny small normalsize large Large LARGE huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle scriptstyle limits nolimits"
-)
+_DROPPED = "left right tiny small normalsize large Large LARGE huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle scriptstyle limits nolimits"
 _OPENED = (
     "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol bm rm bf hat vec mathtt texttt"
     " mathcal textsf underline hbox emph boxed fbox framebox overrightarrow"
@@ -78,8 +76,26 @@ _CHARACTERS = str.maketrans(
     | dict.fromkeys("⋃", "∪")
     | dict.fromkeys("∨", " or ")
     | dict.fromkeys("∧", " and ")
-    | {"∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt", "∛": r"\cbrt", "°": r"\degree ", "º": r"\degree ", "，": ", ", "∠": r"\angle ", "…": "..."}
-    | {"⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "℃": r"\degree C", "℉": r"\degree F", "∘": r"\circ "}
+    | {
+        "∞": r"\infty ",
+        "π": r"\pi ",
+        "√": r"\sqrt",
+        "∛": r"\cbrt",
+        "°": r"\degree ",
+        "º": r"\degree ",
+        "，": ", ",
+        "∠": r"\angle ",
+        "…": "...",
+    }
+    | {
+        "⌊": r"\lfloor ",
+        "⌋": r"\rfloor ",
+        "⌈": r"\lceil ",
+        "⌉": r"\rceil ",
+        "℃": r"\degree C",
+        "℉": r"\degree F",
+        "∘": r"\circ ",
+    }
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ", "0123456789-+nx")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -97,6 +113,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r"([0-9])[\u0304\u0305]", r"\\overline{\1}"),
         (r"\\(?:bar|dot)\s*\{?([0-9]+)\}?", r"\\overline{\1}"),
         (r"\}(?<=\\overline\{[0-9]\})\\overline\{(?=[0-9]\})", ""),  # one bar over each of two digits
+        (r"^\\(?:text|mbox)\s*\{\s*\$([^$]*)\$\s*\}$", r"\1"),
         (r"\\sqrt(?=[0-9])([0-9]+)", r"\\sqrt{\1}"),  # the sign √ and sloppy LaTeX cover the whole number
         (r"^\*\*(.*)\*\*$|^\*\*([^*]*[A-Za-z][^*]*)\*\*", r"\1\2 "),  # Markdown bold
         (r"^__(.*)__$", r"\1"),
@@ -113,7 +130,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r"\\(?:mathbb|mathbf|mathrm|Bbb)\s*\{?([RZNQC])\}?(?![a-z])", lambda m: "ℝℤℕℚℂ"["RZNQC".index(m[1])]),
         (r"\\(?:mathbf|boldsymbol|hat|vec|bm|mathrm\{\\mathbf)\s*\{? ?\\?([ijk])(?:math)? ?\}?(?![A-Za-z(])", r" \\\1hat "),
         (rf"\\(?:{'|'.join(_OPENED.split())})\s*\{{([^{{}}]*)\}}", r" \1 "),
-        (r"\\(?:text)?color\{[a-z]+\}|\\[hv]?phantom\{[^{}]*\}", " "),
+        (r"\\(?:text)?color\{[a-z]+\}|\\[hv]?phantom\{[^{}]{0,2}\}", " "),
         (r"\\(?:arc)?(?:land|wedge)(?![A-Za-z])", " and "),
         (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -140,7 +157,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r"\\\$", "$"),
         (r"[~\s]+", " "),
         (r"(?<=[)\]}]) ?U ?(?=[(\[{])", "∪"),
-        (r"^ ?([\]\[(])([^()\[\]]*,[^()\[\]]*)([\[\])]) ?$", lambda m: "([("["][(".index(m[1])] + m[2] + ")])"["[])".index(m[3])]),
+        (
+            r"^ ?([\]\[(])([^()\[\]]*,[^()\[\]]*)([\[\])]) ?$",
+            lambda m: "([("["][(".index(m[1])] + m[2] + ")])"["[])".index(m[3])],
+        ),
         (r"^ ?<([^<>]*,[^<>]*)> ?$", r"⟨\1⟩"),
         (_LEAD, ""),
         (r'^ ?(["`])(.*)\1 ?$', r"\2"),

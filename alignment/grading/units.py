@@ -53,7 +53,9 @@ def read_unit(text: str) -> str:
 
     A unit is one of the list above, with its power and what it is per, or up to three words that end in a plural noun.
     """
-    text = re.sub(r"\\degree ?([CF])\b", r"°\1", text).replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
+    text = (
+        re.sub(r"\\degree ?([CF])\b", r"°\1", text).replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
+    )
     text = _SPELLED_OUT.get(text.lower(), text)
     text = re.sub(r"(?i)\bdeg(?:ree)?s? (celsius|fahrenheit|[CF])\b", lambda m: f"°{m[1][0].upper()}", text).strip()
     above, per, below = re.sub(r" ?(?:/|\bper\b|\b(?:an?|every)\b(?= [a-z]+$)) ?", "/", text, count=1).partition("/")
@@ -63,7 +65,9 @@ def read_unit(text: str) -> str:
     for name, power in _product(below).items() if per else ():
         powers[name] = powers.get(name, 0) - power
     up, down = (
-        "*".join(name if abs(power) == 1 else f"{name}^{abs(power)}" for name, power in sorted(powers.items()) if power * sign > 0)
+        "*".join(
+            name if abs(power) == 1 else f"{name}^{abs(power)}" for name, power in sorted(powers.items()) if power * sign > 0
+        )
         for sign in (1, -1)
     )
     return f"{up}/{down}" if down else up

@@ -8,24 +8,32 @@ from __future__ import annotations
 import re
 
 from alignment.grading.expressions import CAPITALS, FUNCTIONS, GREEK
+from alignment.grading.text import split
 
 MAX_CHARS = 200
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
-_NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim|binom|frac|sqrt)|[∪∩∖<≤≥≠]|\^")
+_NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # what our own grammar does not read, or not everywhere
 _TO_LATEX = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∞": r"\infty ",
              "±": r"\pm ", "∈": r"\in ", "→": r"\to ", "*": r"\cdot "}  # fmt: skip
 
 
-def may_ask(text: str) -> bool:
-    """Whether a normalised text is worth asking about: short, mathematical notation, of known commands, without words.
+def may_ask(answer: str, truth: str) -> bool:
+    """Whether math-verify is worth asking about two normalised texts: one has notation for it, and both are harmless."""
+    return bool(_NOTATION.search(answer) or _NOTATION.search(truth)) and _harmless(answer) and _harmless(truth)
+
+
+def _harmless(text: str) -> bool:
+    """Whether a normalised text is short, whole, of known commands, and without words or large numbers.
 
     Not an equation either: of `7 = 5` math-verify would see the 5, and it takes unsolvable ones for equal. Nor a relation
     of numbers, which is true or false and says nothing of the answer.
     """
-    if len(text) > MAX_CHARS or not _NOTATION.search(text) or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN:
+    if len(text) > MAX_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN:
         return False
-    bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "", text)
+    if not _whole(text):
+        return False
+    bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
     signs = re.sub(r"\\[A-Za-z]+", " ", bare)
     relation = re.search("[<>≤≥≠]", bare)
     # No number or power so large that computing it takes long, and no two digits after a \frac, which it misreads.
@@ -38,6 +46,18 @@ def may_ask(text: str) -> bool:
     if re.search(r"[A-Za-z]{2}|[0-9]{16}|[0-9] +[0-9]|[!'\"`:;$%#~?≈∅]|\.\.", signs) or ("=" in signs and not sums):
         return False
     return not (relation and not re.search("[A-Za-z]", signs))
+
+
+def _whole(text: str) -> bool:
+    """Whether brackets match up and nothing is missing: no \\frac without its two parts, no sign at an end."""
+    if not split(text) or re.search(r"\{ ?\}|[-+*/^_=<≤∪∩∖] ?$|^ ?[*/^_=<>≤≥∪∩∖]", text):
+        return False
+    if re.findall(r"\\begin ?\{(\w+)\}", text) != re.findall(r"\\end ?\{(\w+)\}", text):
+        return False
+    return not re.search(
+        r"\\(?:frac|binom)(?! ?(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\} ?){2})|\\(?:sqrt|sum|prod|int|lim|begin) ?(?![\[{_A-Za-z0-9])",
+        text,
+    )
 
 
 def math_verify_equal(answer: str, truth: str) -> bool:

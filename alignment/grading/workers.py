@@ -9,17 +9,18 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from alignment.grading.witness import may_ask
 
 WITNESS_SECONDS = 1.0  # for math-verify on one pair
 GRACE_SECONDS = 0.5  # after which a worker that does not report its child's end is ended itself
@@ -91,46 +92,44 @@ class _Worker:
 
 
 class _Pool:
-    """As many workers as there are cores, started when first needed; a request waits until one is free."""
+    """As many workers as there are cores, each with a thread of this process that waits for it. Requests wait in line."""
 
     def __init__(self) -> None:
         self.size = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.lock = threading.Lock()
-        self.free: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self.threads = ThreadPoolExecutor(self.size, "grading")
+        self.mine = threading.local()
         self.workers: set[_Worker] = set()
-        for _ in range(self.size):
-            self.free.put(None)
 
-    def start(self, worker: _Worker | None) -> _Worker:
-        """The worker, or a new one in its place."""
-        if worker is None:
-            worker = _Worker()
-            with self.lock:
-                self.workers.add(worker)
+    def submit(self, request: dict, seconds: float) -> Future[dict]:
+        """The reply to come, or `Failed`. The seconds count from when a worker takes the request up."""
+        return self.threads.submit(self._ask, request, seconds)
+
+    def warm_up(self) -> None:
+        """Start a worker, if there is none yet, without waiting for its imports."""
+        if not self.workers:
+            self.threads.submit(self._worker)
+
+    def _worker(self) -> _Worker:
+        """This thread's worker; a new one where there is none, or where it ended."""
+        worker = getattr(self.mine, "worker", None)
+        if worker is None or not worker.alive:
+            self.workers.discard(worker)
+            worker = self.mine.worker = _Worker()
+            self.workers.add(worker)
         return worker
 
-    def ask(self, request: dict, seconds: float) -> dict:
-        """One request to one worker. Raises `Failed`; its place in the pool is free again in any case."""
-        worker = self.free.get()
-        try:
-            worker = self.start(worker)
-            return worker.ask(request, seconds)
-        except BaseException as error:
-            if worker is not None and not isinstance(error, Failed):
-                worker.close()  # interrupted: a reply that is still to come would be taken for the next request's
-            raise
-        finally:
-            if worker is not None and not worker.alive:
-                with self.lock:
-                    self.workers.discard(worker)
-                worker = None
-            self.free.put(worker)
+    def _ask(self, request: dict, seconds: float) -> dict:
+        return self._worker().ask(request, seconds)
 
     def close(self) -> None:
-        with self.lock:
-            for worker in self.workers:
-                worker.close()
-            self.workers.clear()
+        """End all workers; requests under way fail."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self.workers):
+            worker.process.kill()
+        self.threads.shutdown(wait=True)
+        for worker in list(self.workers):
+            worker.close()
+        self.workers.clear()
 
 
 _pool: _Pool | None = None
@@ -145,14 +144,6 @@ def pool() -> _Pool:
             _pool = _Pool()
             atexit.register(_pool.close)
         return _pool
-
-
-def warm_up() -> None:
-    """Start one worker, if there is none yet, without waiting for its imports."""
-    place = pool()
-    with suppress(queue.Empty):
-        if not place.workers:
-            place.free.put(place.start(place.free.get_nowait()))
 
 
 def _forget() -> None:
@@ -170,55 +161,43 @@ os.register_at_fork(after_in_child=_forget)
 def witness(answer: str, truth: str) -> Outcome:
     """math-verify's verdict on two normalised texts, and "math-verify", "unread" where it is not asked, or the failure:
     "time-out", "memory" or "died"."""
-    from alignment.grading.witness import may_ask
+    return witness_many([(answer, truth)])[0]
 
-    if not (may_ask(answer) and may_ask(truth)):
-        return False, "unread"
-    try:
-        reply = pool().ask({"witness": [answer, truth]}, WITNESS_SECONDS)
-    except Failed as failure:
-        return False, str(failure)
-    return reply["equal"], reply["stage"]
+
+def witness_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
+    """`witness` on many pairs, in order, as many at a time as there are workers."""
+    asked = [pool().submit({"witness": pair}, WITNESS_SECONDS) if may_ask(*pair) else None for pair in pairs]
+    return [(False, "unread") if reply is None else _outcome(reply) for reply in asked]
+
+
+def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
+    """math-verify's own verdict on answers as they were written, with what it took them for; for audits."""
+    asked = [pool().submit({"peer": pair}, WITNESS_SECONDS) if max(map(len, pair)) <= 1000 else None for pair in pairs]
+    return [(False, "too long to ask") if reply is None else _outcome(reply) for reply in asked]
 
 
 def decide_many(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Outcome]:
     """The stages short of math-verify on many pairs, in order, spread over the workers."""
     size = max(64, -(-len(pairs) // (4 * pool().size)))
     chunks = [pairs[i : i + size] for i in range(0, len(pairs), size)]
-    with ThreadPoolExecutor(pool().size) as threads:
-        return [outcome for outcomes in threads.map(lambda chunk: _decide_chunk(chunk, fast), chunks) for outcome in outcomes]
+    asked = [pool().submit({"decide": chunk, "fast": fast}, CHUNK_SECONDS) for chunk in chunks]
+    return [outcome for chunk, reply in zip(chunks, asked, strict=True) for outcome in _outcomes(chunk, reply, fast)]
 
 
-def witness_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
-    """`witness` on many pairs, in order, as many at a time as there are workers."""
-    with ThreadPoolExecutor(pool().size) as threads:
-        return list(threads.map(lambda pair: witness(*pair), pairs))
-
-
-def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
-    """math-verify's own verdict on answers as they were written, with what it took them for; for audits."""
-
-    def ask(pair: tuple[str, str]) -> Outcome:
-        if max(map(len, pair)) > 1000:
-            return False, "too long to ask"
-        try:
-            reply = pool().ask({"peer": list(pair)}, WITNESS_SECONDS)
-        except Failed as failure:
-            return False, str(failure)
-        return reply["equal"], reply["stage"]
-
-    with ThreadPoolExecutor(pool().size) as threads:
-        return list(threads.map(ask, pairs))
-
-
-def _decide_chunk(chunk: Sequence[tuple[str, str]], fast: bool) -> list[Outcome]:
+def _outcomes(chunk: Sequence[tuple[str, str]], reply: Future[dict], fast: bool) -> list[Outcome]:
     try:
-        reply = pool().ask({"decide": list(chunk), "fast": fast}, CHUNK_SECONDS)
-        return [(equal, stage) for equal, stage in reply["outcomes"]]
+        return [(equal, stage) for equal, stage in reply.result()["outcomes"]]
     except Failed as failure:
         if len(chunk) == 1:
             return [(False, str(failure))]
-        return [outcome for pair in chunk for outcome in _decide_chunk([pair], fast)]  # find the one that did it
+        return [outcome for pair in chunk for outcome in decide_many([pair], fast)]  # find the one that did it
+
+
+def _outcome(reply: Future[dict]) -> Outcome:
+    try:
+        return reply.result()["equal"], reply.result()["stage"]
+    except Failed as failure:
+        return False, str(failure)
 
 
 # --- the worker's end ---------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Whole commands on the embedded default, shrunk: what they write, that they repeat, and what they refuse."""
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -16,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from alignment import evaluate, sft, train_rl
 from alignment.args import RLArgs, from_preset
 from alignment.errors import door
-from alignment.tasks import TASKS, arithmetic
+from alignment.rewards import REWARDS
+from alignment.tasks import arithmetic
 from alignment.tracking import claim_run_folder, printable, read_jsonl
 
 DOORS = {"evaluate": evaluate.main, "sft": sft.main, "train_rl": train_rl.main}
