@@ -35,6 +35,8 @@ def _harmless(text: str) -> bool:
         return False
     bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
     signs = re.sub(r"\\[A-Za-z]+", " ", bare)
+    if r"\int" in bare:
+        signs = re.sub(r"d[a-z](?![A-Za-z])", " x", signs)
     relation = re.search("[<>≤≥≠]", bare)
     # No number or power so large that computing it takes long, and no two digits after a \frac, which it misreads.
     powers = len(re.findall(r"\^|\*\*", bare))
