@@ -16,7 +16,8 @@ from alignment.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
 
-# The keys of grpo.LOSSES, grpo.SUMS and rewards.REWARDS, written out so that reading arguments does not load torch; a test holds them equal.
+# The keys of grpo.LOSSES, grpo.SUMS and rewards.REWARDS, written out so that reading arguments does not load torch; a test
+# holds them equal.
 LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
 LossNormalization = Literal["sequence_mean", "token_mean", "constant"]
 RewardName = Literal["r1_zero", "r1_zero_strict"]

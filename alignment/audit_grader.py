@@ -18,7 +18,7 @@ from rich.table import Table
 from alignment.drgrpo_grader import extract_answer, grade_many
 from alignment.errors import UserError, door
 from alignment.files import write_atomically
-from alignment.grading.reference import reference_equal
+from alignment.grading.reference import reference_verdict
 from alignment.grading.workers import math_verify_many
 from alignment.tracking import printable
 
@@ -95,17 +95,14 @@ def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
     counts = Counter(pairs)
     distinct = list(counts)
     ours = grade_many([answer for answer, _ in distinct], [truth for _, truth in distinct])
-    peer = math_verify_many(distinct)
-    return [
-        Graded(
-            answer,
-            truth,
-            counts[answer, truth],
-            {"ours": mine.equal, "math-verify": equal, "reference": reference_equal(answer, truth)},
-            {"ours": mine.stage, "math-verify": reason, "reference": "normalised text or simplified difference"},
-        )
-        for (answer, truth), mine, (equal, reason) in zip(distinct, ours, peer, strict=True)
-    ]
+    peers = math_verify_many(distinct)
+    graded = []
+    for pair, mine, peer in zip(distinct, ours, peers, strict=True):
+        outcomes = {"ours": (mine.equal, mine.stage), "math-verify": peer, "reference": reference_verdict(*pair)}
+        verdicts = {grader: equal for grader, (equal, _) in outcomes.items()}
+        reasons = {grader: reason for grader, (_, reason) in outcomes.items()}
+        graded.append(Graded(*pair, counts[pair], verdicts, reasons))
+    return graded
 
 
 def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
@@ -130,6 +127,8 @@ def read_labels(file: Path) -> dict[Pair, bool]:
             pair, label = (row["answer"], row["ground_truth"]), row.get("label")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f'{file}:{number}: needs "answer", "ground_truth" and "label"') from None
+        if not all(isinstance(text, str) for text in pair):
+            raise UserError(f'{file}:{number}: "answer" and "ground_truth" must be text')
         if label not in (True, False, None):
             raise UserError(f'{file}:{number}: "label" must be true, false or null')
         if label is not None:
@@ -166,7 +165,11 @@ def audit(args: AuditArgs, console: Console) -> Path:
     _print_accuracy(answers, {(one.answer, one.ground_truth): one.verdicts for one in graded}, console)
     _print_disagreements(rows, console)
     _print_rates([row for row in rows if row["label"] is not None], console)
-    console.print(f'{len(rows)} disagreements: {target}; set "label" to true or false there and run this again', markup=False)
+    if rows:
+        note = f'{len(rows)} disagreements: {target}; set "label" to true or false there and run this again'
+        console.print(note, markup=False, soft_wrap=True)
+    else:
+        console.print("the three graders agree on every answer")
     return target
 
 

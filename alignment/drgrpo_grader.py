@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from alignment.grading.answers import Answer, Labelled, Quantity, read, said_in_sentence
+from alignment.grading.answers import Answer, Labelled, Quantity
 from alignment.grading.compare import Comparison
 from alignment.grading.expressions import Node, Refused
+from alignment.grading.reading import read
+from alignment.grading.sentences import said_in_sentence
 from alignment.grading.text import normalise, unbox
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong

@@ -23,6 +23,7 @@ from alignment.grpo import (
     normalize_group_rewards,
     sft_microbatch_train_step,
 )
+from alignment.rewards import REWARDS
 
 
 def column(*values):
@@ -36,6 +37,7 @@ def close(actual, expected):
 def test_names_on_the_command_line_are_the_keys_of_the_tables():
     assert get_args(arguments.LossType) == tuple(LOSSES)
     assert get_args(arguments.LossNormalization) == tuple(SUMS)
+    assert get_args(arguments.RewardName) == tuple(REWARDS)
     assert USES_OLD_POLICY <= set(LOSSES)
 
 

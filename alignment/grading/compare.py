@@ -11,31 +11,19 @@ from fractions import Fraction
 
 from flint import arb
 
-from alignment.grading.answers import (
-    About,
-    Answer,
-    Clock,
-    Labelled,
-    Listing,
-    Matrix,
-    Quantity,
-    Region,
-    Relation,
-    Words,
-    as_region,
+from alignment.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
+from alignment.grading.expressions import NoAnswer, Node, Refused, is_rational, variables
+from alignment.grading.reading import read
+from alignment.grading.regions import as_region, same_point
+from alignment.grading.sentences import (
     option_letter,
-    option_with_text,
-    HATS,
-    as_vector,
     option_letters,
+    option_with_text,
     plain_words,
-    read,
     said_in_sentence,
     said_twice,
-    same_point,
     words_in_sentence,
 )
-from alignment.grading.expressions import NoAnswer, Node, Refused, is_rational, variables
 from alignment.grading.text import squeeze
 from alignment.grading.units import SYMBOLS, read_unit, same_unit
 from alignment.grading.values import equal_values, mentions_i, proportional, rational, real_value, substitute
@@ -43,6 +31,8 @@ from alignment.grading.values import equal_values, mentions_i, proportional, rat
 STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
 
 _ROUNDED_DIGITS, _ROUNDED_DECIMALS = 3, 2  # a decimal number with so many may be the rounding of an exact value
+
+_HATS = (r"\ihat", r"\jhat", r"\khat")
 
 
 @dataclass
@@ -214,9 +204,9 @@ class Comparison:
 
     def _structures(self, a: Answer, t: Answer) -> bool | None:
         for one, other in ((a, t), (t, a)):
-            if isinstance(one, Quantity) and not variables(one.value).isdisjoint(HATS):
+            if isinstance(one, Quantity) and not variables(one.value).isdisjoint(_HATS):
                 size = len(other.parts) if isinstance(other, Listing) else max(map(len, (other.rows, other.rows[0])))
-                vector = as_vector(one, size)
+                vector = _as_vector(one, size)
                 return size in (2, 3) and (self._structures(vector, t) if one is a else self._structures(a, vector))
         if isinstance(a, Matrix) or isinstance(t, Matrix):
             return self._matrices(a, t)
@@ -406,3 +396,10 @@ def _rows(answer: Answer) -> tuple[tuple[Answer, ...], ...] | None:
     if all(nested) and len({(part.kind, len(part.parts)) for part in answer.parts}) == 1:
         return tuple(part.parts for part in answer.parts)
     return None if any(nested) or answer.kind == "{}" else (answer.parts,)
+
+
+def _as_vector(answer: Quantity, size: int) -> Listing:
+    """The components of `2i + 3j` in unit vectors."""
+    zero = dict.fromkeys(_HATS, Fraction(0))
+    parts = (("-", substitute(answer.value, zero | {hat: Fraction(1)}), substitute(answer.value, zero)) for hat in _HATS[:size])
+    return Listing("⟨⟩", tuple(map(Quantity, parts)))

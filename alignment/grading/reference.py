@@ -24,12 +24,16 @@ _UNITS = (
 ).split()  # those that PRM800K's rule removes
 
 
-def reference_equal(answer: str, truth: str) -> bool:
-    """Whether the published rule takes the answer for right. Never raises."""
+def reference_verdict(answer: str, truth: str) -> tuple[bool, str]:
+    """Whether the published rule takes the answer for right, and which of its two parts decided. Never raises."""
     if max(len(answer), len(truth)) > MAX_CHARS:
-        return False
+        return False, "too long"
     answer, truth = unbox(answer), unbox(truth)
-    return _math_spelling(answer) == _math_spelling(truth) or _prm800k_equal(answer, truth)
+    if _math_spelling(answer) == _math_spelling(truth):
+        return True, "MATH: the same text"
+    if _prm800k_equal(answer, truth):
+        return True, "PRM800K: the same text or value"
+    return False, "neither part"
 
 
 def _math_spelling(text: str) -> str:

@@ -39,13 +39,23 @@ _SIGNS = {
     "...": "ldots dots cdots dotsc",
 }
 _SIGN_OF = {name: sign for sign, names in _SIGNS.items() for name in names.split()}
-_DROPPED = "left right tiny small normalsize large Large LARGE huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle scriptstyle limits nolimits"
+_DROPPED = (
+    "left right tiny small normalsize large Large LARGE huge Huge big Big bigg Bigg"
+    " bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle scriptstyle limits nolimits"
+)
 _OPENED = (
-    "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol bm rm bf hat vec mathtt texttt"
-    " mathcal textsf underline hbox emph boxed fbox framebox overrightarrow"
+    "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol bm rm bf hat vec mathtt "
+    "texttt mathcal textsf underline hbox emph boxed fbox framebox overrightarrow"
 )
 
 _VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+
+
+def _vulgar_fraction(letter: str) -> str:
+    value = Fraction(unicodedata.numeric(letter)).limit_denominator(8)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
 _WIDE = [chr(c) for span in ((0xFF01, 0xFF5F), (0x1D400, 0x1D800)) for c in range(*span)]
 _GREEK_LETTERS = dict(
     zip(
@@ -59,7 +69,7 @@ _GREEK_LETTERS = dict(
 )
 _CHARACTERS = str.maketrans(
     {c: unicodedata.normalize("NFKC", c) for c in _WIDE}
-    | {c: r"\frac{%d}{%d}" % Fraction(unicodedata.numeric(c)).limit_denominator(8).as_integer_ratio() for c in _VULGAR}
+    | {c: _vulgar_fraction(c) for c in _VULGAR}
     | {letter: rf"\{name} " for letter, name in _GREEK_LETTERS.items()}
     | dict.fromkeys("−–—﹣－‐‑", "-")
     | dict.fromkeys("×·⋅∙•", "*")

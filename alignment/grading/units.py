@@ -7,16 +7,18 @@ from fractions import Fraction
 
 # Each unit's names, the first of which stands for it; longer ones have a plural in -s too.
 _UNITS = """
-mm millimeter millimetre, cm centimeter centimetre 厘米, dm decimeter decimetre, m meter metre 米, km kilometer kilometre 千米 公里,
-nm nanometer, µm micrometer micron, inch inches in, foot feet ft, yard yd, mile mi, mg milligram, g gram gramme 克,
-kg kilogram kilo kilogramme 千克 公斤, ounce oz, pound lb lbs, ton tonne, ml mL milliliter millilitre, l L liter litre cl, cup,
-pint pt, quart qt, gallon gal, tablespoon tbsp, teaspoon tsp, ms millisecond, s second sec, minute min mins 分钟, h hour hr hrs 小时,
-day 天, week wk, fortnight, month, year yr yrs 岁 年, decade, century centuries, dollar buck usd USD, cent ¢, euro EUR, £ gbp GBP, rupee INR Rs,
-yen JPY, yuan RMB CNY 元, degree deg, radian rad, unit, person people 人, child children, man men, woman women, foot feet,
-tooth teeth, mouse mice, goose geese, fish, sheep, deer, N newton 牛, eV electronvolt, keV, MeV, GeV, bar, atm atmosphere, mmHg, erg, Å angstrom, dB decibel, ly lightyear, parsec pc,
- J joule, kJ kilojoule, W watt, kW kilowatt, V volt, A amp ampere,
-Ω ohm, Hz hertz, kHz kilohertz, Pa pascal, kPa kilopascal, K kelvin, mol mole, °C celsius, °F fahrenheit, acre,
-hectare ha, calorie cal, kcal, byte, bit, kb KB kilobyte, mb MB megabyte, gb GB gigabyte, knot, au, piece 个, kWh
+mm millimeter millimetre, cm centimeter centimetre 厘米, dm decimeter decimetre, m meter metre 米, km kilometer
+kilometre 千米 公里, nm nanometer, µm micrometer micron, inch inches in, foot feet ft, yard yd, mile mi, mg
+milligram, g gram gramme 克, kg kilogram kilo kilogramme 千克 公斤, ounce oz, pound lb lbs, ton tonne, ml mL
+milliliter millilitre, l L liter litre cl, cup, pint pt, quart qt, gallon gal, tablespoon tbsp, teaspoon tsp,
+ms millisecond, s second sec, minute min mins 分钟, h hour hr hrs 小时, day 天, week wk, fortnight, month, year yr
+yrs 岁 年, decade, century centuries, dollar buck usd USD, cent ¢, euro EUR, £ gbp GBP, rupee INR Rs, yen JPY,
+yuan RMB CNY 元, degree deg, radian rad, unit, person people 人, child children, man men, woman women, foot
+feet, tooth teeth, mouse mice, goose geese, fish, sheep, deer, N newton 牛, eV electronvolt, keV, MeV, GeV,
+bar, atm atmosphere, mmHg, erg, Å angstrom, dB decibel, ly lightyear, parsec pc, J joule, kJ kilojoule, W
+watt, kW kilowatt, V volt, A amp ampere, Ω ohm, Hz hertz, kHz kilohertz, Pa pascal, kPa kilopascal, K kelvin,
+mol mole, °C celsius, °F fahrenheit, acre, hectare ha, calorie cal, kcal, byte, bit, kb KB kilobyte, mb MB
+megabyte, gb GB gigabyte, knot, au, piece 个, kWh
 """
 _UNIT_NAMES = {
     name + plural: group.split()[0]

@@ -57,7 +57,8 @@ def _whole(text: str) -> bool:
     if re.findall(r"\\begin ?\{(\w+)\}", text) != re.findall(r"\\end ?\{(\w+)\}", text):
         return False
     return not re.search(
-        r"\\(?:frac|binom)(?! ?(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\} ?){2})|\\(?:sqrt|sum|prod|int|lim|begin) ?(?![\[{_A-Za-z0-9])",
+        r"\\(?:frac|binom)(?! ?(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\} ?){2})|"
+        r"\\(?:sqrt|sum|prod|int|lim|begin) ?(?![\[{_A-Za-z0-9])",
         text,
     )
 

@@ -74,7 +74,9 @@ for answer in hostile_answers({str(tmp_path / "ran")!r}):
         grade(answer, truth)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
     unit = 1 if sys.platform == "darwin" else 1024
     assert int(done.stdout) * unit < 100 * 2**20
 

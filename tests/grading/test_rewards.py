@@ -81,7 +81,9 @@ def test_only_a_number_has_to_be_worked_out(answer, truth, reward):
     assert r1_zero_strict_reward_fn(f"</think> <answer> {answer} </answer>", truth)["reward"] == reward
 
 
-PIECES = st.lists(st.sampled_from(["<think>", "</think>", " ", "<answer>", "</answer>", "5", "6", r"\boxed{5}", "\n", "or"]), max_size=12)
+PIECES = st.lists(
+    st.sampled_from(["<think>", "</think>", " ", "<answer>", "</answer>", "5", "6", r"\boxed{5}", "\n", "or"]), max_size=12
+)
 
 
 @given(PIECES.map("".join))

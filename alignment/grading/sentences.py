@@ -1,0 +1,101 @@
+"""Answers in words, option letters, and what a sentence says: text to text."""
+
+from __future__ import annotations
+
+import re
+
+from alignment.grading.expressions import NAMES
+from alignment.grading.units import number_in_words
+
+_ARTICLES = re.compile(r"\b(?:the|an?) (?=\w)")
+_LETTERS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
+_NO_WORD = re.compile(r"[b-df-hj-np-tv-z]{2,3}|a?b?c?d?|x?y?z?")  # ab, xy, pqr: products
+
+
+def plain_words(text: str) -> str:
+    """Text that is nothing but words, in one spelling; "" where it is anything else."""
+    if not _LETTERS.fullmatch(text) or len(text) < 2 or not NAMES.isdisjoint(re.findall("[A-Za-z]+", text)):
+        return ""
+    if _NO_WORD.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text) or number_in_words(text) is not None:
+        return ""
+    return " ".join(_ARTICLES.sub("", text.casefold().replace("-", " ").replace("'", "")).split())
+
+
+_OPTION = re.compile(r"(?:(?i:option|choice|answer) )?\(?([A-Za-z])\)?[.):]?")
+_OPTION_TEXT = re.compile(r"(?:(?i:option|choice) )?(?:\(([A-J])\)[:.]?|([A-J])[).:]) ?(?=\S)(.*)")
+
+
+def option_letter(text: str) -> str:
+    """The letter of "(A)", "A." or "option A", in lower case; "" for anything else."""
+    match = _OPTION.fullmatch(text)
+    return match[1].lower() if match else ""
+
+
+def option_with_text(text: str) -> str:
+    """The letter of one option given with its text, "(B) 12"; "" for anything else, several options among it."""
+    match = _OPTION_TEXT.fullmatch(text)
+    if match is None or re.search(r"\([A-J]\)|\b[A-J][).:]|\b(?:or|and|not)\b", match[3]):
+        return ""
+    return (match[1] or match[2]).lower()
+
+
+_SENTENCE = re.compile(
+    r"(?:[A-Za-z']+,? ){0,10}"
+    r"(?:is|are|was|were|equals|equal to|be|has|have|had|costs?|earns?|gets?|makes?|pays?|spends?|needs?|takes?|at|"
+    r"there are|there were|total of|left with|saves?|sold|sells?|owes?|contains?|weighs?|measures?|travels?|walks?|runs?|"
+    r"reads?)(?: (?:now|still|exactly|only|just|all|a total of|equal to))? (?=[-0-9$£€¥\\(\[{])(.*)"
+)
+_NO_SENTENCE = re.compile(
+    r"\b(?:not|no|never|maybe|perhaps|probably|possibly|might|may|could|would|should|or|either|neither|between|about|"
+    r"approximately|around|least|most|less|more|than|over|under|if|unless|wrong|incorrect|guess|think|believe|minus|plus|"
+    r"times|negative|except|instead|but|cannot|isn't|aren't|wasn't|doesn't|don't|range|from|hundred|thousand|square root|"
+    r"half|twice|double)\b",
+    re.IGNORECASE,
+)
+
+
+def said_in_sentence(text: str) -> str:
+    """What a plain sentence says the answer is, "So there are 15 ways"; "" where it denies, hedges or offers a choice."""
+    match = _SENTENCE.fullmatch(text)
+    if match is None or _NO_SENTENCE.search(text):
+        return ""
+    return re.sub(r" (?:every|each|at|in|for|on|with|by|after|to) [A-Za-z' ]+$", "", match[1])
+
+
+_WORDS_IN_SENTENCE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
+
+
+def words_in_sentence(words: str) -> str:
+    """What a plain sentence says that something is, "The function is odd"; "" where it denies or hedges."""
+    match = _WORDS_IN_SENTENCE.fullmatch(words)
+    return "" if match is None or _NO_SENTENCE.search(words) else match[1]
+
+
+_SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
+
+
+def said_twice(text: str) -> tuple[str, str] | None:
+    """The two forms of an answer that is given again in brackets: `1/4 (or 0.25)`."""
+    match = _SAME_AGAIN.fullmatch(text)
+    return (match[1], match[2]) if match else None
+
+
+_SET_OF_LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
+
+
+def option_letters(text: str) -> frozenset[str]:
+    """The letters of several options, `A, C`, `AC` or `A and C`; empty for anything else."""
+    letters = re.findall("[A-J]", text)
+    return frozenset(letters) if _SET_OF_LETTERS.fullmatch(text) and len(set(letters)) == len(letters) else frozenset()
+
+
+_CLAUSE = re.compile(
+    r"(?:,| )? ?(?:(?:where|for|with|and) )?(?:(?:all|any|every|some) )?"
+    r"(?:integers? [a-z]|[a-z](?: is)?(?: ?∈ ?[ℤℕ]| an?(?:y|ll)? integer| integer))"
+)
+
+
+def without_clause(text: str) -> str:
+    """Without a closing "k ∈ ℤ", which goes without saying beside a free parameter."""
+    match = re.search(r"(?:, ?| )(?:where |for |with )", text) or re.search(r", ?(?=[a-z] ?∈)| (?=for integers?\b)", text)
+    return text[: match.start()] if match and _CLAUSE.fullmatch(text[match.start() :]) else text
