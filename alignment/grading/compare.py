@@ -30,7 +30,9 @@ from alignment.grading.values import equal_values, mentions_i, proportional, rat
 
 STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
 
-_ROUNDED_DIGITS, _ROUNDED_DECIMALS = 3, 2  # a decimal number with so many may be the rounding of an exact value
+# A decimal number with so many decimals may be the rounding of an exact value: with two significant digits, of a value that
+# no decimal number is (0.67 of 2/3); with three, of a longer decimal number too (3.14 of 3.1416, but not 0.18 of 0.184).
+_ROUNDED_DECIMALS, _ROUNDED_DIGITS, _SHORTENED_DIGITS = 2, 2, 3
 
 _HATS = (r"\ihat", r"\jhat", r"\khat")
 
@@ -161,8 +163,8 @@ class Comparison:
         """Equal values, exactly; a unit may be absent on one side but must not differ.
 
         50% is 50% and 0.5, and also 50: a sign on one side alone may be left out, not the factor. An angle in degrees is
-        also its value in radians. A ground truth such as 3.14, with three digits and two decimals, may be rounded: what
-        has more digits, or no end, and rounds to it is right.
+        also its value in radians. A ground truth such as 3.14 may be rounded: what has more digits, or no end, and
+        rounds to it is right.
         """
         if not _units_agree(a, t):
             return self._symbol_as_unit(a, t)
@@ -180,7 +182,9 @@ class Comparison:
     def _more_exact(self, a: Quantity, t: Quantity) -> bool:
         """Whether the answer is the more exact value of a truth that may be rounded."""
         endless = not isinstance(a.value, Fraction) and not _terminates(a.value)
-        return _may_be_rounded(t) and (a.decimals > t.decimals or endless) and self._rounds_to(a.value, t.value, t.decimals)
+        longer = a.decimals > t.decimals and t.digits >= _SHORTENED_DIGITS
+        rounded = t.decimals >= _ROUNDED_DECIMALS and t.digits >= _ROUNDED_DIGITS and (endless or longer)
+        return rounded and self._rounds_to(a.value, t.value, t.decimals)
 
     def _symbol_as_unit(self, a: Quantity, t: Quantity) -> bool:
         """Whether 5m, which reads as algebra, means the other side's 5 metres."""
@@ -340,10 +344,6 @@ def _units_agree(a: Quantity, t: Quantity) -> bool:
     if a.unit.startswith("mod ") and a.unit != t.unit:
         return False
     return not a.unit or not t.unit or same_unit(a.unit, t.unit)
-
-
-def _may_be_rounded(truth: Answer) -> bool:
-    return isinstance(truth, Quantity) and truth.digits >= _ROUNDED_DIGITS and truth.decimals >= _ROUNDED_DECIMALS
 
 
 def _terminates(value: Node) -> bool:

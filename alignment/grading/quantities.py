@@ -8,7 +8,7 @@ from fractions import Fraction
 from alignment.grading.answers import About, Answer, Clock, Listing, Quantity
 from alignment.grading.expressions import NUMBER, TRIGONOMETRIC, Node, Refused, fraction, parse_expression
 from alignment.grading.text import split
-from alignment.grading.units import SCALES, SYMBOLS, TAIL, number_in_words, read_unit
+from alignment.grading.units import SCALES, SYMBOLS, TAIL, quantity_in_words, read_unit
 
 _TIME = re.compile(r"(?i)([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))? ?(a\.?m\.?|p\.?m\.?|o'clock|noon|midnight)?(?: (am|pm))?")
 
@@ -32,8 +32,9 @@ def read_clock(text: str, levels: int) -> Answer | None:
 
 
 def read_number_in_words(text: str, levels: int) -> Answer | None:
-    value = number_in_words(text)
-    return None if value is None else Quantity(value)
+    """`twenty-five`, `twelve dollars`."""
+    found = quantity_in_words(text)
+    return None if found is None else Quantity(*found)
 
 
 def read_ratio(text: str, levels: int) -> Answer | None:
@@ -62,7 +63,9 @@ _MONEY_CODE = re.compile(r"(USD|EUR|GBP|INR|Rs\.?) ?([0-9].*)")
 _PERCENT = re.compile(r"([-+]?[^%+*-]*[0-9)}]) ?(?:%|percent(?:age points?)?|per cent|pct)(?: [a-z ]{1,30})?")
 _AMOUNT = re.compile(r"(.*?(?:[0-9)}\]]|\\pi|[0-9 ]pi))( ?)((?:\\degree|\\Omega|\\mu |[A-Za-zµΩ°¢£$Å\u4e00-\u9fff]).*)")
 _SCALED = re.compile(rf"(.*(?:{NUMBER})) ?({'|'.join(SCALES)})s?(?: ([A-Za-z].*))?")
-_SCALAR = re.compile(rf"([-+]?) ?({NUMBER})(?: ?[eE] ?([-+]?[0-9]{{1,3}})| ?(?:st|nd|rd|th))?")
+_SCALAR = re.compile(
+    rf"([-+]?) ?({NUMBER})(?: ?(?:[eE]|\* ?10 ?\^) ?([-+]?[0-9]{{1,3}}|\{{ ?-?[0-9]{{1,3}} ?\}})| ?(?:st|nd|rd|th))?"
+)
 _ENDLESS = re.compile(r"([-+]?)([0-9]*)\.([0-9]{1,60}) ?\.\.\.")
 _BASE = re.compile(
     r"\(? ?([0-9A-Fa-fG-Z][0-9A-Fa-fG-Z ]{0,60}?) ?\)? ?"
@@ -138,7 +141,8 @@ def _number(text: str) -> Quantity:
     if scalar is None:
         return Quantity(parse_expression(text))
     sign, number, exponent = scalar.groups("")
-    decimals = 0 if exponent else len(number.partition(".")[2])
+    exponent = exponent.strip("{} ")
+    decimals = max(0, len(number.partition(".")[2]) - int(exponent or 0))
     digits = len(number.replace(",", "").replace(".", "").lstrip("0"))
     return Quantity(fraction(sign, number, exponent), "", decimals, digits if decimals else 0)
 

@@ -38,6 +38,7 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     if levels == 0 or not text:
         raise Refused("too deep, or empty")
     for reader in (
+        _cases,
         read_clock,
         _phrase,
         read_number_in_words,
@@ -363,6 +364,24 @@ def _matrix(text: str, levels: int) -> Answer | None:
         raise NoAnswer("no rectangle, or too large a one")
     cells = tuple(tuple(read(cell, levels - 1) for cell in row) for row in rows)
     return Quantity(_determinant(cells)) if match[1] == "vmatrix" else Matrix(cells)
+
+
+_CASES = re.compile(r"(?:([A-Za-z][^=&]{0,12})= ?)?\\begin ?\{cases\}(.*)\\end ?\{cases\}")
+_CONDITION = re.compile(r" *(?:(?:if|when|for|where) )?(.*?)[ ,.]*")
+
+
+def _cases(text: str, levels: int) -> Answer | None:
+    """Values with their conditions, in any order; a system of equations where there are none."""
+    match = _CASES.fullmatch(text)
+    if match is None:
+        return None
+    rows = [[_CONDITION.fullmatch(cell)[1] for cell in line.split("&")] for line in match[2].split("\\\\") if line.strip()]
+    if not 1 <= len(rows) <= MAX_PARTS or len({len(row) for row in rows}) > 1:
+        raise NoAnswer("rows that are no cases, or too many")
+    if len(rows[0]) == 1:
+        return _collect("or", [read(row[0], levels - 1) for row in rows])
+    pieces = Listing("{}", tuple(Listing("()", tuple(read(cell, levels - 1) for cell in row)) for row in rows))
+    return _with_label(match[1].strip(), pieces) if match[1] else pieces
 
 
 def _determinant(rows: Sequence[Sequence[Answer]]) -> Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from alignment.grading.expressions import NAMES
-from alignment.grading.units import number_in_words
+from alignment.grading.units import quantity_in_words
 
 _ARTICLES = re.compile(r"\b(?:the|an?) (?=\w)")
 _LETTERS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
@@ -16,12 +16,12 @@ def plain_words(text: str) -> str:
     """Text that is nothing but words, in one spelling; "" where it is anything else."""
     if not _LETTERS.fullmatch(text) or len(text) < 2 or not NAMES.isdisjoint(re.findall("[A-Za-z]+", text)):
         return ""
-    if _NO_WORD.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text) or number_in_words(text) is not None:
+    if _NO_WORD.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text) or quantity_in_words(text) is not None:
         return ""
     return " ".join(_ARTICLES.sub("", text.casefold().replace("-", " ").replace("'", "")).split())
 
 
-_OPTION = re.compile(r"(?:(?i:option|choice|answer) )?\(?([A-Za-z])\)?[.):]?")
+_OPTION = re.compile(r"(?i:(?:the )?(?:correct |right |best )?(?:option|choice|answer) (?:is )?)?\(?([A-Za-z])\)?[.):]?")
 _OPTION_TEXT = re.compile(r"(?:(?i:option|choice) )?(?:\(([A-J])\)[:.]?|([A-J])[).:]) ?(?=\S)(.*)")
 
 
@@ -43,7 +43,8 @@ _SENTENCE = re.compile(
     r"(?:[A-Za-z']+,? ){0,10}"
     r"(?:is|are|was|were|equals|equal to|be|has|have|had|costs?|earns?|gets?|makes?|pays?|spends?|needs?|takes?|at|"
     r"there are|there were|total of|left with|saves?|sold|sells?|owes?|contains?|weighs?|measures?|travels?|walks?|runs?|"
-    r"reads?)(?: (?:now|still|exactly|only|just|all|a total of|equal to))? (?=[-0-9$£€¥\\(\[{])(.*)"
+    r"reads?)(?: (?:him|her|them|it|us|me|you))?(?: (?:now|still|exactly|only|just|all|a total of|equal to))? "
+    r"(?=[-0-9$£€¥\\(\[{])(.*)"
 )
 _NO_SENTENCE = re.compile(
     r"\b(?:not|no|never|maybe|perhaps|probably|possibly|might|may|could|would|should|or|either|neither|between|about|"
@@ -91,11 +92,18 @@ def option_letters(text: str) -> frozenset[str]:
 
 _CLAUSE = re.compile(
     r"(?:,| )? ?(?:(?:where|for|with|and) )?(?:(?:all|any|every|some) )?"
-    r"(?:integers? [a-z]|[a-z](?: is)?(?: ?∈ ?[ℤℕ]| an?(?:y|ll)? integer| integer))"
+    r"(?:integers? ([a-z])|([a-z])(?: is)?(?: ?∈ ?[ℤℕ]| an?(?:y|ll)? integer| integer))"
 )
 
 
 def without_clause(text: str) -> str:
-    """Without a closing "k ∈ ℤ", which goes without saying beside a free parameter."""
+    """Without a closing "k ∈ ℤ", which goes without saying beside a free parameter; that is then n."""
     match = re.search(r"(?:, ?| )(?:where |for |with )", text) or re.search(r", ?(?=[a-z] ?∈)| (?=for integers?\b)", text)
-    return text[: match.start()] if match and _CLAUSE.fullmatch(text[match.start() :]) else text
+    clause = match and _CLAUSE.fullmatch(text[match.start() :])
+    if not clause:
+        return text
+    text, name = text[: match.start()], clause[1] or clause[2]
+    alone = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
+    letters = re.sub(r"\\[A-Za-z]+", "", text)
+    whole = len(alone.findall(letters)) == letters.count(name) and "n" not in letters
+    return alone.sub("n", text) if whole else text

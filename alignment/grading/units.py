@@ -145,6 +145,17 @@ def number_in_words(text: str) -> Fraction | None:
     return part if part is not None else _cardinal([word for word in words if word != "and"])
 
 
+def quantity_in_words(text: str) -> tuple[Fraction, str] | None:
+    """The value and the unit, "" for none, of "twenty-five" or "twelve dollars"; None for other words."""
+    words = text.split(" ")
+    for end in range(len(words), max(0, len(words) - 4), -1):
+        value = number_in_words(" ".join(words[:end]))
+        unit = read_unit(" ".join(words[end:]))
+        if value is not None and (unit or end == len(words)):
+            return value, unit
+    return None
+
+
 def _part(words: list[str]) -> Fraction | None:
     """The value of "a half" or "two thirds"."""
     bottom = _PARTS.get(words[-1].removesuffix("s")) if words else None

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from alignment.grading.witness import may_ask
 
-WITNESS_SECONDS = 1.0  # for math-verify on one pair
-GRACE_SECONDS = 0.5  # after which a worker that does not report its child's end is ended itself
+WITNESS_SECONDS = 1.0  # of computing, for math-verify on one pair; a busy machine gets some more time by the clock
+CLOCK = 1.75  # seconds by the clock for each of computing
+GRACE_SECONDS = 0.2  # after which a worker that does not report its child's end is ended itself
 CHUNK_SECONDS = 60.0  # for a chunk of pairs, each of which takes a few milliseconds at most
 START_SECONDS = 120.0  # for the imports of a new worker, on a machine that is busy
 MEMORY_BYTES = 2 << 30  # address space of a worker, of which its imports take about a quarter; Linux only
@@ -65,7 +66,7 @@ class _Worker:
         except OSError:
             self.close()
             raise Failed("died") from None
-        reply = self._receive(seconds + GRACE_SECONDS)
+        reply = self._receive(seconds * CLOCK + GRACE_SECONDS)
         if "failure" in reply:
             raise Failed(reply["failure"])
         return reply
@@ -225,8 +226,10 @@ def _in_child(request: dict) -> bytes:
     receiver, sender = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        # Whatever happens to the parents meanwhile, the kernel ends this process soon after its time is up.
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 5)
+        # The kernel ends this process when it has computed for so long, and soon after its time by the clock, whatever
+        # becomes of the parents meanwhile.
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] * CLOCK + 5)
         _limit_memory()
         try:
             sender.send_bytes(json.dumps(_answer(request)).encode())
@@ -235,15 +238,15 @@ def _in_child(request: dict) -> bytes:
         finally:
             os._exit(0)
     sender.close()
-    reply = b'{"failure": "time-out"}'
+    reply = b""
+    late = not receiver.poll(request["seconds"] * CLOCK)
     with suppress(EOFError):
-        if receiver.poll(request["seconds"]):
-            reply = b'{"failure": "died"}'
-            reply = receiver.recv_bytes()
+        reply = b"" if late else receiver.recv_bytes()
     receiver.close()
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return reply
+    _, status = os.waitpid(child, 0)
+    late = late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF)
+    return reply or (b'{"failure": "time-out"}' if late else b'{"failure": "died"}')
 
 
 def _answer(request: dict) -> dict:

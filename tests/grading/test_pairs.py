@@ -24,6 +24,8 @@ MISSED = {
     ("7, I am sure it is 7", "7"),
     ("12 (twelve)", "12"),
     ("n = 6 (not 5)", "6"),
+    ("2x > 6", "x > 3"),
+    ("f(x)=cx for any constant c", "f(x)=kx for any constant k"),
 }
 
 
@@ -109,6 +111,11 @@ def test_fast_stops_before_the_symbolic_stage():
         ("3.15", "3.14", False),
         ("22/7", "3.14", True),
         ("3.145", "3.14", False),  # half a unit of the last place away
+        ("2/3", "0.67", True),  # no decimal number is 2/3
+        ("0.666", "0.67", False),
+        ("6.674 \\times 10^{-11}", "6.67 \\times 10^{-11}", True),
+        ("6.68 \\times 10^{-11}", "6.67 \\times 10^{-11}", False),
+        ("6.674 \\times 10^5", "6.67 \\times 10^5", False),  # a whole number
         ("1/3", "0.3", False),  # too short a number to say that it was rounded
         ("12.52", "12.5", False),
         ("18.2", "18", False),
