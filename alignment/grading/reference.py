@@ -9,6 +9,7 @@ the verdicts can differ on what only one of the two reads.
 
 from __future__ import annotations
 
+import logging
 import re
 
 from pylatexenc.latex2text import LatexNodes2Text
@@ -18,6 +19,8 @@ from alignment.grading.text import unbox
 from alignment.grading.values import equal_values
 
 MAX_CHARS = 1000
+
+logging.getLogger("pylatexenc").setLevel(logging.ERROR)  # it warns of every answer that is no whole LaTeX
 
 _UNITS = (
     "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
