@@ -5,6 +5,7 @@ uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -78,7 +79,7 @@ def completion_files(place: str) -> list[Path]:
 def read_completions(file: Path) -> list[tuple[str, str]]:
     """(response, ground truth) of each line. Raises `UserError`, naming file and line, for a line that has not got them."""
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="surrogateescape").splitlines(), 1):
+    for number, line in lines_of(file):
         try:
             record = json.loads(line)
             text, truth = record["text"], record["ground_truth"]
@@ -88,6 +89,15 @@ def read_completions(file: Path) -> list[tuple[str, str]]:
             raise UserError(f'{file}:{number}: "text" and "ground_truth" must be text')
         found.append((text, truth))
     return found
+
+
+def lines_of(file: Path) -> list[tuple[int, str]]:
+    """The numbered lines that are not blank. Raises `UserError` where the file is not text."""
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
@@ -121,7 +131,7 @@ def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
 def read_labels(file: Path) -> dict[Pair, bool]:
     """The labels a person has set, by answer and ground truth. Raises `UserError`, naming the line, for anything else."""
     labels = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in lines_of(file):
         try:
             row = json.loads(line)
             pair, label = (row["answer"], row["ground_truth"]), row.get("label")
@@ -143,25 +153,23 @@ def audit(args: AuditArgs, console: Console) -> Path:
     answers = {file: [(extract_answer(text), truth) for text, truth in found] for file, found in responses.items()}
     run = files[0].parent.parent if files[0].parent.name == "completions" else files[0].parent
     target = Path(args.labels) if args.labels else run / "grader_disagreements.jsonl"
-    if args.labels and not target.exists():
+    if args.labels and not target.is_file():
         raise UserError(f"--labels {args.labels}: there is no such file")
+    if not any(responses.values()):
+        raise UserError(f"--completions {args.completions}: the files there are empty")
     labels = read_labels(target) if target.exists() else {}
     pairs = [(answer, truth) for found in answers.values() for answer, truth in found if answer is not None]
     with console.status(f"grading {len(pairs)} answers, {len(set(pairs))} of them distinct"):
         graded = grade_all(pairs)
-    disputed = [one for one in graded if one.disputed]
     rows = [
-        {
-            "answer": one.answer,
-            "ground_truth": one.ground_truth,
-            "count": one.count,
-            "verdicts": dict(one.verdicts),
-            "reasons": dict(one.reasons),
-            "label": labels.get((one.answer, one.ground_truth)),
-        }
-        for one in sorted(disputed, key=lambda one: -one.count)
+        {**dataclasses.asdict(one), "label": labels.get((one.answer, one.ground_truth))}
+        for one in sorted(graded, key=lambda one: -one.count)
+        if one.disputed
     ]
-    write_atomically(target, "".join(json.dumps(row) + "\n" for row in rows))
+    # A label is a person's work: it stays, though its answer be agreed on by now or not among those of this audit.
+    listed = {(row["answer"], row["ground_truth"]) for row in rows}
+    kept = [{"answer": a, "ground_truth": t, "label": label} for (a, t), label in labels.items() if (a, t) not in listed]
+    write_atomically(target, "".join(json.dumps(row) + "\n" for row in [*rows, *kept]))
     _print_accuracy(answers, {(one.answer, one.ground_truth): one.verdicts for one in graded}, console)
     _print_disagreements(rows, console)
     _print_rates([row for row in rows if row["label"] is not None], console)
@@ -177,7 +185,7 @@ def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mappin
     """How the accuracy of each evaluation, and of all rollouts together, would have read under each grader."""
     groups = {file.stem: found for file, found in answers.items() if file.stem.startswith("eval")}
     others = [pair for file, found in answers.items() if file.stem not in groups for pair in found]
-    groups |= {"other completions" if groups else "completions": others} if others else {}
+    groups |= {"rollouts" if groups else "completions": others} if others else {}
     table = Table(title="accuracy as each grader reads it")
     for heading in ("", "completions", *GRADERS):
         table.add_column(heading, justify="right" if heading else "left")

@@ -20,25 +20,26 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from alignment.grading.answers import Answer, Labelled, Quantity
+from alignment.grading.answers import About, Answer, Labelled, Listing, Quantity, Relation
 from alignment.grading.compare import Comparison
 from alignment.grading.expressions import Node, Refused
 from alignment.grading.reading import read
 from alignment.grading.sentences import said_in_sentence
-from alignment.grading.text import normalise, unbox
+from alignment.grading.text import last_box, normalise, squeeze, unbox
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
+READ_CHARS = 400  # beyond which a text is compared as it stands, for reading takes the square of its length
 CACHED = 100_000  # verdicts kept
 SPREAD = 512  # pairs from which on grading in other processes is faster than here
 
-FAILURES = ("time-out", "memory", "died")
-"""Outcomes of a grading that did not end: counted apart, never in silence, and the reward is 0."""
+FAILURES = ("time-out", "memory", "died", "error")
+"""Outcomes of a grading that did not end well: counted apart, never in silence, and the reward is 0."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Whether the answer is right, and what decided: a stage of the cascade, "bounds" (empty or too long), "unread" (no
-    stage could read both texts), or one of `FAILURES`."""
+    stage could read both texts), or one of `FAILURES` ("error" is a defect of the grader's own)."""
 
     equal: bool
     stage: str
@@ -62,7 +63,21 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
     from alignment.grading import workers  # here, because they are needed for few answers
 
     workers.pool().warm_up()  # where there are expressions, there will be some that only math-verify reads
-    return Verdict(*workers.witness(*map(_normalised, (answer, ground_truth)))) if verdict.stage == "unread" else verdict
+    try:
+        return _witnessed(answer, ground_truth) if verdict.stage == "unread" else verdict
+    except workers.Failed as failure:
+        return Verdict(False, str(failure))
+
+
+@lru_cache(maxsize=CACHED)
+def _witnessed(answer: str, truth: str) -> Verdict:
+    """The last stage. Raises `workers.Failed`, so that a failure is not cached."""
+    from alignment.grading import workers
+
+    verdict = Verdict(*workers.witness(_normalised(answer), _normalised(truth)))
+    if verdict.stage in FAILURES:
+        raise workers.Failed(verdict.stage)
+    return verdict
 
 
 @lru_cache(maxsize=CACHED)
@@ -73,8 +88,15 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
         return Verdict(False, "bounds")
     if answer == truth:
         return Verdict(True, "literal")
+    answer, truth = _normalised(answer), _normalised(truth)
+    if max(len(answer), len(truth)) > READ_CHARS:
+        return Verdict(True, "normalised") if squeeze(answer) == squeeze(truth) else Verdict(False, "bounds")
     comparison = Comparison(fast)
-    equal = comparison.texts(_normalised(answer), _normalised(truth))
+    try:
+        equal = comparison.texts(answer, truth)
+    except Exception:
+        # No text is known to come here; but a defect in reading one answer must not end a run of days.
+        return Verdict(False, "error")
     return Verdict(bool(equal), "unread" if equal is None else comparison.stage)
 
 
@@ -160,13 +182,9 @@ def strict_answer(response: str) -> str | None:
     match = _SHOWN.fullmatch(shown)
     if not end or match is None or "<think>" in thinking.removeprefix("<think>"):
         return None
-    content = match["last"]
-    for _ in range(content.count(r"\boxed") + content.count(r"\fbox")):
-        inner = unbox(content)
-        start = max(content.rfind(r"\boxed"), content.rfind(r"\fbox"))
-        if inner == content or len(content) > MAX_CHARS:
-            break
-        content = content[:start] + " " + inner + " " + content[content.index(inner, start) + len(inner) :].removeprefix("}")
+    content = match["last"][: 2 * MAX_CHARS]  # what is cut off would make it wrong anyway
+    while last_box(content) != ("", content, ""):
+        content = " ".join(last_box(content))
     return content.strip()
 
 
@@ -180,10 +198,9 @@ def worked_out(answer: str, ground_truth: str) -> bool:
     if not isinstance(truth, Quantity) or not _is_fraction(truth.value):
         return True
     given = _read(answer) or _read(said_in_sentence(_normalised(answer)))
-    if not isinstance(given, Quantity):
-        return given is not None
     whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
-    return _is_numeral(given.value) or (not whole and _is_fraction(given.value))
+    values = [value for part in _parts(given) for value in ([part.right] if isinstance(part, Relation) else [part.value])]
+    return bool(values) and all(_is_numeral(value) or (not whole and _is_fraction(value)) for value in values)
 
 
 def _read(text: str) -> Answer | None:
@@ -195,14 +212,32 @@ def _read(text: str) -> Answer | None:
     return answer.answer if isinstance(answer, Labelled) else answer
 
 
+def _parts(answer: Answer | None) -> list[Quantity | Relation]:
+    """The quantities of an answer, whatever holds them, and relations, whose right side is the answer; [] if others are
+    among them."""
+    if isinstance(answer, Quantity | Relation):
+        return [answer]
+    if isinstance(answer, About | Labelled):
+        return _parts(answer.answer)
+    if isinstance(answer, Listing) and all(found := [_parts(part) for part in answer.parts]):
+        return [part for parts in found for part in parts]
+    return []
+
+
 def _is_numeral(node: Node) -> bool:
     """A number, its negative, or a number times a power of ten."""
     if isinstance(node, tuple) and node[0] == "*":
-        power = node[2]
-        return _is_numeral(node[1]) and isinstance(power, tuple) and power[:2] == ("^", Fraction(10))
+        return _is_numeral(node[1]) and _is_power_of_ten(node[2])
     if isinstance(node, tuple) and node[0] == "^":
-        return node[1] == Fraction(10)
+        return _is_power_of_ten(node)
     return isinstance(node, Fraction) or (isinstance(node, tuple) and node[:2] == ("-", Fraction(0)) and _is_numeral(node[2]))
+
+
+def _is_power_of_ten(node: Node) -> bool:
+    if not isinstance(node, tuple) or node[:2] != ("^", Fraction(10)):
+        return False
+    exponent = node[2][2] if isinstance(node[2], tuple) and node[2][:2] == ("-", Fraction(0)) else node[2]
+    return isinstance(exponent, Fraction)
 
 
 def _is_fraction(node: Node) -> bool:

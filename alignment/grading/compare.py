@@ -33,6 +33,7 @@ STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-v
 # A decimal number with so many decimals may be the rounding of an exact value: with two significant digits, of a value that
 # no decimal number is (0.67 of 2/3); with three, of a longer decimal number too (3.14 of 3.1416, but not 0.18 of 0.184).
 _ROUNDED_DECIMALS, _ROUNDED_DIGITS, _SHORTENED_DIGITS = 2, 2, 3
+_ROUND_NUMBER = 25  # a truth such as 0.25 or 2.50, with a smaller denominator, is taken to be exact
 
 _HATS = (r"\ihat", r"\jhat", r"\khat")
 
@@ -44,8 +45,11 @@ class Comparison:
     fast: bool = False
     stage: str = "normalised"
 
-    def texts(self, answer: str, truth: str) -> bool | None:
-        """Whether two normalised texts say the same; None where one of them is in a notation that is not read here."""
+    def texts(self, answer: str, truth: str, said: bool = False) -> bool | None:
+        """Whether two normalised texts say the same; None where one of them is in a notation that is not read here.
+
+        `said` tells that the answer has been taken out of a sentence, which is done once.
+        """
         if not answer or not truth:
             return False
         if squeeze(answer) == squeeze(truth):
@@ -71,10 +75,10 @@ class Comparison:
         except NoAnswer:
             return False
         except Refused:
-            if said := said_in_sentence(answer):
-                return self.texts(said, truth)
-            if twice := said_twice(answer):
-                return self.texts(*twice) and self.texts(twice[0], truth)
+            if not said and (inner := said_in_sentence(answer)):
+                return self.texts(inner, truth, said=True)
+            if not said and (twice := said_twice(answer)):
+                return self.texts(*twice, said=True) and self.texts(twice[0], truth, said=True)
             return False if words_a or words_t else None
 
     def answers(self, a: Answer, t: Answer) -> bool | None:
@@ -169,7 +173,7 @@ class Comparison:
         if not _units_agree(a, t):
             return self._symbol_as_unit(a, t)
         equal = self.values(a.value, t.value)
-        if equal and {a.unit, t.unit} == {"", "%"} and isinstance(t.value, Fraction) and abs(t.value) < 1:
+        if equal and {a.unit, t.unit} == {"", "%"} and _below_one(t.value):
             return False  # 0.25 may be 25 %, so that no sign was left out
         if equal or a.unit == t.unit:
             return equal or self._more_exact(a, t) or equal
@@ -184,7 +188,8 @@ class Comparison:
         endless = not isinstance(a.value, Fraction) and not _terminates(a.value)
         longer = a.decimals > t.decimals and t.digits >= _SHORTENED_DIGITS
         rounded = t.decimals >= _ROUNDED_DECIMALS and t.digits >= _ROUNDED_DIGITS and (endless or longer)
-        return rounded and self._rounds_to(a.value, t.value, t.decimals)
+        round_number = isinstance(t.value, Fraction) and t.value.denominator < _ROUND_NUMBER
+        return rounded and not round_number and self._rounds_to(a.value, t.value, t.decimals)
 
     def _symbol_as_unit(self, a: Quantity, t: Quantity) -> bool:
         """Whether 5m, which reads as algebra, means the other side's 5 metres."""
@@ -236,8 +241,6 @@ class Comparison:
             if not isinstance(part, Quantity):
                 return False  # {∅} is not ∅
             return self.answers(other, part) if swapped else self.answers(part, other)
-        if listing.kind == "or" and not swapped and isinstance(other, Quantity) and _is_spoken_mixed(listing):
-            return self.values(("+", listing.parts[0].value, listing.parts[1].value), other.value)
         if listing.kind == ":" and len(listing.parts) == 2 and isinstance(other, Quantity) and not other.unit:
             return self.values(("/", listing.parts[0].value, listing.parts[1].value), other.value)
         return False
@@ -296,16 +299,6 @@ class Comparison:
         return True
 
 
-def _is_spoken_mixed(listing: Listing) -> bool:
-    """Whether two parts are a mixed number in words, `5 and 1/2`."""
-    if len(listing.parts) != 2 or not all(isinstance(part, Quantity) and is_rational(part.value) for part in listing.parts):
-        return False
-    whole, part = (part.value for part in listing.parts)
-    return (
-        isinstance(whole, Fraction) and whole.denominator == 1 and isinstance(part, tuple) and 0 < rational(part) < 1 <= whole
-    )
-
-
 def _names_a_sum(equation: Relation) -> bool:
     """Whether the left side adds different variables up and the right one is their sum."""
     left, terms = equation.left, []
@@ -358,6 +351,13 @@ def _terminates(value: Node) -> bool:
         while bottom % prime == 0:
             bottom //= prime
     return bottom == 1
+
+
+def _below_one(value: Node) -> bool:
+    try:
+        return bool(0 < abs(real_value(value)) < 1)
+    except Refused:
+        return False
 
 
 def _mentions_pi(node: Node) -> bool:

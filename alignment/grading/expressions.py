@@ -72,12 +72,14 @@ def _tokens(text: str) -> list[str]:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None or len(tokens) > MAX_TOKENS:
-            raise Refused("not an expression, or too long a one")
+            raise Refused("not an expression, or too long")
         at = match.end()
         number, command, word, sign = match.groups()
         if command and command not in _COMMANDS:
             raise Refused("unknown command")
         tokens += _letters(word) if word else [f"\\{command}" if command else number or sign]
+    if len(tokens) > MAX_TOKENS:
+        raise Refused("too long an expression")
     return [*tokens, ""]
 
 

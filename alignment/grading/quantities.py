@@ -6,9 +6,10 @@ import re
 from fractions import Fraction
 
 from alignment.grading.answers import About, Answer, Clock, Listing, Quantity
-from alignment.grading.expressions import NUMBER, TRIGONOMETRIC, Node, Refused, fraction, parse_expression
+from alignment.grading.expressions import NUMBER, TRIGONOMETRIC, NoAnswer, Node, Refused, fraction, parse_expression
+from alignment.grading.sentences import qualified
 from alignment.grading.text import split
-from alignment.grading.units import SCALES, SYMBOLS, TAIL, quantity_in_words, read_unit
+from alignment.grading.units import SCALES, SYMBOLS, quantity_in_words, read_unit, without_tail
 
 _TIME = re.compile(r"(?i)([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))? ?(a\.?m\.?|p\.?m\.?|o'clock|noon|midnight)?(?: (am|pm))?")
 
@@ -32,7 +33,10 @@ def read_clock(text: str, levels: int) -> Answer | None:
 
 
 def read_number_in_words(text: str, levels: int) -> Answer | None:
-    """`twenty-five`, `twelve dollars`."""
+    """`twenty-five`, `twelve dollars`, `5 and 1/2`."""
+    if mixed := re.fullmatch(r"([0-9]{1,9}) and ([0-9]{1,9}) ?/ ?([1-9][0-9]{0,8})", text):
+        whole, top, bottom = map(int, mixed.groups())
+        return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
     found = quantity_in_words(text)
     return None if found is None else Quantity(*found)
 
@@ -44,7 +48,10 @@ def read_ratio(text: str, levels: int) -> Answer | None:
         parts = list(parts.groups()) if parts else []
     if not 2 <= len(parts) <= 4:
         return None
-    return Listing(":", tuple(read_quantity(part) for part in parts))
+    read = tuple(map(read_quantity, parts))
+    if not all(isinstance(part, Quantity) for part in read):
+        raise NoAnswer("a ratio of what are no quantities")
+    return Listing(":", read)
 
 
 def read_two_units(text: str, levels: int) -> Answer | None:
@@ -54,13 +61,15 @@ def read_two_units(text: str, levels: int) -> Answer | None:
         return None
     first, second = (f"{match[1]} {match[2]}", f"{match[3]} {match[4]}") if match[1] else (f"{match[5]} ft", f"{match[6]} in")
     parts = tuple(map(read_quantity, (first, second)))
-    return Listing("+", parts) if all(part.unit for part in parts) and parts[0].unit != parts[1].unit else None
+    units = all(isinstance(part, Quantity) and part.unit for part in parts)
+    return Listing("+", parts) if units and parts[0].unit != parts[1].unit else None
 
 
 _CURRENCY = {"$": "dollar", "£": "£", "€": "euro", "¥": "yen", "₹": "rupee"}
 _MONEY = re.compile(r"([-+]?) ?(?:US|USD|CA|AU|C|A)?([$£€¥₹]) ?(?=[-0-9.\\])([^$£€¥₹]*)|([^$£€¥₹]*[0-9]) ?([$£€¥₹])")
 _MONEY_CODE = re.compile(r"(USD|EUR|GBP|INR|Rs\.?) ?([0-9].*)")
-_PERCENT = re.compile(r"([-+]?[^%+*-]*[0-9)}]) ?(?:%|percent(?:age points?)?|per cent|pct)(?: [a-z ]{1,30})?")
+_PERCENT = re.compile(r"([-+]?[^%+*-]*[0-9)}]) ?(?:%|percent(?:age points?)?|per cent|pct)( [a-z ]{1,30})?")
+_OF_WHAT = re.compile(r" (?:chance|probability|interest|of (?:the|all|his|her|their|its|these)(?: [a-z]+){1,3})")
 _AMOUNT = re.compile(r"(.*?(?:[0-9)}\]]|\\pi|[0-9 ]pi))( ?)((?:\\degree|\\Omega|\\mu |[A-Za-zµΩ°¢£$Å\u4e00-\u9fff]).*)")
 _SCALED = re.compile(rf"(.*(?:{NUMBER})) ?({'|'.join(SCALES)})s?(?: ([A-Za-z].*))?")
 _SCALAR = re.compile(
@@ -72,13 +81,13 @@ _BASE = re.compile(
     r"(?:_ ?\{? ?\(?(?:base ?)?([0-9]{1,2}|[a-z]+)\)? ?\}?| \(?base[ -]([0-9]{1,2}|[a-z]+)\)?)"
     r"(?: \(?base (?:\2)\)?)?|0([xXbo])([0-9A-Fa-f]{1,60})"
 )
-_MINUTES = re.compile(r"""([0-9]+) ?\\degree ?([0-9.]+) ?'(?: ?([0-9.]+) ?(?:"|''))?""")
+_MINUTES = re.compile(r"""([0-9]+) ?\\degree ?([0-9]+(?:\.[0-9]+)?) ?'(?: ?([0-9]+(?:\.[0-9]+)?) ?(?:"|''))?""")
 _MODULO = re.compile(r"(.*[0-9]) ?\\?\(?(?:\\pmod|\\bmod|\\mod|mod) ?\{? ?([0-9]+) ?\}?\)?")
 
 
 def read_quantity(text: str) -> Answer:
     """Take currency, percent sign and unit off, and read the rest as a number or an expression."""
-    text, unit = TAIL.sub("", text), ""
+    text, unit = without_tail(text), ""
     if match := _BASE.fullmatch(text):
         return Quantity(
             _in_base(match[1], match[2] or match[3]) if match[1] else _in_base(match[5], _PREFIXES[match[4].lower()])
@@ -107,6 +116,8 @@ def read_quantity(text: str) -> Answer:
                 raise Refused("not an amount of money")
             unit = per_unit if per_unit.startswith(unit) or per_unit != "cent" else ""
     if match := _PERCENT.fullmatch(text):
+        if match[2] and (qualified(match[2]) or not _OF_WHAT.fullmatch(match[2])):
+            raise Refused("words that may change a percentage")
         return Quantity(_number(match[1]).value, "%")
     if match := _SCALED.fullmatch(text):
         unit = unit or (read_unit(match[3]) if match[3] else "")

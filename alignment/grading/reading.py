@@ -10,7 +10,7 @@ from fractions import Fraction
 from flint import arb
 
 from alignment.grading.answers import About, Answer, Interval, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
-from alignment.grading.expressions import GREEK, NoAnswer, Node, Refused, parse_expression, variables
+from alignment.grading.expressions import FUNCTIONS, GREEK, NoAnswer, Node, Refused, parse_expression, variables
 from alignment.grading.quantities import read_clock, read_number_in_words, read_quantity, read_ratio, read_two_units
 from alignment.grading.regions import (
     EVERYWHERE,
@@ -23,9 +23,9 @@ from alignment.grading.regions import (
     region_of,
     union,
 )
-from alignment.grading.sentences import plain_words, without_clause
+from alignment.grading.sentences import plain_words, qualified, without_clause
 from alignment.grading.text import RELATIONS, split, squeeze
-from alignment.grading.values import equal_values, real_value, substitute
+from alignment.grading.values import equal_values, is_narrow, real_value, substitute
 
 MAX_PARTS = 20  # of a listing
 MAX_CELLS = 64  # of a matrix
@@ -89,7 +89,7 @@ def _phrase(text: str, levels: int) -> Answer | None:
     low = text.casefold()
     if low in _PHRASE:
         return Words(_PHRASE[low])
-    if lead := _SENTENCE_OF_PHRASE.fullmatch(low):
+    if (lead := _SENTENCE_OF_PHRASE.fullmatch(low)) and not qualified(low[: lead.start(1)]):
         return Words(_PHRASE[lead[1]])
     if low in _EVERYTHING:
         return EVERYWHERE
@@ -173,7 +173,8 @@ def _plus_minus(text: str, levels: int) -> Answer | None:
 
 _VARIABLE = re.compile(rf"(?:[A-Za-z]|\\(?:{'|'.join(GREEK)}))(?:_\{{?\w{{1,3}}\}}?)?'*")
 _LABEL = re.compile(
-    rf"{_VARIABLE.pattern}(?:\^ ?(?:\{{ ?-1 ?\}}|-1))?(?: ?\([^()=]{{1,12}}\))?|"
+    rf"{_VARIABLE.pattern}|[fgh](?:\^ ?(?:\{{ ?-1 ?\}}|-1))?'*(?: ?\([^()=]{{1,12}}\))?|[PE] ?\([^()=]{{1,12}}\)|"
+    rf"{_VARIABLE.pattern} ?\((?:[a-z]|[0-9]{{1,4}})(?:, ?(?:[a-z]|[0-9]{{1,4}})){{0,2}}\)|"
     r"(?:m ?)?\\(?:angle|overline) ?\{?[A-Za-z]{1,3}\}?|[A-Z]{2,3}|\|?[A-Z]{2}\|?|[A-Z](?: ?[∪∩∖] ?[A-Z]){1,3}|"
     r"[A-Za-z]{3,}(?: [A-Za-z]+){0,6}|\([a-z](?: ?, ?[a-z]){1,3}\)|[A-Za-z]+-(?:coordinate|intercept)|d[a-z]/d[a-z]|"
     r"\\frac\{d[a-z]\}\{d[a-z]\}"
@@ -214,14 +215,22 @@ def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
     if len(sides) == 2 and (not sides[0] or _is_label(sides[0])):
         return About(read(sides[1], levels - 1))
     if len(sides) == 3 and signs == ["=", "≈"] and _is_label(sides[0]):
-        return _with_label(sides[0], read(sides[1], levels - 1))
-    if len(sides) == 2:
-        return read(sides[0], levels - 1)
-    raise Refused("too many relations")
+        return _with_label(sides[0], _about(sides[1:], ["≈"], levels))
+    if len(sides) != 2:
+        raise Refused("too many relations")
+    exact, rounded = (read(side, levels - 1) for side in sides)
+    if not (isinstance(exact, Quantity) and isinstance(rounded, Quantity)):
+        raise NoAnswer("an approximation of what is no quantity")
+    if not abs(real_value(exact.value) - real_value(rounded.value)) < arb(10) ** -rounded.decimals / 2:
+        raise NoAnswer("an approximation that is far off")
+    return exact
 
 
 def _is_label(text: str) -> bool:
-    return bool(_LABEL.fullmatch(text)) and text not in ("e", "i", r"\pi")
+    """Whether a text names what an equation gives: a symbol, f(x), or words that compute nothing and deny nothing."""
+    if not _LABEL.fullmatch(text) or text in ("e", "i", r"\pi") or re.match(r"[xyz] ?\([0-9]", text):
+        return False
+    return not qualified(text) and not set(re.findall("[A-Za-z]+", text)) & {*FUNCTIONS}
 
 
 def _equation(sides: list[str], levels: int) -> Answer:
@@ -239,6 +248,8 @@ def _with_label(label: str, answer: Answer) -> Answer:
     names = re.findall("[a-z]", label) if label[0] == "(" else []
     if isinstance(answer, Listing) and answer.kind == "()" and len(answer.parts) == len(names) == len(set(names)) > 1:
         return Listing("=", tuple(map(Labelled, names, answer.parts)))
+    if names:
+        raise NoAnswer("a pair that is no pair")
     return Labelled(_label(label), answer)
 
 
@@ -294,7 +305,7 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
         return None
     at = [real_value(substitute(left[1], {name: Fraction(k) for name in names})) for k in range(3)]
     slope = at[1] - at[0]
-    if not (at[2] - at[1] - slope).contains(0) or slope.contains(0):
+    if not all(map(is_narrow, at)) or not (at[2] - at[1] - slope).contains(0) or slope.contains(0):
         return None
     ends = sorted(((arb(c.numerator) / c.denominator - at[0]) / slope for c in (right, -right)), key=float)
     inside = region_of([Interval(ends[0], sign in "≤>", ends[1], sign in "≤>")])
@@ -339,7 +350,10 @@ def _bracketed(text: str, levels: int) -> Answer | None:
     if not _whole_bracket(text):
         return None
     if builder := _BUILDER.fullmatch(text):
-        return read(builder[2], levels - 1)
+        condition = read(builder[2], levels - 1)
+        if not isinstance(condition, Labelled | Relation | Region | Listing):
+            raise NoAnswer("a set without a condition")
+        return condition
     kind = text[0] + text[-1]
     parts = _pieces(text[1:-1], bare=False)
     if len(parts) > MAX_PARTS:

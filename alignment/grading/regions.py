@@ -8,7 +8,7 @@ from flint import arb
 
 from alignment.grading.answers import Answer, Interval, Labelled, Listing, Quantity, Region, Words
 from alignment.grading.expressions import Refused
-from alignment.grading.values import real_value
+from alignment.grading.values import is_narrow, real_value
 
 
 def is_interval(answer: Answer) -> bool:
@@ -23,7 +23,9 @@ def edge(answer: Answer) -> arb:
     if isinstance(answer, Words) and answer.text in ("∞", "-∞"):
         return _INFINITY if answer.text == "∞" else -_INFINITY
     if isinstance(answer, Quantity) and answer.unit in ("", "degree"):
-        return real_value(answer.value)
+        end = real_value(answer.value)
+        if is_narrow(end):
+            return end
     raise Refused("no end of an interval")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from alignment.grading.expressions import NAMES
-from alignment.grading.units import quantity_in_words
+from alignment.grading.units import number_in_words, quantity_in_words
 
 _ARTICLES = re.compile(r"\b(?:the|an?) (?=\w)")
 _LETTERS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
@@ -21,7 +21,7 @@ def plain_words(text: str) -> str:
     return " ".join(_ARTICLES.sub("", text.casefold().replace("-", " ").replace("'", "")).split())
 
 
-_OPTION = re.compile(r"(?i:(?:the )?(?:correct |right |best )?(?:option|choice|answer) (?:is )?)?\(?([A-Za-z])\)?[.):]?")
+_OPTION = re.compile(r"(?i:(?:the )?(?:correct |right |best )?(?:option|choice|answer) (?:is )?)?\(?([A-Ja-j])\)?[.):]?")
 _OPTION_TEXT = re.compile(r"(?:(?i:option|choice) )?(?:\(([A-J])\)[:.]?|([A-J])[).:]) ?(?=\S)(.*)")
 
 
@@ -34,7 +34,7 @@ def option_letter(text: str) -> str:
 def option_with_text(text: str) -> str:
     """The letter of one option given with its text, "(B) 12"; "" for anything else, several options among it."""
     match = _OPTION_TEXT.fullmatch(text)
-    if match is None or re.search(r"\([A-J]\)|\b[A-J][).:]|\b(?:or|and|not)\b", match[3]):
+    if match is None or re.search(r"\([A-J]\)|\b[A-J][).:]|\b[B-J]\b|\band\b", match[3]) or qualified(match[3]):
         return ""
     return (match[1] or match[2]).lower()
 
@@ -46,21 +46,30 @@ _SENTENCE = re.compile(
     r"reads?)(?: (?:him|her|them|it|us|me|you))?(?: (?:now|still|exactly|only|just|all|a total of|equal to))? "
     r"(?=[-0-9$£€¥\\(\[{])(.*)"
 )
-_NO_SENTENCE = re.compile(
-    r"\b(?:not|no|never|maybe|perhaps|probably|possibly|might|may|could|would|should|or|either|neither|between|about|"
-    r"approximately|around|least|most|less|more|than|over|under|if|unless|wrong|incorrect|guess|think|believe|minus|plus|"
-    r"times|negative|except|instead|but|cannot|isn't|aren't|wasn't|doesn't|don't|range|from|hundred|thousand|square root|"
-    r"half|twice|double)\b",
-    re.IGNORECASE,
+# Words that deny, hedge, choose, compute or compare: what is said with one of them is not taken for an answer.
+_QUALIFYING = frozenset(
+    """not no never none nobody nothing nowhere neither nor cannot cant wont dont doesnt isnt arent wasnt false untrue wrong
+    incorrect mistaken impossible unlikely hardly barely rarely doubt deny anything maybe perhaps probably possibly might may
+    could would should suppose assume guess think believe imagine hope wish pretend or either between about approximately
+    around roughly nearly almost rather instead except but if unless until before least most less more than over under range
+    from minus plus times negative opposite reciprocal inverse complement half twice double triple square cube root
+    logarithm percent hundred thousand million mod modulo base power dozen remainder""".split()
 )
+
+
+def qualified(text: str) -> bool:
+    """Whether a text denies, hedges, offers a choice or describes a calculation."""
+    words = re.findall("[a-z']+", text.lower())
+    return any(word in _QUALIFYING or word.endswith("n't") for word in words)
 
 
 def said_in_sentence(text: str) -> str:
     """What a plain sentence says the answer is, "So there are 15 ways"; "" where it denies, hedges or offers a choice."""
     match = _SENTENCE.fullmatch(text)
-    if match is None or _NO_SENTENCE.search(text):
+    if match is None or qualified(text):
         return ""
-    return re.sub(r" (?:every|each|at|in|for|on|with|by|after|to) [A-Za-z' ]+$", "", match[1])
+    said, _, rest = re.fullmatch(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?", match[1]).groups()
+    return "" if any(number_in_words(word) is not None for word in (rest or "").split()) else said
 
 
 _WORDS_IN_SENTENCE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
@@ -69,7 +78,7 @@ _WORDS_IN_SENTENCE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
 def words_in_sentence(words: str) -> str:
     """What a plain sentence says that something is, "The function is odd"; "" where it denies or hedges."""
     match = _WORDS_IN_SENTENCE.fullmatch(words)
-    return "" if match is None or _NO_SENTENCE.search(words) else match[1]
+    return "" if match is None or qualified(words) else match[1]
 
 
 _SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
@@ -78,7 +87,7 @@ _SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)
 def said_twice(text: str) -> tuple[str, str] | None:
     """The two forms of an answer that is given again in brackets: `1/4 (or 0.25)`."""
     match = _SAME_AGAIN.fullmatch(text)
-    return (match[1], match[2]) if match else None
+    return None if match is None or any(map(_SAME_AGAIN.fullmatch, match.groups())) else (match[1], match[2])
 
 
 _SET_OF_LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
@@ -102,8 +111,10 @@ def without_clause(text: str) -> str:
     clause = match and _CLAUSE.fullmatch(text[match.start() :])
     if not clause:
         return text
-    text, name = text[: match.start()], clause[1] or clause[2]
+    given, text, name = text, text[: match.start()], clause[1] or clause[2]
     alone = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
     letters = re.sub(r"\\[A-Za-z]+", "", text)
+    if name not in letters:
+        return given
     whole = len(alone.findall(letters)) == letters.count(name) and "n" not in letters
     return alone.sub("n", text) if whole else text

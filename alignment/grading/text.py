@@ -194,18 +194,24 @@ def squeeze(text: str) -> str:
 
 def unbox(text: str) -> str:
     r"""The content of the last \boxed or \fbox; the text itself where there is none or its braces never close."""
+    return last_box(text)[1]
+
+
+def last_box(text: str) -> tuple[str, str, str]:
+    r"""What stands before the last \boxed or \fbox, in it, and after it; ("", text, "") where there is none."""
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     if start < 0:
-        return text
+        return "", text, ""
     content = re.compile(r"\\[a-z]+\s*").match(text, start).end()
     if not text.startswith("{", content):
-        return text[content:].partition("$")[0].partition("\n")[0]
+        inner = text[content:].partition("$")[0].partition("\n")[0]
+        return text[:start], inner, text[content + len(inner) :]
     depth = 0
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, content):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[content + 1 : brace.start()]
-    return text
+            return text[:start], text[content + 1 : brace.start()], text[brace.end() :]
+    return "", text, ""
 
 
 def split(text: str, separators: str = ",") -> list[str]:

@@ -39,13 +39,27 @@ _NO_UNIT = set(
     eights nines or and not over less more than greater fewer remainder mod modulo base to by from with without if else
     is are was were equals except but only about approximately least most between is other others either pi thousandths
     divided multiplied added unless possibly maybe guess guesses choices options answers solutions roots is
-    plusminus fifths fourths sixths sevenths eighths ninths tenths hundredths twelfths""".split()
+    plusminus reciprocals opposites basis gross grosses googol googols""".split()
+)
+_NUMBERS = re.compile(  # as nouns: 5 sixteenths, 5 twenties, 5 quadrillion
+    r"\w*(?:teen(?:th)?|tieth|(?:twen|thir|for|fif|six|seven|eigh|nine)tie|dredth|sandth|ll?ion|ll?ionth)s?|"
+    r"(?:eleven|twel[fv]e?)(?:th)?s?|(?:four|fif|six|seven|eigh|nin|ten)ths?"
 )
 _PLURAL = re.compile(r"[a-z]{2,}(?<!s)s|[a-z]{2,}(?:sse|e)s")
 TAIL = re.compile(
     r" (?:old|long|tall|wide|high|deep|away|left|remaining|total|in total|in all|altogether|each|apiece"
     r"|of (?:the|a|an|all|his|her|their|its)(?: [a-z]+){1,3})$"
 )
+
+
+def without_tail(text: str) -> str:
+    """Without "in total", "of the apples" and the like, which say what was counted; numbers among them say more."""
+    match = TAIL.search(text)
+    words = match[0].split() if match else []
+    counted = _NO_UNIT.isdisjoint(words) and not any(number_in_words(word) is not None for word in words)
+    return text[: match.start()] if match and counted else text
+
+
 _WORD = r"[A-Za-zµΩ°¢£Å\u4e00-\u9fff]+\.?"
 _FACTOR = re.compile(rf" ?({_WORD})(?: ?\^ ?\{{? ?(-?[0-9]) ?\}}?)?")
 
@@ -93,7 +107,9 @@ def _product(text: str) -> dict[str, int]:
             shape = _SHAPES[lowered]
         else:
             bare = word.rstrip(".")
-            last = _UNIT_NAMES.get(bare) or (_UNIT_NAMES.get(bare.lower(), "") if len(bare) > 1 else "")
+            last = _UNIT_NAMES.get(bare) or (
+                _UNIT_NAMES.get(bare.lower(), "") if len(bare) > 2 or (len(bare) > 1 and bare.isupper()) else ""
+            )
             if not last:
                 return dict.fromkeys([noun], 1) if (noun := _noun(text)) else {}
             powers[last] = powers.get(last, 0) + int(power or shape or 1)
@@ -107,13 +123,20 @@ def _noun(text: str) -> str:
         return ""
     if not _NO_UNIT.isdisjoint(words) or any(word.endswith(("ed", "ly")) and len(words) == 1 for word in words):
         return ""
+    if any(number_in_words(word) is not None or _NUMBERS.fullmatch(word) for word in words):
+        return ""
     known = words[-1] in _UNIT_NAMES and len(words[-1]) > 2
     return " ".join(words) if known or _PLURAL.fullmatch(words[-1]) and not words[-1].endswith(("eds", "lys")) else ""
 
 
 def same_unit(a: str, b: str) -> bool:
     """Whether two units are one; "marbles" are "red marbles", red ones are not blue ones."""
-    return a == b or a.endswith(f" {b}") or b.endswith(f" {a}") or (min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1]))
+    return (
+        a == b
+        or a.endswith(f" {b}")
+        or b.endswith(f" {a}")
+        or ((a + b).isalpha() and min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1]))
+    )
 
 
 # --- number words ---------------------------------------------------------------------------------------

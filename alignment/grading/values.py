@@ -21,6 +21,7 @@ MAX_BITS = 4000  # of an exact numerator or denominator on the way
 flint.ctx.prec = 1024  # bits; one number for the whole process and all its threads, so it is set once and never changed
 POINTS = 12  # tried, for expressions with variables
 ENOUGH = 3  # points at which both sides are defined and agree
+MAX_GAMMAS = 8  # factorials and binomials of what is no whole number take milliseconds each
 _NEGLIGIBLE = arb(2) ** -250  # an inexact difference below this, of what stays below 2^50, is none
 
 _Value = fmpq | arb | acb
@@ -33,6 +34,8 @@ def equal_values(a: Node, b: Node) -> bool | None:
     J. ACM 27(4); Zippel 1979), negative ones among them, at which both are defined: distinct rational functions agree at a
     generic point by accident only, and the real branches of |x|, roots and logarithms differ in sign.
     """
+    if _gammas(a) + _gammas(b) > MAX_GAMMAS:
+        return None
     names = sorted(variables(a) | variables(b))
     field = acb if mentions_i(a) or mentions_i(b) else arb
     agreed = 0
@@ -64,6 +67,11 @@ def real_value(node: Node) -> arb:
     return arb(value)
 
 
+def is_narrow(ball: arb) -> bool:
+    """Whether a real number is known well enough to be compared: to 2^-250 of its size."""
+    return bool(ball.rad() < _NEGLIGIBLE * (1 + abs(ball.mid())))
+
+
 def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     """Whether two trees with variables differ by a constant factor (a positive one, where that is asked)."""
     names = sorted(variables(a) | variables(b))
@@ -72,11 +80,12 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     ratio = ("/", a, b)
     first = next(_points(names, seed=repr((a, b))))
     substituted = substitute(ratio, first)
-    if positive:
+    if positive or not (mentions_i(a) or mentions_i(b)):
         try:
-            if not real_value(substituted) > 0:
-                return False
+            factor = real_value(substituted)
         except Refused:
+            return False
+        if not (factor > 0 if positive else abs(factor) > 0):
             return False
     return equal_values(a, ("*", b, substituted)) is True
 
@@ -91,6 +100,12 @@ def substitute(node: Node, point: dict[str, Node]) -> Node:
 def mentions_i(node: Node) -> bool:
     """Whether the imaginary unit stands in the tree."""
     return node == "i" or (isinstance(node, tuple) and any(map(mentions_i, node[1:])))
+
+
+def _gammas(node: Node) -> int:
+    if not isinstance(node, tuple):
+        return 0
+    return (node[0] in ("!", "binom") and bool(variables(node))) + sum(map(_gammas, node[1:]))
 
 
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:

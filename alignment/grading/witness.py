@@ -58,7 +58,7 @@ def _whole(text: str) -> bool:
         return False
     return not re.search(
         r"\\(?:frac|binom)(?! ?(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\} ?){2})|"
-        r"\\(?:sqrt|sum|prod|int|lim|begin) ?(?![\[{_A-Za-z0-9])",
+        r"\\(?:sqrt|sum|prod|int|lim|begin)(?! ?[\[{_A-Za-z0-9])",
         text,
     )
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from alignment.grading.witness import may_ask
 
-WITNESS_SECONDS = 1.0  # of computing, for math-verify on one pair; a busy machine gets some more time by the clock
-CLOCK = 1.75  # seconds by the clock for each of computing
-GRACE_SECONDS = 0.2  # after which a worker that does not report its child's end is ended itself
+WITNESS_SECONDS = 1.5  # of computing, for math-verify on one pair; a busy machine gets some more time by the clock
+CLOCK = 1.2  # seconds by the clock for each of computing
+GRACE_SECONDS = 0.15  # after which a worker that does not report its child's end is ended itself
 CHUNK_SECONDS = 60.0  # for a chunk of pairs, each of which takes a few milliseconds at most
 START_SECONDS = 120.0  # for the imports of a new worker, on a machine that is busy
 MEMORY_BYTES = 2 << 30  # address space of a worker, of which its imports take about a quarter; Linux only

@@ -58,6 +58,8 @@ def test_labels_give_error_rates_and_are_kept(run):
     row = next(text for text in said.splitlines() if "reference" in text and "no such label" in text)
     assert "1 of 1 (100%)" in row
     assert json.loads(file.read_text())["label"] is True
+    printed(AuditArgs(completions=str(run / "completions" / "rollout_000001.jsonl")))
+    assert json.loads(file.read_text())["label"] is True  # though that file has no such answer
 
 
 def test_error_rates():
@@ -88,8 +90,26 @@ def test_no_completions_and_no_labels_are_refused(run, tmp_path):
         completion_files(str(tmp_path / "empty"))
     with pytest.raises(UserError, match="--completions"):
         completion_files(str(tmp_path / "nowhere"))
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(UserError, match="empty"):
+        printed(AuditArgs(completions=str(tmp_path / "empty.jsonl")))
+    with pytest.raises(UserError, match="--labels"):
+        printed(AuditArgs(completions=str(run), labels="/dev/null"))
     with pytest.raises(UserError, match="--labels"):
         printed(AuditArgs(completions=str(run), labels=str(tmp_path / "nowhere.jsonl")))
+
+
+def test_a_file_that_is_no_text_is_named(run):
+    file = run / "completions" / "eval_000000.jsonl"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="eval_000000.jsonl: not UTF-8"):
+        read_completions(file)
+
+
+def test_a_line_separator_inside_a_completion_is_no_new_line(run):
+    file = run / "completions" / "eval_000000.jsonl"
+    file.write_text('{"text": "a\u2028b", "ground_truth": "5"}\n', "utf-8")
+    assert read_completions(file) == [("a\u2028b", "5")]
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,9 @@ def test_long_answers_are_out_of_bounds_at_once():
 
 # --- fuzzing ---------------------------------------------------------------------------------------
 
-STAGES = {"literal", "normalised", "rational", "structured", "symbolic", "math-verify", "unread", "bounds", *FAILURES}
+STAGES = {"literal", "normalised", "rational", "structured", "symbolic", "math-verify", "unread", "bounds", *FAILURES} - {
+    "error"
+}
 FRAGMENTS = (
     r"0 1 2 7 12 0.5 3.14 1,000 , . ; : + - * / ^ _ ( ) [ ] { } \{ \} | = < > % $ ! ? ' x y e i n k \pi \infty \frac \dfrac{1}{2} \frac12 "
     r"\sqrt \sqrt[3]{2} \sin \arctan \log_2 \ln \binom{4}{2} \pm \mp \cup \cap \setminus \in \le \ne \approx \text{cm} \text{ or } cm m"
@@ -185,3 +187,18 @@ def test_the_environment_is_not_touched():
     before = dict(os.environ)
     grade(r"\prod_{i=1}^{3} i", "6")
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    "answer", ["5" + " (=5)" * 150, "It is " * 150 + "5", "9" * 1000, "²" * 1000, "(x+990)!" * 24, "5" + "pi" * 499]
+)
+def test_what_repeats_itself_is_graded_at_once(answer):
+    start = time.perf_counter()
+    assert not grade(answer, "x + 6")
+    assert time.perf_counter() - start < SECONDS
+
+
+def test_a_defect_of_the_grader_is_a_failure_and_not_the_end_of_a_run(monkeypatch):
+    monkeypatch.setattr("alignment.grading.compare.Comparison.texts", lambda *args: 1 / 0)
+    assert grade_detail("a defect", "is planted here").stage == "error"
+    assert "error" in FAILURES

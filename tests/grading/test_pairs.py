@@ -57,6 +57,7 @@ def test_nothing_equal_is_rejected_but_what_is_known(verdicts):
 def test_many_at_once_and_one_at_a_time_agree(verdicts):
     one_by_one = [grade_detail(pair["answer"], pair["ground_truth"]) for pair in PAIRS]
     assert one_by_one == verdicts
+    assert "error" not in {verdict.stage for verdict in verdicts}
 
 
 def test_what_is_fast_accepts_nothing_more(verdicts):

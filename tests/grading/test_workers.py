@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from alignment import drgrpo_grader
 from alignment.drgrpo_grader import Verdict, grade_detail, grade_many, r1_zero_reward_fn
 from alignment.grading import workers
 from alignment.grading.workers import Failed, decide_many, pool, witness
@@ -39,6 +40,7 @@ def math_verify_that(monkeypatch):
 
         monkeypatch.setattr(workers.subprocess, "Popen", with_fake)
         monkeypatch.setattr(workers, "_pool", None)
+        drgrpo_grader._witnessed.cache_clear()
 
     yield start
     workers.pool().close()
