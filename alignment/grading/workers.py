@@ -93,12 +93,12 @@ class _Worker:
 
 
 class _Pool:
-    """As many workers as there are cores, each with a thread of this process that waits for it. Requests wait in line."""
+    """At most `size` workers, each waited for by a thread of this process. One is started where no other is idle."""
 
-    def __init__(self) -> None:
-        self.size = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.threads = ThreadPoolExecutor(self.size, "grading")
-        self.mine = threading.local()
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.threads = ThreadPoolExecutor(size, "grading")
+        self.idle: list[_Worker] = []  # the last one to rest is the first to work again: it is ready
         self.workers: set[_Worker] = set()
 
     def submit(self, request: dict, seconds: float) -> Future[dict]:
@@ -108,19 +108,28 @@ class _Pool:
     def warm_up(self) -> None:
         """Start a worker, if there is none yet, without waiting for its imports."""
         if not self.workers:
-            self.threads.submit(self._worker)
+            self.threads.submit(lambda: self._rest(self._take()))
 
-    def _worker(self) -> _Worker:
-        """This thread's worker; a new one where there is none, or where it ended."""
-        worker = getattr(self.mine, "worker", None)
-        if worker is None or not worker.alive:
-            self.workers.discard(worker)
-            worker = self.mine.worker = _Worker()
+    def _take(self) -> _Worker:
+        try:
+            return self.idle.pop()
+        except IndexError:
+            worker = _Worker()
             self.workers.add(worker)
-        return worker
+            return worker
+
+    def _rest(self, worker: _Worker) -> None:
+        if worker.alive:
+            self.idle.append(worker)
+        else:
+            self.workers.discard(worker)
 
     def _ask(self, request: dict, seconds: float) -> dict:
-        return self._worker().ask(request, seconds)
+        worker = self._take()
+        try:
+            return worker.ask(request, seconds)
+        finally:
+            self._rest(worker)
 
     def close(self) -> None:
         """End all workers; requests under way fail."""
@@ -131,6 +140,7 @@ class _Pool:
         for worker in list(self.workers):
             worker.close()
         self.workers.clear()
+        self.idle.clear()
 
 
 _pool: _Pool | None = None
@@ -142,7 +152,8 @@ def pool() -> _Pool:
     global _pool
     with _pool_lock:
         if _pool is None:
-            _pool = _Pool()
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            _pool = _Pool(cores)
             atexit.register(_pool.close)
         return _pool
 

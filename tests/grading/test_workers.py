@@ -39,7 +39,7 @@ def math_verify_that(monkeypatch):
             return popen([*command[:2], code, *command[3:]], **options)
 
         monkeypatch.setattr(workers.subprocess, "Popen", with_fake)
-        monkeypatch.setattr(workers, "_pool", None)
+        monkeypatch.setattr(workers, "_pool", workers._Pool(1))
         drgrpo_grader._witnessed.cache_clear()
 
     yield start
@@ -72,7 +72,7 @@ def test_a_worker_that_is_killed_is_replaced():
     for worker in list(pool().workers):
         worker.process.kill()
         worker.process.wait()
-    assert "died" in {witness(*MATRIX)[1] for _ in range(4 * pool().size)}  # each worker's thread notices in its turn
+    assert "died" in {witness(*MATRIX)[1] for _ in range(4 * pool().size)}  # each dead worker is noticed in its turn
     assert {witness(*MATRIX) for _ in range(8)} == {(True, "math-verify")}
 
 
