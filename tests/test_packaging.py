@@ -19,7 +19,7 @@ LOCKS = {"requirements.lock": [], "requirements-vllm.lock": ["vllm"], "requireme
 def test_the_resolved_lock_is_the_committed_one(name, extras):
     uv = os.environ.get("UV") or shutil.which("uv")
     assert uv, "uv is needed to resolve the requirements"
-    flags = [word for extra in ("smollm2", *extras) for word in ("--extra", extra)]
+    flags = [word for extra in ("smollm2", "ray", *extras) for word in ("--extra", extra)]
     export = [
         uv,
         "export",
