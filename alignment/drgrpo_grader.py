@@ -88,6 +88,8 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
         return Verdict(False, "bounds")
     if answer == truth:
         return Verdict(True, "literal")
+    if (plain := _plain_numbers(answer, truth)) is not None:
+        return Verdict(plain, "rational")
     answer, truth = _normalised(answer), _normalised(truth)
     if max(len(answer), len(truth)) > READ_CHARS:
         return Verdict(True, "normalised") if squeeze(answer) == squeeze(truth) else Verdict(False, "bounds")
@@ -98,6 +100,18 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
         # No text is known to come here; but a defect in reading one answer must not end a run of days.
         return Verdict(False, "error")
     return Verdict(bool(equal), "unread" if equal is None else comparison.stage)
+
+
+_DECIMAL = re.compile(r"([-+]?)\$?([0-9]{1,80}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20})(?:\.([0-9]{1,60}))?\.?")
+
+
+def _plain_numbers(answer: str, truth: str) -> bool | None:
+    """Whether a decimal number is the whole number that the truth is, the most frequent question of all; None for others."""
+    whole, decimal = _DECIMAL.fullmatch(truth), _DECIMAL.fullmatch(answer)
+    if whole is None or whole[3] or decimal is None:
+        return None
+    wanted, given = (int(match[1] + match[2].replace(",", "")) for match in (whole, decimal))
+    return wanted == given and not (decimal[3] or "").strip("0")
 
 
 @lru_cache(maxsize=CACHED)

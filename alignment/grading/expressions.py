@@ -29,7 +29,8 @@ def fraction(sign: str, number: str, exponent: str = "") -> Fraction:
     digits = number.replace(",", "")
     if len(digits) > MAX_DIGITS or len(exponent) > 4:
         raise Refused("too many digits")
-    return Fraction(sign + digits.rstrip(".")) * Fraction(10) ** int(exponent or 0)
+    value = Fraction(sign + digits.rstrip("."))
+    return value * Fraction(10) ** int(exponent) if exponent else value
 
 
 # A number, the name of a variable or constant (a command with its backslash), or an operation and its operands.

@@ -170,11 +170,15 @@ def number_in_words(text: str) -> Fraction | None:
 
 def quantity_in_words(text: str) -> tuple[Fraction, str] | None:
     """The value and the unit, "" for none, of "twenty-five" or "twelve dollars"; None for other words."""
+    if not text[:1].isalpha():
+        return None
     words = text.split(" ")
     for end in range(len(words), max(0, len(words) - 4), -1):
         value = number_in_words(" ".join(words[:end]))
+        if value is None:
+            continue
         unit = read_unit(" ".join(words[end:]))
-        if value is not None and (unit or end == len(words)):
+        if unit or end == len(words):
             return value, unit
     return None
 
