@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -124,7 +125,7 @@ def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool 
 
     Raises ValueError where the two lengths differ.
     """
-    from alignment.grading.workers import decide_many, witness_many
+    from alignment.grading.workers import decide_many, pool
 
     pairs = list(zip(answers, ground_truths, strict=True))
     asked = [pair for pair in dict.fromkeys(pairs) if max(map(len, pair)) <= MAX_CHARS]
@@ -133,8 +134,9 @@ def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool 
     else:
         verdicts = {pair: _decide(*pair, fast) for pair in asked}
     unread = [] if fast else [pair for pair, verdict in verdicts.items() if verdict.stage == "unread"]
-    normalised = [(_normalised(answer), _normalised(truth)) for answer, truth in unread]
-    verdicts |= dict(zip(unread, (Verdict(*outcome) for outcome in witness_many(normalised)), strict=True))
+    if unread:
+        with ThreadPoolExecutor(pool().size) as threads:  # each of which waits for a worker
+            verdicts |= dict(zip(unread, threads.map(lambda pair: grade_detail(*pair), unread), strict=True))
     return [verdicts.get(pair, Verdict(False, "bounds")) for pair in pairs]
 
 

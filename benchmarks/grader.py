@@ -58,6 +58,12 @@ GRADERS: dict[str, Callable[[str, str], bool]] = {
 }
 
 
+def forget() -> None:
+    """Empty the grader's caches."""
+    for cached in (drgrpo_grader._decide, drgrpo_grader._normalised, drgrpo_grader._witnessed):
+        cached.cache_clear()
+
+
 def compare(title: str, pairs: Sequence[Pair], console: Console) -> None:
     """Print accuracy, recall, false accepts and the time a pair takes, for each grader."""
     equal = sum(pair.equal for pair in pairs)
@@ -66,8 +72,7 @@ def compare(title: str, pairs: Sequence[Pair], console: Console) -> None:
         table.add_column(heading, justify="left" if heading == "grader" else "right")
     for name, grader in GRADERS.items():
         grader("x+1", "1+x")  # what is loaded on first use
-        drgrpo_grader._decide.cache_clear()
-        drgrpo_grader._normalised.cache_clear()
+        forget()
         verdicts, seconds = [], []
         for pair in pairs:
             start = time.perf_counter()
@@ -92,8 +97,7 @@ def spread(pairs: Sequence[Pair], console: Console, repeats: int = 5) -> None:
     seconds: dict[str, list[float]] = {"one after another": [], "grade_many": []}
     for _ in range(repeats):
         for name, times in seconds.items():
-            drgrpo_grader._decide.cache_clear()
-            drgrpo_grader._normalised.cache_clear()
+            forget()
             start = time.perf_counter()
             if name == "grade_many":
                 grade_many(answers, truths)

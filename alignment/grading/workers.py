@@ -173,13 +173,9 @@ os.register_at_fork(after_in_child=_forget)
 def witness(answer: str, truth: str) -> Outcome:
     """math-verify's verdict on two normalised texts, and "math-verify", "unread" where it is not asked, or the failure:
     "time-out", "memory" or "died"."""
-    return witness_many([(answer, truth)])[0]
-
-
-def witness_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
-    """`witness` on many pairs, in order, as many at a time as there are workers."""
-    asked = [pool().submit({"witness": pair}, WITNESS_SECONDS) if may_ask(*pair) else None for pair in pairs]
-    return [(False, "unread") if reply is None else _outcome(reply) for reply in asked]
+    return (
+        _outcome(pool().submit({"witness": (answer, truth)}, WITNESS_SECONDS)) if may_ask(answer, truth) else (False, "unread")
+    )
 
 
 def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
