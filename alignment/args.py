@@ -8,7 +8,7 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_type_hints
 
 import tyro
 
@@ -20,7 +20,9 @@ PRESETS = Path(__file__).parent / "presets"
 # holds them equal.
 LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
 LossNormalization = Literal["sequence_mean", "token_mean", "constant"]
-RewardName = Literal["r1_zero", "r1_zero_strict"]
+RewardName = Literal["r1_zero", "r1_zero_strict", "random", "format_only", "inverted"]
+CONTROLS = ("random", "format_only", "inverted")
+"""Rewards that have nothing to teach about answers: negative controls, which are evaluated by r1_zero."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Args:
     task: str = "arithmetic"
     """Where problems come from: arithmetic, gsm8k."""
     reward: RewardName = "r1_zero"
-    """Rule that scores responses: r1_zero, as published, or r1_zero_strict, for exactly one worked-out final answer."""
+    """Rule that scores responses: r1_zero, as published, or r1_zero_strict, for exactly one worked-out final answer. random,
+    format_only and inverted are negative controls, evaluated by r1_zero."""
     dataset_path: str = ""
     """Folder of the task's files; empty: where the task's download command puts them."""
     model: str = "tiny"
@@ -223,6 +226,97 @@ class RLArgs(Args):
         return self.epochs_per_rollout * -(-self.rollout_size // (self.train_mini_batch_size or self.rollout_size))
 
 
+@dataclass(frozen=True)
+class SweepOptions:
+    """Train every combination of the values given, with every seed, and say which choice made the difference.
+
+    Every argument of train_rl may be given here, most with several values: --loss_type no_baseline grpo_clip --seed 0 1 2
+    """
+
+    preset: str = "tiny"
+    """Named set of arguments that all arms start from."""
+    sweep_file: str = ""
+    """TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME] each."""
+    sweep_name: str = ""
+    """Name of the sweep's folder; empty: made from the preset and what varies. The same name continues that sweep."""
+    output_dir: str = "checkpoints"
+    """Folder that holds the sweep's folder; with several machines, one that all of them share."""
+    hold: Literal["rollouts", "prompts"] = "rollouts"
+    """What stays equal while --group_size varies: the responses of a step (so larger groups mean fewer prompts), or the
+    prompts (so larger groups mean more responses)."""
+    tie: float = 0.03
+    """Difference of accuracies below which two arms are taken to tie, once that is shown."""
+    controls: bool = False
+    """Add arms with random, format-only and inverted reward, to show what the evaluation alone would produce."""
+    strict: bool = False
+    """Take the design's warnings for errors."""
+    dry_run: bool = False
+    """Print the design, and train nothing."""
+    until_decided: bool = False
+    """After the runs, add seeds to the pair of arms that needs the fewest, until every pair is decided or has --max_seeds."""
+    max_seeds: int = 10
+    """Seeds an arm may get."""
+    ray_address: str = ""
+    """Ray cluster to run on; empty: this machine. Without Ray (extra "ray") runs go one after another."""
+    cpus_per_run: int | None = None
+    """Cores of a run, which are also its threads; by default 1 where runs share a machine, all of them without Ray."""
+    gpus_per_run: int | None = None
+    """Whole GPUs of a run, over which its roles are placed anew; by default 1 where there are any."""
+
+    def __post_init__(self) -> None:
+        _require(0 < self.tie < 1, "--tie", self.tie, "between 0 and 1")
+        _require(self.max_seeds >= 2, "--max_seeds", self.max_seeds, "at least 2")
+        _require(self.cpus_per_run is None or self.cpus_per_run >= 1, "--cpus_per_run", self.cpus_per_run, "at least 1")
+        _require(self.gpus_per_run is None or self.gpus_per_run >= 0, "--gpus_per_run", self.gpus_per_run, "0 or more")
+        _require(
+            self.sweep_name not in (".", "..") and Path(self.sweep_name).name == self.sweep_name,
+            "--sweep_name", self.sweep_name, "a plain folder name without slashes",
+        )  # fmt: skip
+
+
+# Those that the sweep sets itself, or that a run places anew on the devices it is given.
+_NOT_SWEPT = frozenset(
+    """preset output_dir run_name resume auto_sft policy_devices sample_device reference_model_device eval_device
+    gpu_memory_utilization""".split()
+)
+
+
+def _sweep_args() -> type[SweepOptions]:
+    hints = get_type_hints(RLArgs)
+    swept = [
+        (
+            f.name,
+            Annotated[tuple[hints[f.name], ...], tyro.conf.arg(help=f"One or several values of train_rl's --{f.name}.")],
+            dataclasses.field(default=()),
+        )
+        for f in dataclasses.fields(RLArgs)
+        if f.name not in _NOT_SWEPT
+    ]
+    made = dataclasses.make_dataclass("SweepArgs", swept, bases=(SweepOptions,), frozen=True)
+    made.__doc__ = SweepOptions.__doc__
+    return made
+
+
+def swept_values(args: SweepOptions) -> dict[str, tuple]:
+    """The arguments of train_rl that the command line gives, seeds aside, each with its values."""
+    names = (f.name for f in dataclasses.fields(RLArgs) if f.name not in _NOT_SWEPT and f.name != "seed")
+    return {name: getattr(args, name) for name in names if getattr(args, name)}
+
+
+def command_line(args: Args) -> list[str]:
+    """The flags that give these arguments on top of their preset."""
+    preset, flags = from_preset(type(args), args.preset), ["--preset", args.preset]
+    for f in dataclasses.fields(args):
+        value = getattr(args, f.name)
+        if f.name == "preset" or value == getattr(preset, f.name):
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{f.name}" if value else f"--no_{f.name}")
+        else:
+            flags += [f"--{f.name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return flags
+
+
 def _require(condition: bool, flag: str, value, wanted: str) -> None:
     if not condition:
         raise UserError(f"{flag} {value}: must be {wanted}")
@@ -234,6 +328,7 @@ def _require_positive(args: Args, *names: str) -> None:
         _require(0 < value < math.inf, f"--{name}", value, "a number above 0")
 
 
+SweepArgs = _sweep_args()
 AnyArgs = TypeVar("AnyArgs", bound=Args)
 
 

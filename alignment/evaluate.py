@@ -21,7 +21,7 @@ from alignment.drgrpo_grader import extract_answer
 from alignment.errors import UserError, door
 from alignment.models import load_tokenizer, resolve_model, roles_of
 from alignment.records import Group, Problem, Sampling, Score
-from alignment.rewards import REWARDS, grading_report, score_groups
+from alignment.rewards import evaluation_reward, grading_report, score_groups
 from alignment.samplers import Sampler, make_sampler
 from alignment.tasks import Task, find_task
 from alignment.tracking import RunFolder, claim_run_folder, refuse_taken_name
@@ -196,7 +196,9 @@ def main() -> None:
     sampler = make_sampler(args, model_path, tokenizer, roles.eval, roles)
     try:
         with console.status(f"sampling {len(problems)} problems x {args.num_samples} with {type(sampler).__name__}"):
-            evaluation = evaluate_vllm(sampler, REWARDS[args.reward], problems, eval_sampling(task, args, args.num_samples))
+            evaluation = evaluate_vllm(
+                sampler, evaluation_reward(args.reward), problems, eval_sampling(task, args, args.num_samples)
+            )
     finally:
         sampler.close()
     run = RunFolder(claim_run_folder(args, f"evaluate_{Path(args.model).name}_{args.task}"))

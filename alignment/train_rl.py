@@ -43,7 +43,7 @@ from alignment.models import (
     roles_of,
 )
 from alignment.policy_update import OldPolicy, needs_old_policy, update
-from alignment.rewards import REWARDS, score_groups
+from alignment.rewards import REWARDS, evaluation_reward, score_groups
 from alignment.rollouts import (
     Rollout,
     collate_groups,
@@ -99,7 +99,7 @@ def train(args: RLArgs, console: Console) -> Path:
     def evaluate(step: int) -> None:
         if eval_sampler is not sampler:
             eval_sampler.load_weights(policy.named_parameters(), step)
-        evaluation = evaluate_vllm(eval_sampler, REWARDS[args.reward], held_out, eval_sampling(task, args))
+        evaluation = evaluate_vllm(eval_sampler, evaluation_reward(args.reward), held_out, eval_sampling(task, args))
         if eval_sampler is not sampler:
             sampler_mismatch(policy, collate_groups(evaluation.groups, pad_token_id(tokenizer)), args, dtype)
         run.log_completions("eval", step, evaluation.groups)

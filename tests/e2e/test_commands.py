@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from alignment import evaluate, sft, train_rl
 from alignment.args import RLArgs, from_preset
 from alignment.errors import door
-from alignment.rewards import REWARDS
+from alignment.rewards import REWARDS, RULES
 from alignment.tasks import arithmetic
 from alignment.tracking import claim_run_folder, printable, read_jsonl
 
@@ -61,7 +61,8 @@ def made_up_reward(monkeypatch):
     def reward_fn(text: str, truth: str) -> dict[str, float]:
         return {"reward": float(len(text) % 2), "format_reward": 1.0, "answer_reward": float(len(text) % 2)}
 
-    monkeypatch.setitem(REWARDS, "r1_zero", reward_fn)
+    for table in (REWARDS, RULES):
+        monkeypatch.setitem(table, "r1_zero", reward_fn)
 
 
 def rl_flags(warm: Path, output: Path, *more: str) -> list[str]:

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alignment.args import CONTROLS
 from alignment.drgrpo_grader import r1_zero_reward_fn, r1_zero_strict_reward_fn, strict_answer
 from alignment.records import Completion, Problem
-from alignment.rewards import REWARDS, grading_report, score_groups
+from alignment.rewards import REWARDS, evaluation_reward, grading_report, score_groups
 
 HERE = Path(__file__).parent
 HACKS = [json.loads(line) for line in (HERE / "hacks.jsonl").read_text("utf-8").splitlines()]
@@ -91,6 +92,28 @@ def test_the_strict_reward_is_never_above_the_published_one(response):
     strict, published = r1_zero_strict_reward_fn(response, "5"), r1_zero_reward_fn(response, "5")
     assert all(strict[part] <= published[part] for part in strict)
     assert (strict_answer(response) is None) == (strict["format_reward"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("response", "format_only", "inverted"),
+    [("</think> <answer> 5 </answer>", 1, 0), ("</think> <answer> 6 </answer>", 1, 1), ("5", 0, 0)],
+)
+def test_controls_teach_nothing_about_answers(response, format_only, inverted):
+    assert REWARDS["format_only"](response, "5")["reward"] == format_only
+    assert REWARDS["inverted"](response, "5")["reward"] == inverted
+    assert REWARDS["random"](response, "5")["reward"] in (0.0, 1.0)
+    true = r1_zero_reward_fn(response, "5")
+    for name in CONTROLS:
+        assert REWARDS[name](response, "5") == {**true, "reward": REWARDS[name](response, "5")["reward"]}
+        assert evaluation_reward(name) is r1_zero_reward_fn
+    assert evaluation_reward("r1_zero_strict") is r1_zero_strict_reward_fn
+
+
+def test_the_random_reward_is_a_fair_coin_that_can_be_thrown_again():
+    thrown = [REWARDS["random"](f"</think> <answer> {i} </answer>", "5")["reward"] for i in range(4000)]
+    assert abs(sum(thrown) / 4000 - 0.5) < 0.03
+    assert thrown == [REWARDS["random"](f"</think> <answer> {i} </answer>", "5")["reward"] for i in range(4000)]
+    assert REWARDS["random"]("\ud800", "5")["reward"] in (0.0, 1.0)
 
 
 def completion(text: str) -> Completion:

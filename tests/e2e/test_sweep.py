@@ -1,0 +1,291 @@
+"""Sweeps as whole commands: real runs of the embedded model, on Ray and without it, killed and continued, to a report."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+from rich.console import Console
+
+from alignment import sweep
+from alignment.ablation import Comparison
+from alignment.args import SweepArgs
+from alignment.errors import UserError, door
+from alignment.executors import LOST, Job, LocalExecutor, RayExecutor, make_executor
+from alignment.report import decide, read_study
+from alignment.sweep import State, make_design, run_all
+from alignment.tracking import read_jsonl
+
+SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
+SMALL += ["--save_interval", "1"]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A barely trained model, made by the real `sft` command."""
+    output = tmp_path_factory.mktemp("warm")
+    flags = ["--num_steps", "20", "--max_problems", "16", "--sft_base", str(output / "sft"), "--output_dir", str(output)]
+    subprocess.run([sys.executable, "-m", "alignment.sft", *flags], capture_output=True, text=True, check=True)
+    return output / "sft"
+
+
+def arguments(warm: Path, output: Path, *flags: str):
+    import tyro
+
+    words = [*SMALL, "--sft_base", str(warm), "--output_dir", str(output), *flags]
+    return tyro.cli(SweepArgs, args=words, use_underscores=True)
+
+
+def main(monkeypatch, *flags: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["alignment/sweep.py", *flags])
+    try:
+        door(sweep.main)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def wait_for(condition, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def runs_under(folder: Path) -> list[int]:
+    """Processes with this folder on their command line."""
+    found = psutil.process_iter(["cmdline", "status"])
+    return [p.pid for p in found if p.info["status"] != "zombie" and str(folder) in " ".join(p.info["cmdline"] or [])]
+
+
+# --- without Ray ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def done(warm, tmp_path_factory):
+    """A sweep of two losses, run one after another by the real command, killed once and continued."""
+    output = tmp_path_factory.mktemp("sweeps")
+    words = [*SMALL, "--sft_base", str(warm), "--output_dir", str(output), "--loss_type", "no_baseline", "grpo_clip"]
+    words += ["--num_steps", "2", "--sweep_name", "small"]
+    script = (
+        "import alignment.executors as e; e.find_spec = lambda name: None; from alignment import sweep; sweep.door(sweep.main)"
+    )
+    command = [sys.executable, "-c", script, *words]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: list((output / "small").glob("*_seed0/step_000001")))
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    wait_for(lambda: runs_under(output) == [], 5)  # no run outlives its sweep
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert second.returncode == 0, second.stdout + second.stderr
+    return output / "small", second.stdout
+
+
+def test_a_killed_sweep_continues_to_its_report(done):
+    folder, said = done
+    assert "2 arms x 1 seeds = 2 runs" in said and "2 of 2 runs done" in said
+    runs = ["no_baseline_seed0", "grpo_clip_seed0"]
+    assert all((folder / run / "summary.json").exists() for run in runs)
+    for run in runs:
+        assert [record["step"] for record in read_jsonl(folder / run / "metrics.jsonl")] == [1, 2]
+    assert "no_baseline - grpo_clip" in (folder / "report.md").read_text()
+    assert "Verdicts" in (folder / "report.html").read_text()
+
+
+def test_arms_share_questions_prompts_and_warm_start(done):
+    study = read_study([done[0]])
+    assert {arm: sorted(runs) for arm, runs in study.arms.items()} == {"no_baseline": [0], "grpo_clip": [0]}
+    assert len({run.scores[1] for run in study.runs}) == 1
+    starts = {json.dumps(run.evals[0]["avg_all_rewards"]) for run in study.runs}
+    asked = {tuple(r["problem"] for r in read_jsonl(run.path / "completions" / "rollout_000001.jsonl")) for run in study.runs}
+    assert len(starts) == len(asked) == 1
+    assert len(decide(study)) == 1
+
+
+def test_another_design_is_not_mixed_in(done, warm, monkeypatch, capsys):
+    folder, _ = done
+    flags = [*SMALL, "--sft_base", str(warm), "--output_dir", str(folder.parent), "--sweep_name", "small"]
+    assert main(monkeypatch, *flags, "--loss_type", "no_baseline", "grpo_clip", "--num_steps", "3") == 2
+    assert "holds a sweep of another design" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--preset", "huge"], "--preset huge: there is no such preset"),
+        (["--group_size", "3", "4"], "--group_size 3 --hold rollouts"),
+        (["--sweep_file", "none.toml"], "--sweep_file none.toml: there is no such file"),
+        (["--tie", "2"], "--tie 2.0: must be between 0 and 1"),
+        (["--sweep_name", "../x"], "--sweep_name ../x"),
+        (["--loss_type", "grpo_clip", "--strict"], "--strict: one seed cannot tell"),
+        (["--cliprange", "7"], "--cliprange 7.0"),
+        (["--group_size", "0", "4"], "--group_size 0"),
+        (["--seed", "-1", "1"], "--seed -1"),
+        (["--max_problems", "16", "32"], "--max_problems 16 32: the arms would answer different questions"),
+        (["--model", "tiny", "smollm2"], "differ in task or model and cannot share a warm start"),
+        (["--preset", "smollm2_gsm8k"], "does not exist: make it with"),
+        (["--max_seeds", "1"], "--max_seeds 1"),
+        (["--cpus_per_run", "0"], "--cpus_per_run 0"),
+        (["--ray_address", "127.0.0.1:1"], "--ray_address 127.0.0.1:1"),
+    ],
+)
+def test_mistakes_are_one_clear_line(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(monkeypatch, *flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_is_said(warm, tmp_path, capsys):
+    design = make_design(arguments(warm, tmp_path, "--loss_type", "grpo_clip", "--seed", "0", "1", "--num_steps", "1"))
+    design.folder.mkdir()
+    (design.folder / "grpo_clip_seed1").write_text("in the way of the run's folder")
+    states = [State("grpo_clip", 1)]
+    executor = LocalExecutor()
+    try:
+        run_all(design, executor, states, Console(width=200))
+    finally:
+        executor.close()
+    assert [(state.status, state.attempts) for state in states] == [("failed", 1)]
+    said = capsys.readouterr().out
+    assert "grpo_clip_seed1: exit code 2" in said and "trying again" not in said  # a mistake stays one
+    assert "failed" in said and "logs/grpo_clip_seed1.log" in said
+
+
+def test_without_ray_a_cluster_is_refused(monkeypatch):
+    monkeypatch.setattr("alignment.executors.find_spec", lambda name: None)
+    assert isinstance(make_executor("", None, None), LocalExecutor)
+    with pytest.raises(UserError, match="Ray is not installed"):
+        make_executor("auto", None, None)
+
+
+# --- with Ray ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster():
+    """A real cluster of two nodes with a core each, on this machine."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    made.second = made.add_node(num_cpus=1)
+    yield made
+    made.shutdown()
+
+
+@pytest.mark.timeout(600)
+def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, capsys):
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "6"]
+    design = make_design(arguments(warm, tmp_path, *flags))
+    states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
+    executor = RayExecutor(cluster.address, None, None)
+
+    def kill_the_second_node() -> None:
+        wait_for(lambda: len(list(design.folder.glob("*/step_000001"))) == 2)
+        cluster.remove_node(cluster.second, allow_graceful=False)
+
+    killer = threading.Thread(target=kill_the_second_node, daemon=True)
+    killer.start()
+    try:
+        run_all(design, executor, states, Console(width=200))
+    finally:
+        executor.close()
+    assert {state.status for state in states} == {"done"}
+    assert sorted(state.attempts for state in states)[-1] == 2
+    assert "its worker or machine is gone; trying again" in capsys.readouterr().out
+    for state in states:
+        assert [r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
+    executor = RayExecutor("", 2, 0)
+    try:
+        executor.submit(Job("good", "platform", (), str(tmp_path / "good.log")))
+        executor.submit(Job("bad", "no_such_module", (), str(tmp_path / "bad.log")))
+        codes: dict[str, int] = {}
+        deadline = time.monotonic() + 120
+        while len(codes) < 2 and time.monotonic() < deadline:
+            codes |= executor.finished(1.0)
+    finally:
+        executor.close()
+    assert codes == {"good": 0, "bad": 1} and LOST not in codes.values()
+    assert "No module named no_such_module" in (tmp_path / "bad.log").read_text()
+
+
+def test_a_run_gets_whole_gpus_of_its_own(tmp_path):
+    """Four GPUs that Ray is told of, two a run: two runs at a time, and no GPU in both."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 4})
+    executor = RayExecutor(made.address, None, 2)
+    try:
+        for name in ("a", "b"):
+            code = (
+                f"import os, time; open({str(tmp_path / name)!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(3)"
+            )
+            executor.submit(Job(name, "timeit", ("-n1", "-r1", code), str(tmp_path / f"{name}.log")))
+        codes: dict[str, int] = {}
+        deadline = time.monotonic() + 120
+        while len(codes) < 2 and time.monotonic() < deadline:
+            codes |= executor.finished(1.0)
+    finally:
+        executor.close()
+        made.shutdown()
+    assert codes == {"a": 0, "b": 0}
+    seen = [(tmp_path / name).read_text().split(",") for name in ("a", "b")]
+    assert sorted(seen[0] + seen[1]) == ["0", "1", "2", "3"]
+
+
+def test_more_than_a_machine_has_is_refused():
+    with pytest.raises(UserError, match="--cpus_per_run 1 --gpus_per_run 99: no machine has them"):
+        RayExecutor("", None, 99)
+
+
+# --- until it is decided ----------------------------------------------------------------------------------
+
+
+def test_seeds_are_added_to_the_pair_that_needs_the_fewest(done, warm, monkeypatch):
+    folder, _ = done
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "--seed", "0", "1", "--num_steps", "2", "--sweep_name", "small"]
+    design = make_design(arguments(warm, folder.parent, *flags))
+    states = [State(arm, seed, "done") for seed in (0, 1) for arm in design.arms]
+
+    def found(more: int | None) -> list[Comparison]:
+        return [Comparison("no_baseline", "grpo_clip", 2, 0.1, -0.1, 0.3, 0.2, "undecided" if more else "greater", "", more)]
+
+    monkeypatch.setattr(sweep, "decide", lambda study: found(3))
+    added = sweep.next_runs(design, states, None, most=3)
+    assert [(state.arm, state.seed) for state in added] == [("no_baseline", 2), ("grpo_clip", 2)]
+    assert sweep.next_runs(design, states, None, most=2) == []
+    (lacking,) = sweep.next_runs(design, [*states, State("grpo_clip", 5, "done")], None, most=9)
+    assert (lacking.arm, lacking.seed) == ("no_baseline", 5)  # first the seeds that the other has
+    assert sweep.next_runs(design, [*states[:-1], State("grpo_clip", 1, "failed")], None, most=9) == []
+    monkeypatch.setattr(sweep, "decide", lambda study: found(None))
+    assert sweep.next_runs(design, states, None, most=9) == []
+
+
+def test_looking_again_is_paid_for(warm, tmp_path):
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "--seed", "0", "1"]
+    assert make_design(arguments(warm, tmp_path, *flags)).alpha == 0.05
+    assert make_design(arguments(warm, tmp_path, *flags, "--until_decided", "--max_seeds", "6")).alpha == 0.01
+
+
+def test_two_sweeps_are_not_at_work_in_one_folder(tmp_path):
+    with sweep.alone_in(tmp_path), pytest.raises(UserError, match="another sweep is at work"), sweep.alone_in(tmp_path):
+        pass
+
+
+def test_a_run_that_is_gone_is_missing_from_the_report_and_said_so(done, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(done[0], folder)
+    shutil.rmtree(folder / "grpo_clip_seed0")
+    study = read_study([folder])
+    assert study.missing == ("grpo_clip_seed0",)
+    from alignment.report import write_report
+
+    html, markdown = write_report(study, folder)
+    assert "grpo_clip_seed0" in html.read_text() and "missing" in markdown.read_text()
