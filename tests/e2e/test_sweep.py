@@ -181,7 +181,7 @@ def cluster():
 
 @pytest.mark.timeout(600)
 def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, capsys):
-    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "20"]
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "12"]
     design = make_design(arguments(warm, tmp_path, *flags))
     states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
     executor = RayExecutor(cluster.address, None, None)
@@ -200,7 +200,7 @@ def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, capsys):
     assert sorted(state.attempts for state in states)[-1] == 2
     assert "its worker or machine is gone; trying again" in capsys.readouterr().out
     for state in states:
-        assert [r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")] == list(range(1, 21))
+        assert [r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")] == list(range(1, 13))
 
 
 def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
