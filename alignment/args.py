@@ -85,10 +85,7 @@ class Args:
         _require(0 <= self.seed < 2**31, "--seed", self.seed, "from 0 to 2147483647")
         share = self.gpu_memory_utilization
         _require(share is None or 0 < share <= 1, "--gpu_memory_utilization", share, "above 0 and at most 1")
-        _require(
-            self.run_name not in (".", "..") and Path(self.run_name).name == self.run_name,
-            "--run_name", self.run_name, "a plain folder name without slashes",
-        )  # fmt: skip
+        _require_folder_name("--run_name", self.run_name)
 
 
 @dataclass(frozen=True)
@@ -268,14 +265,11 @@ class SweepOptions:
         _require(self.max_seeds >= 2, "--max_seeds", self.max_seeds, "at least 2")
         _require(self.cpus_per_run is None or self.cpus_per_run >= 1, "--cpus_per_run", self.cpus_per_run, "at least 1")
         _require(self.gpus_per_run is None or self.gpus_per_run >= 0, "--gpus_per_run", self.gpus_per_run, "0 or more")
-        _require(
-            self.sweep_name not in (".", "..") and Path(self.sweep_name).name == self.sweep_name,
-            "--sweep_name", self.sweep_name, "a plain folder name without slashes",
-        )  # fmt: skip
+        _require_folder_name("--sweep_name", self.sweep_name)
 
 
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
-_NOT_SWEPT = frozenset(
+NOT_SWEPT = frozenset(
     """preset output_dir run_name resume auto_sft policy_devices sample_device reference_model_device eval_device
     gpu_memory_utilization""".split()
 )
@@ -290,7 +284,7 @@ def _sweep_args() -> type[SweepOptions]:
             dataclasses.field(default=()),
         )
         for f in dataclasses.fields(RLArgs)
-        if f.name not in _NOT_SWEPT
+        if f.name not in NOT_SWEPT
     ]
     made = dataclasses.make_dataclass("SweepArgs", swept, bases=(SweepOptions,), frozen=True)
     made.__doc__ = SweepOptions.__doc__
@@ -299,8 +293,17 @@ def _sweep_args() -> type[SweepOptions]:
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:
     """The arguments of train_rl that the command line gives, seeds aside, each with its values."""
-    names = (f.name for f in dataclasses.fields(RLArgs) if f.name not in _NOT_SWEPT and f.name != "seed")
+    names = (f.name for f in dataclasses.fields(RLArgs) if f.name not in NOT_SWEPT and f.name != "seed")
     return {name: getattr(args, name) for name in names if getattr(args, name)}
+
+
+def refuse_missing_warm_start(args: RLArgs) -> None:
+    """Raise `UserError` where --sft_base is not there and will not be made."""
+    if args.sft_base and not args.auto_sft and not Path(args.sft_base).exists():
+        raise UserError(
+            f"--sft_base {args.sft_base} does not exist: make it with `uv run -m alignment.sft --preset {args.preset}`,"
+            " or start from --model with --sft_base ''"
+        )
 
 
 def command_line(args: Args) -> list[str]:
@@ -320,6 +323,10 @@ def command_line(args: Args) -> list[str]:
 def _require(condition: bool, flag: str, value, wanted: str) -> None:
     if not condition:
         raise UserError(f"{flag} {value}: must be {wanted}")
+
+
+def _require_folder_name(flag: str, name: str) -> None:
+    _require(name not in (".", "..") and Path(name).name == name, flag, name, "a plain folder name without slashes")
 
 
 def _require_positive(args: Args, *names: str) -> None:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from alignment.args import CONTROLS, RLArgs, SweepOptions, from_preset, swept_values
+from alignment.args import CONTROLS, NOT_SWEPT, RLArgs, SweepOptions, from_preset, swept_values
 from alignment.errors import UserError
 
 # What says where, how fast or how often, and never what is computed.
-BOOKKEEPING = frozenset(
-    """preset output_dir run_name seed resume auto_sft micro_batch_tokens eval_interval save_interval keep_checkpoints
-    max_sampler_mismatch sample_device reference_model_device eval_device policy_devices gpu_memory_utilization""".split()
-)
+BOOKKEEPING = NOT_SWEPT | {
+    "seed", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints", "max_sampler_mismatch",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,16 @@ def grid(args: SweepOptions) -> dict[str, RLArgs]:
     values = swept_values(args)
     varied = {name: list(dict.fromkeys(given)) for name, given in values.items() if len(given) > 1}
     base = _base(args.preset, {name: given[0] for name, given in values.items() if len(given) == 1})
-    if any(size < 1 for size in values.get("group_size", ())):
-        raise UserError(f"--group_size {min(values['group_size'])}: must be a number above 0")
     arms: dict[str, RLArgs] = {}
     for combination in itertools.product(*varied.values()):
         chosen = dict(zip(varied, combination, strict=True))
+        arm = dataclasses.replace(base, **chosen)
         if args.hold == "rollouts" and "group_size" in chosen and "prompts_per_rollout" not in chosen:
-            chosen["prompts_per_rollout"] = _prompts(base.rollout_size, chosen["group_size"])
+            arm = dataclasses.replace(arm, prompts_per_rollout=_prompts(base.rollout_size, arm.group_size))
         name = "_".join(_label(key, value) for key, value in zip(varied, combination, strict=True)) or base.loss_type
         if name in arms:
             raise UserError(f"two arms would be called {name}: give them names of their own in a --sweep_file")
-        arms[name] = dataclasses.replace(base, **chosen)
+        arms[name] = arm
     return arms
 
 
@@ -84,11 +82,9 @@ def named_arms(args: SweepOptions) -> dict[str, RLArgs]:
 
 def _base(preset: str, values: Mapping[str, object], where: str = "") -> RLArgs:
     """The preset's arguments with others in place of some. Raises `UserError` for names and values that there are not."""
-    fields = {f.name: f.type for f in dataclasses.fields(RLArgs)}
     hints = get_type_hints(RLArgs)
     for name, value in values.items():
-        if name not in fields or name in BOOKKEEPING - {"micro_batch_tokens", "eval_interval", "save_interval",
-                                                        "keep_checkpoints", "max_sampler_mismatch"}:  # fmt: skip
+        if name not in hints or name in NOT_SWEPT | {"seed"}:
             raise UserError(f"{where}{name} is no argument of an arm")
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
         wanted = hints[name]
@@ -186,12 +182,14 @@ def _why_same(same: Sequence[RLArgs]) -> str:
     losses = {args.loss_type for args in same}
     if {"grpo_clip", "reinforce_with_baseline"} <= losses:
         return "with one update a rollout the ratio is 1, so grpo_clip has the gradient of reinforce_with_baseline"
-    differing = [
-        f.name
-        for f in dataclasses.fields(RLArgs)
-        if f.name not in BOOKKEEPING and len({getattr(args, f.name) for args in same}) > 1
-    ]
+    differing = _differing(same)
     return f"{' and '.join(f'--{name}' for name in differing)} plays no part here" if differing else "equal arguments"
+
+
+def _differing(arms: Sequence[RLArgs]) -> list[str]:
+    """The arguments, bookkeeping aside, that are not the same in all arms."""
+    names = (f.name for f in dataclasses.fields(RLArgs) if f.name not in BOOKKEEPING)
+    return [name for name in names if len({getattr(args, name) for args in arms}) > 1]
 
 
 DERIVED = {
@@ -210,9 +208,7 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[Warning]:
     """Where arms that differ in one argument, as they were asked to, differ in what follows from it too."""
     found: dict[tuple, list[str]] = {}
     for (a, x), (b, y) in itertools.combinations(arms.items(), 2):
-        differing = [
-            f.name for f in dataclasses.fields(RLArgs) if f.name not in BOOKKEEPING and getattr(x, f.name) != getattr(y, f.name)
-        ]
+        differing = _differing((x, y))
         if "group_size" in differing:
             differing = [name for name in differing if name != "prompts_per_rollout"]
         if len(differing) != 1:

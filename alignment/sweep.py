@@ -31,6 +31,7 @@ from alignment.args import (
     as_command,
     command_line,
     from_preset,
+    refuse_missing_warm_start,
     swept_values,
 )
 from alignment.design import Warning, grid, lint, named_arms, refuse_what_cannot_be_compared, with_controls
@@ -91,10 +92,7 @@ def make_design(args: SweepOptions) -> Design:
     seeds = tuple(dict.fromkeys(args.seed)) or (0,)
     for arm in arms.values():
         [dataclasses.replace(arm, seed=seed) for seed in seeds]  # which says what is wrong with a seed
-        if arm.sft_base and not arm.auto_sft and not Path(arm.sft_base).exists():
-            raise UserError(
-                f"--sft_base {arm.sft_base} does not exist: make it with `uv run -m alignment.sft --preset {arm.preset}`"
-            )
+        refuse_missing_warm_start(arm)
     refuse_what_cannot_be_compared(arms)
     warnings = tuple(lint(arms, seeds))
     if warnings and args.strict:

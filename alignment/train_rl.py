@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from alignment import sft
-from alignment.args import RLArgs, SFTArgs, as_command, parse
+from alignment.args import RLArgs, SFTArgs, as_command, parse, refuse_missing_warm_start
 from alignment.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
@@ -180,12 +180,8 @@ def warm_start(args: RLArgs, console: Console) -> str:
     """The folder or name of the model that training starts from, made by SFT where the preset says so."""
     if not args.sft_base:
         return resolve_model(args.model, args.output_dir)
+    refuse_missing_warm_start(args)
     if not Path(args.sft_base).exists():
-        if not args.auto_sft:
-            raise UserError(
-                f"--sft_base {args.sft_base} does not exist: make it with `uv run -m alignment.sft --preset {args.preset}`,"
-                " or start from --model with --sft_base ''"
-            )
         console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
         # One warm start for every run, whatever the seed of the one that happens to come first.
         sft.train(dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed), console)

@@ -203,15 +203,20 @@ def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, capsys):
         assert [r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")] == list(range(1, 13))
 
 
+def exit_codes(executor: RayExecutor, jobs: int) -> dict[str, int]:
+    codes: dict[str, int] = {}
+    deadline = time.monotonic() + 120
+    while len(codes) < jobs and time.monotonic() < deadline:
+        codes |= executor.finished(1.0)
+    return codes
+
+
 def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
     executor = RayExecutor("", 2, 0)
     try:
         executor.submit(Job("good", "platform", (), str(tmp_path / "good.log")))
         executor.submit(Job("bad", "no_such_module", (), str(tmp_path / "bad.log")))
-        codes: dict[str, int] = {}
-        deadline = time.monotonic() + 120
-        while len(codes) < 2 and time.monotonic() < deadline:
-            codes |= executor.finished(1.0)
+        codes = exit_codes(executor, 2)
     finally:
         executor.close()
     assert codes == {"good": 0, "bad": 1} and LOST not in codes.values()
@@ -224,14 +229,11 @@ def test_a_run_gets_whole_gpus_of_its_own(tmp_path):
     executor = RayExecutor(made.address, None, 2)
     try:
         for name in ("a", "b"):
-            code = (
-                f"import os, time; open({str(tmp_path / name)!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(3)"
-            )
+            other = tmp_path / ("b" if name == "a" else "a")  # both are held until both are there
+            code = f"import os, time; open({str(tmp_path / name)!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+            code += f"\nwhile not os.path.exists({str(other)!r}): time.sleep(0.1)"
             executor.submit(Job(name, "timeit", ("-n1", "-r1", code), str(tmp_path / f"{name}.log")))
-        codes: dict[str, int] = {}
-        deadline = time.monotonic() + 120
-        while len(codes) < 2 and time.monotonic() < deadline:
-            codes |= executor.finished(1.0)
+        codes = exit_codes(executor, 2)
     finally:
         executor.close()
         made.shutdown()
