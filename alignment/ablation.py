@@ -21,7 +21,7 @@ Scores = Mapping[int, np.ndarray]
 """An arm's outcome: for each seed the score of every question [Q], in one order for all arms."""
 
 ALPHA = 0.05  # chance that any verdict of a family is false
-DRAWS = 10_000
+DRAWS = 4_000
 MOST_SEEDS = 200  # beyond which no number of seeds is recommended
 
 
@@ -277,7 +277,8 @@ def detectable_difference(
     """The smallest difference between two of `arms` arms that would get a verdict with a chance of `power`.
 
     `seed_std` is the standard deviation of an arm's accuracy between seeds, questions aside; each question is answered
-    once. Infinite with one seed.
+    once. What arms differ in from question to question, in all seeds alike, comes on top, and is not known beforehand.
+    Infinite with one seed.
     """
     if seeds < 2 or arms < 2:
         return math.inf

@@ -21,7 +21,7 @@ BOOKKEEPING = NOT_SWEPT | {
 
 
 @dataclass(frozen=True)
-class Warning:
+class LintWarning:
     """Something that the design cannot tell, or tells twice."""
 
     kind: Literal["same", "confounded", "seeds"]
@@ -140,7 +140,7 @@ def refuse_what_cannot_be_compared(arms: Mapping[str, RLArgs]) -> None:
 # --- what the design cannot tell --------------------------------------------------------------------------------
 
 
-def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[Warning]:
+def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[LintWarning]:
     """Arms that are mathematically the same, differences that come with others, and single seeds."""
     return [*_same(arms), *_confounded(arms), *_few_seeds(seeds)]
 
@@ -167,12 +167,12 @@ def canonical(args: RLArgs) -> dict[str, object]:
     return facts
 
 
-def _same(arms: Mapping[str, RLArgs]) -> list[Warning]:
+def _same(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
     groups: dict[tuple, list[str]] = {}
     for name, args in arms.items():
         groups.setdefault(tuple(sorted((key, str(value)) for key, value in canonical(args).items())), []).append(name)
     return [
-        Warning("same", tuple(names), f"mathematically the same ({_why_same([arms[name] for name in names])})")
+        LintWarning("same", tuple(names), f"mathematically the same ({_why_same([arms[name] for name in names])})")
         for names in groups.values()
         if len(names) > 1
     ]
@@ -204,7 +204,7 @@ _FACTORS = {"prompts a step": ("prompts_per_rollout",), "optimiser updates": ("e
 _EVALUATED = frozenset({"reward", "sampling_temperature", "sampling_top_p", "max_new_tokens"})
 
 
-def _confounded(arms: Mapping[str, RLArgs]) -> list[Warning]:
+def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
     """Where arms that differ in one argument, as they were asked to, differ in what follows from it too."""
     found: dict[tuple, list[str]] = {}
     for (a, x), (b, y) in itertools.combinations(arms.items(), 2):
@@ -219,7 +219,7 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[Warning]:
         if follows:
             found.setdefault((name, tuple(follows)), []).extend((a, b))
     return [
-        Warning("confounded", tuple(dict.fromkeys(names)), f"--{name} also changes {', '.join(follows)}")
+        LintWarning("confounded", tuple(dict.fromkeys(names)), f"--{name} also changes {', '.join(follows)}")
         for (name, follows), names in found.items()
     ]
 
@@ -230,9 +230,11 @@ def _scored_apart(name: str, x: RLArgs, y: RLArgs) -> bool:
     return name != "reward" or len(rules) > 1
 
 
-def _few_seeds(seeds: Sequence[int]) -> list[Warning]:
+def _few_seeds(seeds: Sequence[int]) -> list[LintWarning]:
     if len(seeds) > 1:
         return []
     return [
-        Warning("seeds", (), "one seed cannot tell an arm from luck; there will be no verdict: give at least two, --seed 0 1")
+        LintWarning(
+            "seeds", (), "one seed cannot tell an arm from luck; there will be no verdict: give at least two, --seed 0 1"
+        )
     ]

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
 import torch
 import tyro
 from rich.console import Console
@@ -132,7 +131,8 @@ def gradient(
         loss_normalization=estimator.loss_normalization,
         denominator=denominator,
     )
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+    # A split policy has its parameters on several devices.
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in parameters])
 
 
 def statistics(gradients_PD: torch.Tensor, weights_B1: torch.Tensor) -> Statistics:
@@ -195,7 +195,7 @@ def look(args: GradientsArgs, console: Console) -> list[tuple[Estimator, Statist
             before = old[p] if estimator.stale else None
             scale_B1 = weights_B1[part].to(log_probs_BT.device)
             gradients.append(
-                gradient(log_probs_BT, mask_BT, scale_B1, estimator, denominator, parameters, before, rl.cliprange).cpu()
+                gradient(log_probs_BT, mask_BT, scale_B1, estimator, denominator, parameters, before, rl.cliprange)
             )
         found.append((estimator, statistics(torch.stack(gradients), weights_B1)))
     return found
@@ -203,14 +203,12 @@ def look(args: GradientsArgs, console: Console) -> list[tuple[Estimator, Statist
 
 def refuse_what_does_not_fit(prompts: int, parameters: int) -> None:
     """Raise `UserError` where one gradient a prompt, in float32 and twice while they are stacked, exceeds the free memory."""
-    needed = 2 * 4 * prompts * parameters
-    with suppress(ValueError, OSError):  # not every platform tells
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if needed > free:
-            raise UserError(
-                f"--prompts {prompts}: their gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free;"
-                f" take at most {max(2, int(free // (8 * parameters)))}"
-            )
+    needed, free = 2 * 4 * prompts * parameters, psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"--prompts {prompts}: their gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free;"
+            f" take at most {max(2, free // (8 * parameters))}"
+        )
 
 
 def _log_probs(policy, rollout, rows: Sequence[int], rl: RLArgs, dtype: torch.dtype) -> torch.Tensor:
@@ -220,18 +218,18 @@ def _log_probs(policy, rollout, rows: Sequence[int], rl: RLArgs, dtype: torch.dt
 def print_statistics(found: Sequence[tuple[Estimator, Statistics]], console: Console) -> None:
     """A row for each estimator."""
     table = Table(title="gradients on one frozen set of rollouts")
-    for heading in ("loss", "length", "/ std", "group", "norm", "spread", "SNR", "cosine", "ESS"):
+    for heading in ("loss", "length", "/ std", "group", "norm", "spread", "SNR", "cosine", "ESS", "silent"):
         table.add_column(heading, justify="left" if heading in ("loss", "length", "/ std") else "right", no_wrap=True)
     for e, s in found:
         std = "" if e.loss_type == "no_baseline" else "yes" if e.normalize_by_std else "no"
-        cells = f"{s.norm:.2g}", f"{s.std:.2g}", f"{s.snr:+.2f}", f"{s.cosine:.2f}", f"{s.effective:.0f}"
+        cells = f"{s.norm:.2g}", f"{s.std:.2g}", f"{s.snr:+.2f}", f"{s.cosine:.2f}", f"{s.effective:.0f}", f"{s.silent:.0%}"
         table.add_row(e.loss_type + (" (2nd update)" if e.stale else ""), e.loss_normalization, std, str(e.group_size), *cells)
     console.print(table)
     console.print(
         "norm and spread are of the whole batch's gradient; SNR, its squared expectation over its variance, is what may be"
         " compared between estimators, since an optimiser like Adam takes the scale away. cosine: a prompt's gradient with the"
         " batch's. ESS: how many equally weighted responses would say as much."
-        f" {found[0][1].silent:.0%} of the prompts have no gradient at all.",
+        " silent: prompts without any gradient.",
         soft_wrap=True,
     )
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from alignment.ablation import ALPHA, DRAWS, Comparison, Contrast, Scores, area_under_curve, compare, interquartile_mean
+from alignment.ablation import ALPHA, Comparison, Contrast, Scores, area_under_curve, compare, interquartile_mean
 from alignment.errors import UserError, door
 from alignment.files import write_atomically
 from alignment.run_records import Run, read_run
@@ -252,8 +252,8 @@ def write_report(study: Study, folder: Path) -> tuple[Path, Path]:
 
 
 def p_text(p: float) -> str:
-    """A p value as far as the draws can tell it."""
-    return f"< {4 / DRAWS:g}" if p < 4 / DRAWS else f"{p:.2g}"
+    """A p value to two digits, as far as it matters."""
+    return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
 def contents(study: Study) -> dict[str, object]:

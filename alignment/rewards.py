@@ -15,7 +15,10 @@ RULES: Mapping[str, RewardFn] = {"r1_zero": r1_zero_reward_fn, "r1_zero_strict":
 
 
 def random_reward_fn(response: str, ground_truth: str) -> Score:
-    """A coin for each response to each problem, thrown by a hash, so that a run can be repeated."""
+    """A coin for each response to each problem, thrown by a hash, so that a run can be repeated.
+
+    The same response to the same problem always gets the same coin, so with few enough problems the coins could be learnt.
+    """
     coin = hashlib.sha256(f"{ground_truth}\0{response}".encode("utf-8", "surrogatepass")).digest()[0] & 1
     return {**r1_zero_reward_fn(response, ground_truth), "reward": float(coin)}
 

@@ -34,7 +34,7 @@ from alignment.args import (
     refuse_missing_warm_start,
     swept_values,
 )
-from alignment.design import Warning, grid, lint, named_arms, refuse_what_cannot_be_compared, with_controls
+from alignment.design import LintWarning, grid, lint, named_arms, refuse_what_cannot_be_compared, with_controls
 from alignment.errors import UserError, door
 from alignment.executors import LOST, Executor, Job, make_executor
 from alignment.files import write_atomically
@@ -56,7 +56,7 @@ class Design:
     tie: float
     alpha: float
     """Chance that any verdict is false: ALPHA, or its share for each of the looks that --until_decided may take."""
-    warnings: tuple[Warning, ...]
+    warnings: tuple[LintWarning, ...]
 
     def facts(self) -> dict[str, object]:
         """What sweep.json says of it, seeds aside: this may not change when a sweep is continued."""
