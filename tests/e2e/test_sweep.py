@@ -70,9 +70,13 @@ def runs_under(folder: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def done(warm, tmp_path_factory):
-    """A sweep of two losses, run one after another by the real command, killed once and continued."""
+    """A sweep of two named arms, run one after another by the real command, killed once and continued."""
     output = tmp_path_factory.mktemp("sweeps")
-    words = [*SMALL, "--sft_base", str(warm), "--output_dir", str(output), "--loss_type", "no_baseline", "grpo_clip"]
+    arms = output / "arms.toml"
+    arms.write_text(
+        '[arms.no_baseline]\nloss_type = "no_baseline"\n[arms.grpo_clip]\nloss_type = "grpo_clip"\ncliprange = 0.1\n'
+    )
+    words = [*SMALL, "--sft_base", str(warm), "--output_dir", str(output), "--sweep_file", str(arms)]
     words += ["--num_steps", "2", "--sweep_name", "small"]
     script = (
         "import alignment.executors as e; e.find_spec = lambda name: None; from alignment import sweep; sweep.door(sweep.main)"
@@ -179,10 +183,16 @@ def cluster():
     made.shutdown()
 
 
+def weights_of(run: Path) -> bytes:
+    return (run / "final" / "model.safetensors").read_bytes()
+
+
 @pytest.mark.timeout(600)
-def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, capsys):
-    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "12"]
-    design = make_design(arguments(warm, tmp_path, *flags))
+def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch, capsys):
+    """The run that was on it is continued on the other node, and ends as the undisturbed one does."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "8"]
+    design = make_design(arguments(warm, Path("on_a_cluster"), *flags))
     states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
     executor = RayExecutor(cluster.address, None, None)
 
@@ -197,10 +207,20 @@ def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, capsys):
     finally:
         executor.close()
     assert {state.status for state in states} == {"done"}
-    assert sorted(state.attempts for state in states)[-1] == 2
+    (killed,) = [state for state in states if state.attempts == 2]
     assert "its worker or machine is gone; trying again" in capsys.readouterr().out
     for state in states:
-        assert [r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")] == list(range(1, 13))
+        assert [r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")] == list(range(1, 9))
+
+    plain = make_design(arguments(warm, Path("undisturbed"), *flags))
+    executor = LocalExecutor(cpus=1)
+    try:
+        run_all(plain, executor, [State(killed.arm, killed.seed)], Console(width=200))
+    finally:
+        executor.close()
+    assert weights_of(design.folder / killed.name) == weights_of(plain.folder / killed.name)
+    ends = [read_jsonl(folder / killed.name / "evals.jsonl")[-1]["avg_all_rewards"] for folder in (design.folder, plain.folder)]
+    assert ends[0] == ends[1]
 
 
 def exit_codes(executor: RayExecutor, jobs: int) -> dict[str, int]:
