@@ -113,7 +113,8 @@ def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: in
     each = list(zip(estimates, by_question, strict=True))
     p = holm([2 * min(_tail(e, drawn, 0), _tail(e, drawn, 0, above=False)) for e, drawn in each])
     p_tie = holm([max(_tail(e, drawn, -tie), _tail(e, drawn, tie, above=False)) for e, drawn in each])
-    evenly = (np.arange(DRAWS) + 0.5) / DRAWS  # quantiles in random order: draws of t without the chance in how many are far out
+    # Even quantiles in random order: draws of t without the chance in how many of them are far out.
+    evenly = (np.arange(DRAWS) + 0.5) / DRAWS
     draws = [e.mean + drawn + rng.permutation(stats.t.ppf(evenly, e.dof)) * e.error for e, drawn in each]
     return [_verdict(*found, tie, alpha, family) for found in zip(estimates, draws, p, p_tie, strict=True)]
 

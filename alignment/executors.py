@@ -96,7 +96,13 @@ class RayExecutor:
         self.ray = ray
         try:
             own = {} if address else {"include_dashboard": False}  # a cluster that is there has decided that already
-            ray.init(address or "local", runtime_env={"env_vars": {"PYTHONPATH": ROOT}}, log_to_driver=False, **own)
+            ray.init(
+                address or "local",
+                runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+                log_to_driver=False,
+                logging_level="ERROR",
+                **own,
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UserError(f"--ray_address {address}: {str(error).splitlines()[0]}") from None
         gpus = gpus if gpus is not None else int(ray.cluster_resources().get("GPU", 0) > 0)

@@ -229,7 +229,7 @@ def print_verdicts(study: Study, console: Console) -> None:
     for title, comparisons in (factors or {"final accuracy": decide(study)}).items():
         table = Table(title=title)
         for heading in ("", "difference", "95 % interval", "seeds", "verdict"):
-            table.add_column(heading)
+            table.add_column(heading, overflow="fold")
         for c in _ranked(comparisons):
             interval = f"{c.low:+.3f} .. {c.high:+.3f}"
             table.add_row(f"{c.a} - {c.b}", f"{c.difference:+.3f}", interval, str(c.seeds), c.verdict)

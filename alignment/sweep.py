@@ -116,7 +116,7 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
     varying = [f.name for f in dataclasses.fields(RLArgs) if len({getattr(arm, f.name) for arm in design.arms.values()}) > 1]
     table = Table(title=f"{len(design.arms)} arms x {len(design.seeds)} seeds = {len(design.arms) * len(design.seeds)} runs")
     for heading in ("arm", *varying, "responses a step"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for name, arm in design.arms.items():
         table.add_row(name, *(str(getattr(arm, field)) for field in varying), str(arm.rollout_size))
     console.print(table)
@@ -256,7 +256,7 @@ def progress_table(design: Design, states: Sequence[State]) -> Table:
     seeds = sorted({state.seed for state in states})
     table = Table(title=f"{sum(state.status == 'done' for state in states)} of {len(states)} runs done")
     for heading in ("arm", *(f"seed {seed}" for seed in seeds)):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     cells = {(state.arm, state.seed): _progress(design, state) for state in states}
     for arm in design.arms:
         table.add_row(arm, *(cells.get((arm, seed), "") for seed in seeds))
