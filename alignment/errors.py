@@ -5,22 +5,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from alignment.interrupts import Interrupted, interruptible
+
 
 class UserError(Exception):
     """Something the user can put right. The message says what was wrong, where, and what to do."""
 
+    code = 2
+
+
+class RunStopped(UserError):
+    """A run that cannot go on, through no mistake in its arguments. The message says why, and what is kept."""
+
+    code = 1
+
 
 def door(main: Callable[[], None]) -> None:
-    """Run a command's `main`. A `UserError` becomes one line on stderr and exit code 2, Ctrl-C exits with 130.
+    """Run a command's `main`. A `UserError` becomes one line on stderr and exit code 2 (`RunStopped`: 1); Ctrl-C exits with
+    130, SIGTERM with 143.
 
     So does what the file system refuses (no permission, no space, a file where a folder should be): its own message
     names the path.
     """
     try:
-        main()
+        with interruptible():
+            main()
     except (UserError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(getattr(error, "code", 2))
+    except Interrupted as stop:
+        print(f"interrupted by {stop}", file=sys.stderr)
+        sys.exit(128 + stop.signum)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from alignment.args import Args
-from alignment.errors import UserError
+from alignment.errors import RunStopped, UserError
 from alignment.models import compute_dtype, context_length, load_config, load_model, sampler_kind
 from alignment.placement import Roles
 from alignment.records import Completion, Sampling
+
+
+class SamplerLost(RuntimeError):
+    """The engine died, hung, or answered what cannot be a completion. A new one may do better."""
 
 
 class Sampler(Protocol):
     """Draws completions from one version of the policy's weights."""
 
     policy_version: int
+    restarts: int
+    """Engines that were lost and replaced so far."""
 
     def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
         """`sampling.n` completions for each prompt, in order. The same seed and weights give the same completions.
@@ -33,6 +42,73 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Free the engine. Calling it twice is fine."""
         ...
+
+
+class Restarted:
+    """A `Sampler` whose engine is replaced where it is lost, once a request: a new one gets the weights of the version that
+    the lost one had, and the same request, which gives the same completions.
+
+    `start` makes an engine with the weights that sampling began with; `weights` are the present ones, None if they do not
+    change. Raises `RunStopped` where the new engine is lost as well.
+    """
+
+    def __init__(self, start: Callable[[], Sampler], weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None):
+        self._start, self._weights = start, weights
+        self._engine = start()
+        self._version: int | None = None
+        self.restarts = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+        return self._insist(lambda: self._sampled(prompts, sampling))
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        first = iter([named_tensors])  # a new engine is sent them from the start
+        self._version = version
+        self._insist(lambda: self._engine.load_weights(next(first, None) or self._weights(), version))
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _sampled(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+        drawn = self._engine.sample(prompts, sampling)
+        refuse_garbage(drawn, len(prompts), sampling)
+        return drawn
+
+    def _insist(self, request: Callable):
+        try:
+            return request()
+        except SamplerLost as error:
+            lost = error
+        print(f"the sampler is started again: {lost}", file=sys.stderr)
+        self.restarts += 1
+        self._engine.close()
+        try:
+            self._engine = self._start()
+            if self._version is not None:
+                self._engine.load_weights(self._weights(), self._version)
+            return request()
+        except (SamplerLost, UserError) as error:
+            raise RunStopped(f"the sampler was lost ({lost}), and once more after it was started again: {error}") from None
+
+
+def refuse_garbage(drawn: Sequence[Sequence[Completion]], prompts: int, sampling: Sampling) -> None:
+    """Raise `SamplerLost` for an answer that cannot be `sampling.n` completions of each prompt."""
+    if len(drawn) != prompts or any(len(group) != sampling.n for group in drawn):
+        raise SamplerLost(f"it was asked for {prompts} x {sampling.n} completions and gave {[len(group) for group in drawn]}")
+    for completion in (completion for group in drawn for completion in group):
+        if not 1 <= len(completion.token_ids) <= sampling.max_new_tokens or len(completion.log_probs) != len(
+            completion.token_ids
+        ):
+            raise SamplerLost(
+                f"a completion has {len(completion.token_ids)} tokens, of at most {sampling.max_new_tokens}, and"
+                f" {len(completion.log_probs)} log-probs"
+            )
+        if not all(-math.inf < log_prob <= 1e-3 for log_prob in completion.log_probs):  # a bfloat16 sum may pass 0
+            raise SamplerLost("a completion has log-probs that are no logarithms of probabilities")
 
 
 def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int) -> list[list[int]]:
@@ -64,14 +140,17 @@ def make_sampler(args: Args, model_path: str, tokenizer, device: str, roles: Rol
 
         alone = device not in {*roles.policy, roles.reference}  # sampling and evaluation on one GPU share one engine
         share = args.gpu_memory_utilization or (0.9 if alone else 0.4)
-        return VLLMSampler(
+        start = functools.partial(
+            VLLMSampler,
             model_path,
             tokenizer,
             device=device,
             dtype=str(dtype).removeprefix("torch."),
             context=context,
             gpu_memory_utilization=share,
+            timeout=args.sampler_timeout,
         )
+        return Restarted(start, None if policy is None else policy.named_parameters)
     from alignment.samplers.transformers import TransformersSampler
 
     in_place = policy is not None and set(roles.policy) == {device} and policy.dtype == dtype

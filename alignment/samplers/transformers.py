@@ -39,6 +39,7 @@ class TransformersSampler:
         self.tokenizer = tokenizer
         self.context = context
         self.policy_version = policy_version
+        self.restarts = 0
         self._device = model.get_input_embeddings().weight.device
         self._eos = {tokenizer.eos_token_id, *_as_list(model.generation_config.eos_token_id)} - {None}
         self._may_end: dict[tuple[str, ...], torch.Tensor] = {}

@@ -8,12 +8,14 @@ cause above", and leaves one process to end instead of a tree. Everything crosse
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +28,7 @@ import torch
 
 from alignment.errors import UserError
 from alignment.records import Completion, Sampling
-from alignment.samplers import encode_prompts
+from alignment.samplers import SamplerLost, encode_prompts
 
 POLL_SECONDS = 0.5  # how soon a death on one side is noticed on the other where the pipe does not tell
 GRACE_SECONDS = 10  # for the engine to free its device before it is killed
@@ -55,8 +57,8 @@ class VLLMSampler:
     get VLLM_CPU_KVCACHE_SPACE GiB instead (2 where unset). In bfloat16 a completion also depends on what shares its
     batch, so the same seed repeats it only for the same list of prompts.
 
-    Raises `UserError` where vLLM is missing or cannot start. An engine that breaks or dies later raises `RuntimeError`
-    with its last words and is closed.
+    Raises `UserError` where vLLM is missing or cannot start. An engine that breaks or dies later, or does not answer within
+    `timeout` seconds, raises `SamplerLost` with its last words and is closed.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class VLLMSampler:
         dtype: str,
         context: int,
         gpu_memory_utilization: float,
+        timeout: float = math.inf,
         policy_version: int = 0,
         seed: int = 0,
     ):
@@ -80,6 +83,8 @@ class VLLMSampler:
         self.tokenizer = tokenizer
         self.context = context
         self.policy_version = policy_version
+        self.restarts = 0
+        self._timeout = timeout
         self._device = device
         self._dtype = getattr(torch, dtype)
         self._log_start = 0
@@ -127,6 +132,7 @@ class VLLMSampler:
         """The worker's answer to a request. After any failure the two sides are out of step, so the worker is ended."""
         if not self._stop.alive:
             raise RuntimeError("the vLLM sampler is closed")
+        deadline = time.monotonic() + self._timeout
         try:
             self._connection.send((verb, arguments))
             if tensors is not None:
@@ -134,16 +140,18 @@ class VLLMSampler:
             while not self._connection.poll(POLL_SECONDS):
                 if self._process.poll() is not None and not self._connection.poll():
                     raise EOFError
+                if time.monotonic() > deadline:
+                    raise SamplerLost(f"the vLLM process on {self._device} gave no answer within {self._timeout:g} s")
             failure, answer = self._connection.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise RuntimeError(self._obituary()) from None
+            raise SamplerLost(self._obituary()) from None
         except BaseException:  # Ctrl-C too: the engine may be busy for minutes with an answer that nobody will read
             self._process.kill()
             self.close()
             raise
         if failure:
             self.close()
-            raise RuntimeError(failure)
+            raise SamplerLost(failure)
         return answer
 
     def _obituary(self) -> str:

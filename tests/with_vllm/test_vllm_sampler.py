@@ -15,6 +15,7 @@ import torch
 
 from alignment.errors import UserError
 from alignment.records import Sampling
+from alignment.samplers import Restarted
 from alignment.samplers.vllm import VLLMSampler, worker_environment
 from tests.with_vllm.conftest import CONTEXT, WORDS, tiny_llama
 
@@ -167,6 +168,26 @@ def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(start_
         victim.sample(PROMPTS, OPEN_END)
     victim.close()
     assert time.monotonic() - began < 5
+    assert not new_processes(before)
+
+
+def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_completions(start_sampler, policy, capfd):
+    before = set(psutil.Process().children(recursive=True))
+    victim = Restarted(start_sampler, lambda: tiny_llama(seed=1).named_parameters())
+    try:
+        victim.load_weights(tiny_llama(seed=1).named_parameters(), 4)
+        expected = victim.sample(PROMPTS, OPEN_END)
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            victim._engine._timeout = 5.0
+            (worker,) = new_processes(before)
+            worker.send_signal(number)
+            assert victim.sample(PROMPTS, OPEN_END) == expected
+            assert expected[0][0].policy_version == victim.policy_version == 4
+        assert victim.restarts == 2
+        said = capfd.readouterr().err
+        assert "killed by SIGKILL" in said and "gave no answer within 5 s" in said
+    finally:
+        victim.close()
     assert not new_processes(before)
 
 

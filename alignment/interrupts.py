@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM: a command stops where nothing is half done, and at the second signal at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(BaseException):
+    """The user, or the machine's owner, wants the command to end. Not an Exception, so that nothing takes it for an error."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+_held = False
+_came: int | None = None
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let the first signal raise `Interrupted` wherever the program is, short of what is held; a second one ends it."""
+    global _held, _came
+    _held, _came = False, None
+    before = {}
+    with suppress(ValueError):  # only a program's main thread may
+        before = {number: signal.signal(number, _on_signal) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def hold() -> None:
+    """From here on a signal waits for `release`: what begins now must not be left half done."""
+    global _held
+    _held = True
+
+
+def is_held() -> bool:
+    """Whether something is half done."""
+    return _held
+
+
+def release() -> None:
+    """Nothing is half done any more. Raises `Interrupted` where a signal has come meanwhile."""
+    global _held
+    was, _held = _held, False
+    if was and _came is not None:
+        raise Interrupted(_came)
+
+
+def _on_signal(number: int, frame) -> None:
+    global _came
+    if _came is not None:
+        os._exit(128 + number)
+    _came = number
+    if not _held:
+        raise Interrupted(number)
