@@ -135,7 +135,7 @@ def read_labels(file: Path) -> dict[Pair, bool]:
         try:
             row = json.loads(line)
             pair, label = (row["answer"], row["ground_truth"]), row.get("label")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f'{file}:{number}: needs "answer", "ground_truth" and "label"') from None
         if not all(isinstance(text, str) for text in pair):
             raise UserError(f'{file}:{number}: "answer" and "ground_truth" must be text')

@@ -6,8 +6,11 @@ to save for a resumed run to repeat the undisturbed one.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from alignment.errors import UserError
-from alignment.files import atomic_folder
+from alignment.files import atomic_folder, damage, manifested
 
 # Out of the top folder, where loaders take every *.safetensors file for model weights.
 OPTIMIZER = Path("trainer") / "optimizer.safetensors"
@@ -26,15 +29,34 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / f"step_{step:06d}"
 
 
-def last_step(run: Path) -> int:
-    """The newest checkpoint's step; 0 where there is none."""
-    return max(_steps(run), default=0)
+def last_whole_step(run: Path) -> tuple[int, list[str]]:
+    """The newest undamaged checkpoint's step, and what is wrong with each newer one. 0 where there are no checkpoints.
+
+    Raises `UserError` where all of them are damaged.
+    """
+    found = []
+    for step in sorted(_steps(run), reverse=True):
+        wrong = damage(checkpoint_folder(run, step))
+        if wrong is None:
+            return step, found
+        found.append(f"{checkpoint_folder(run, step)} is damaged: {wrong}")
+    if found:
+        raise UserError(f"no checkpoint is whole: {'; '.join(found)}. Start a new run, or delete these folders to begin again")
+    return 0, []
+
+
+def put_aside(run: Path, after: int) -> None:
+    """Rename the checkpoints after a step, which are damaged, so that they are neither used nor in the way."""
+    for step in [step for step in _steps(run) if step > after]:
+        folder = checkpoint_folder(run, step)
+        names = itertools.chain([f"damaged_{folder.name}"], (f"damaged_{folder.name}-{n}" for n in itertools.count(2)))
+        folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
 
 def save_checkpoint(folder: Path, model, tokenizer, optimizer: torch.optim.Optimizer) -> None:
     """Write model, tokenizer and optimiser state to `folder`, which appears only when all of it is on the disk."""
-    with atomic_folder(folder) as building:
-        save_model(building, model, tokenizer)
+    with atomic_folder(folder) as building, manifested(building), full_disk_is_an_os_error(folder):
+        _save(building, model, tokenizer)
         (building / OPTIMIZER).parent.mkdir()
         state = optimizer.state_dict()["state"]
         tensors = {f"{index}.{key}": t.contiguous() for index, values in state.items() for key, t in values.items()}
@@ -42,19 +64,28 @@ def save_checkpoint(folder: Path, model, tokenizer, optimizer: torch.optim.Optim
 
 
 def save_model(folder: Path, model, tokenizer) -> None:
-    """Write a Hugging Face folder that `from_pretrained` and vLLM load."""
+    """Write what `from_pretrained` and vLLM load into a folder that is being made, with a manifest."""
+    with manifested(folder), full_disk_is_an_os_error(folder):
+        _save(folder, model, tokenizer)
+
+
+def _save(folder: Path, model, tokenizer) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Fill a fresh optimiser with a checkpoint's state. Raises `UserError` where that is missing or damaged."""
+@contextmanager
+def full_disk_is_an_os_error(folder: Path) -> Iterator[None]:
+    """Raise OSError for what the safetensors library raises where a file cannot be written."""
     try:
-        saved = load_file(folder / OPTIMIZER)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{folder / OPTIMIZER} is missing or damaged ({error}): delete {folder} to resume from the checkpoint before it"
-        ) from None
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{folder} could not be written: {error}") from None
+
+
+def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Fill a fresh optimiser with a whole checkpoint's state."""
+    saved = load_file(folder / OPTIMIZER)
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in saved.items():
         index, _, key = name.partition(".")

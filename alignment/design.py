@@ -87,7 +87,7 @@ def _base(preset: str, values: Mapping[str, object], where: str = "") -> RLArgs:
         if name not in hints or name in NOT_SWEPT | {"seed"}:
             raise UserError(f"{where}{name} is no argument of an arm")
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        wanted = hints[name]
+        wanted = next((kind for kind in get_args(hints[name]) if kind in _KINDS), hints[name])
         if choices and value not in choices:
             raise UserError(f"{where}{name} = {value!r}: choose one of {', '.join(map(str, choices))}")
         if wanted in (int, bool, str) and type(value) is not wanted or wanted is float and type(value) not in (int, float):

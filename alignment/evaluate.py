@@ -202,7 +202,6 @@ def main() -> None:
     finally:
         sampler.close()
     run = RunFolder(claim_run_folder(args, f"evaluate_{Path(args.model).name}_{args.task}"))
-    run.log_args(args)
     run.log_completions("eval", 0, evaluation.groups)
     run.log_eval({"step": 0, **evaluation.record()})
     run.log_summary(evaluation.record())

@@ -1,43 +1,173 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and folders that one process at a time works in."""
 
 from __future__ import annotations
 
+import fcntl
+import glob
+import hashlib
+import json
 import os
 import shutil
+import socket
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
+
+from alignment.errors import UserError
+
+MANIFEST = "manifest.json"
+LOCK = ".lock"
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Give a hidden sibling folder to fill; on success it is flushed to disk and renamed to `path`, else removed.
 
-    Nothing is overwritten: raises OSError where `path` has come to exist meanwhile.
+    Nothing is overwritten: raises OSError where `path` has come to exist meanwhile, unless it is an empty folder.
     """
     path = Path(path)
-    building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
+    _remove_left_behind(path)
+    building = _building(path)
     building.mkdir(parents=True)
     try:
         yield building
         for file in building.rglob("*"):
-            _flush(file)
+            flush(file)
+        flush(building)
         building.rename(path)
-        _flush(path.parent)
+        flush(path.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a whole text file, or nothing."""
-    building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    building.write_text(text, encoding="utf-8")
-    _flush(building)
-    building.replace(path)
+    building = _building(path)
+    try:
+        building.write_text(text, encoding="utf-8")
+        flush(building)
+        building.replace(path)
+    finally:
+        building.unlink(missing_ok=True)
 
 
-def _flush(path: Path) -> None:
+def _building(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.{uuid.uuid4().hex}.tmp")
+
+
+def _remove_left_behind(path: Path) -> None:
+    """Remove what killed processes of this machine were about to name `path`."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*@{glob.escape(socket.gethostname())}.*.tmp"):
+        pid = left.name.removeprefix(f".{path.name}.").partition("@")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes were about to write. Only for who holds the folder."""
+    for left in folder.rglob(".*.tmp"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+@contextmanager
+def manifested(folder: Path) -> Iterator[None]:
+    """Note size and SHA-256 of every file that is written to `folder` meanwhile, in its manifest."""
+    before = _files(folder)
+    yield
+    facts = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _checksum(file)}
+        for file in sorted(_files(folder) - before)
+    }
+    (folder / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a folder that has a manifest, or None: each file has the size and SHA-256 that are noted there."""
+    try:
+        expected = read_json(folder / MANIFEST)
+        sizes = {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in expected.items()}
+    except (UserError, OSError, ValueError, OverflowError, KeyError, TypeError):
+        return f"its {MANIFEST} is missing or damaged"
+    for name, (size, checksum) in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if _checksum(file) != checksum:
+            return f"{name} has changed since it was written"
+    return None
+
+
+def _files(folder: Path) -> set[Path]:
+    return {file for file in folder.rglob("*") if file.is_file()}
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. Raises `UserError` naming host and process where another holds it.
+
+    The kernel gives the lock back when its process ends, however that ends, so a lock file that nobody holds is stale.
+    """
+    with (folder / LOCK).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(
+                f"{folder} is in use by {lock.read().strip() or 'another process'}: wait for it or stop it"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield
+
+
+def read_json(file: Path) -> dict:
+    """The object of a JSON file. Raises `UserError` for anything else, FileNotFoundError where there is no file."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is damaged: it does not hold a JSON object")
+    return found
+
+
+def read_jsonl(file: Path) -> list[dict]:
+    """The objects of a JSON-lines file, but for a last line that a killed process left unfinished; none if it is missing.
+
+    Raises `UserError`, naming file and line, for any other line that is no object.
+    """
+    if not file.exists():
+        return []
+    lines, records = file.read_bytes().split(b"\n"), []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines):  # a whole line ends with a line break, after which an empty one comes last
+                break
+            record = None
+        if not isinstance(record, dict):
+            raise UserError(f"{file}:{number}: not a JSON object; the file is damaged")
+        records.append(record)
+    return records
+
+
+def flush(path: Path) -> None:
+    """Have the disk take a file or a folder's list of files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from alignment.args import Args
 from alignment.embedded import embedded_model
 from alignment.errors import UserError
+from alignment.files import MANIFEST, damage
 from alignment.log_probs import get_response_log_probs
 from alignment.placement import ModelShape, Roles, assign_roles, partition_layers
 from alignment.records import Batch
@@ -43,6 +44,8 @@ def resolve_model(name: str, output_dir: str) -> str:
             f'--model {name}: no model folder (with a config.json) is there; give "tiny", "smollm2", a Hugging Face folder,'
             " or a hub name such as Qwen/Qwen2.5-Math-1.5B"
         )
+    if looks_local and (Path(name).expanduser() / MANIFEST).exists() and (wrong := damage(Path(name).expanduser())):
+        raise UserError(f"--model {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}")
     return str(Path(name).expanduser()) if looks_local else name
 
 

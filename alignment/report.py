@@ -24,9 +24,9 @@ from scipy import stats
 
 from alignment.ablation import ALPHA, Comparison, Contrast, Scores, area_under_curve, compare, interquartile_mean
 from alignment.errors import UserError, door
-from alignment.files import write_atomically
+from alignment.files import read_json, read_jsonl, write_atomically
 from alignment.run_records import Run, read_run
-from alignment.tracking import printable, read_jsonl
+from alignment.tracking import printable
 
 UNTOLD = {"seed", "run_name", "output_dir", "resume"}  # arguments in which the runs of one arm differ
 SHOWN_PAIRS = 15  # in the Markdown summary; the page has all
@@ -97,15 +97,16 @@ def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
 
 
 def _read_sweep(folder: Path) -> Study:
-    file = folder / "sweep.json"
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        planned, seeds, command = facts["arms"], facts["seeds"], shell(["", *facts["command"]])
-        tie, hold, warnings, alpha = facts["tie"], facts["hold"], tuple(facts["warnings"]), facts["alpha"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file} is damaged") from None
+    facts = read_json(folder / "sweep.json")
+    kinds = {"arms": dict, "seeds": list, "command": list, "warnings": list, "tie": float, "alpha": float, "hold": str}
+    planned = facts.get("arms")
+    whole = all(isinstance(facts.get(key), kind) for key, kind in kinds.items())
+    if not (whole and planned and all(isinstance(arm, dict) for arm in planned.values())):
+        raise UserError(f"{folder / 'sweep.json'} is damaged: it needs {', '.join(kinds)}")
+    seeds, command = facts["seeds"], shell(["", *map(str, facts["command"])])
+    tie, hold, warnings, alpha = facts["tie"], facts["hold"], tuple(map(str, facts["warnings"])), facts["alpha"]
     arms: dict[str, dict[int, Run]] = {arm: {} for arm in planned}
-    expected = {(arm, seed) for arm in planned for seed in seeds}
+    expected = {(arm, seed) for arm in planned for seed in seeds if type(seed) is int}
     for place in sorted(folder.glob("*_seed*")):
         arm, _, seed = place.name.rpartition("_seed")
         if arm not in arms or not seed.isdigit():
@@ -113,8 +114,8 @@ def _read_sweep(folder: Path) -> Study:
         expected.add((arm, int(seed)))
         if (place / "args.json").exists() and (run := read_run(place)).finished:
             arms[arm][int(seed)] = run
-    differing = [name for name in next(iter(planned.values())) if len({json.dumps(a[name]) for a in planned.values()}) > 1]
-    varied = {arm: {name: args[name] for name in differing} for arm, args in planned.items()}
+    differing = [name for name in next(iter(planned.values())) if len({json.dumps(a.get(name)) for a in planned.values()}) > 1]
+    varied = {arm: {name: args.get(name) for name in differing} for arm, args in planned.items()}
     missing = tuple(f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm])
     return Study(arms, varied, missing, tie, hold, warnings, command, alpha)
 
@@ -428,7 +429,7 @@ def _draw_metric(axes, study: Study, key: str, label: str) -> None:
     """Means over seeds at each step."""
     colours = _colours(study)
     for arm, runs in study.arms.items():
-        curves = [{r["step"]: r[key] for r in run.metrics if key in r} for run in runs.values()]
+        curves = [{r["step"]: r[key] for r in run.metrics if r.get(key) is not None} for run in runs.values()]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
         if steps:
             axes.plot(steps, [np.mean([c[step] for c in curves]) for step in steps], color=colours[arm], label=arm, lw=1)

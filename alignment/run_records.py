@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from alignment.errors import UserError
-from alignment.tracking import read_jsonl
+from alignment.files import read_json, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,21 @@ def read_run(path: Path) -> Run:
     """A run's records. Raises `UserError`, naming the file, where they are damaged or missing."""
     file = path / "args.json"
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        args, command, versions = facts["args"], tuple(facts["command"]), facts["versions"]
+        facts = read_json(file)
     except FileNotFoundError:
         raise UserError(f"{path} is no run's folder: it has no args.json") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file} is damaged") from None
-    metrics, evals = (tuple(read_jsonl(path / name)) for name in ("metrics.jsonl", "evals.jsonl"))
-    return Run(path, args, command, versions, metrics, evals, (path / "summary.json").exists())
+    args, command, versions = (facts.get(key) for key in ("args", "command", "versions"))
+    if not (
+        isinstance(args, dict) and type(args.get("seed")) is int and isinstance(command, list) and isinstance(versions, dict)
+    ):
+        raise UserError(f"{file} is damaged: it needs args with a seed, command and versions")
+    metrics, evals = (tuple(_with_steps(path / name)) for name in ("metrics.jsonl", "evals.jsonl"))
+    return Run(path, args, tuple(map(str, command)), versions, metrics, evals, (path / "summary.json").exists())
+
+
+def _with_steps(file: Path) -> list[dict]:
+    records = read_jsonl(file)
+    for number, record in enumerate(records, start=1):
+        if type(record.get("step")) is not int:
+            raise UserError(f"{file}:{number}: has no step; the file is damaged")
+    return records

