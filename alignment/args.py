@@ -58,6 +58,8 @@ class Args:
     """Devices the policy is split over; by default every GPU that no other role holds."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory that vLLM may take; by default 0.9 on a GPU of its own, 0.4 on a shared one."""
+    sampler_timeout: float = 3600.0
+    """Seconds after which a vLLM engine that has not answered is taken to hang."""
 
     max_new_tokens: int = 48
     """Longest response, in tokens."""
@@ -85,6 +87,7 @@ class Args:
         _require(0 <= self.seed < 2**31, "--seed", self.seed, "from 0 to 2147483647")
         share = self.gpu_memory_utilization
         _require(share is None or 0 < share <= 1, "--gpu_memory_utilization", share, "above 0 and at most 1")
+        _require_positive(self, "sampler_timeout")
         _require_folder_name("--run_name", self.run_name)
 
 
@@ -187,6 +190,16 @@ class RLArgs(Args):
     """Steps between checkpoints."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept; 0: all."""
+    max_bad_steps: int = 3
+    """Steps in a row whose every update had a loss or gradient that is not finite, after which the run stops."""
+    max_grader_failures: float = 0.05
+    """Share of the answers of 20 steps whose grading may fail (time, memory), above which the run stops."""
+    data_seed: int | None = None
+    """Seed of the order of prompts and mini-batches; by default --seed."""
+    sampling_seed: int | None = None
+    """Seed of the rollouts' samples; by default --seed."""
+    deterministic: bool = False
+    """On GPUs, use deterministic kernels where torch has them, which are slower. A CPU needs none of it."""
     auto_sft: bool = False
     """Run `sft` with the same preset first where --sft_base does not exist yet."""
     resume: bool = False
@@ -210,7 +223,18 @@ class RLArgs(Args):
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
         _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
         _require(self.keep_checkpoints >= 0, "--keep_checkpoints", self.keep_checkpoints, "0 (all) or more")
+        _require_positive(self, "max_bad_steps")
+        _require(0 <= self.max_grader_failures <= 1, "--max_grader_failures", self.max_grader_failures, "from 0 to 1")
+        for name in ("data_seed", "sampling_seed"):
+            seed = getattr(self, name)
+            _require(seed is None or 0 <= seed < 2**31, f"--{name}", seed, "from 0 to 2147483647")
         _require(self.train_mini_batch_size >= 0, "--train_mini_batch_size", self.train_mini_batch_size, "0 (all) or more")
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        """The seed of each source of randomness."""
+        data = self.seed if self.data_seed is None else self.data_seed
+        return {"data": data, "sampling": self.seed if self.sampling_seed is None else self.sampling_seed, "model": self.seed}
 
     @property
     def rollout_size(self) -> int:
@@ -361,7 +385,8 @@ def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
         raise UserError(f"--preset {name}: there is no such preset; choose one of {', '.join(preset_names())}")
     values = tomllib.loads(path.read_text())
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    own = values.get({EvaluateArgs: "evaluate", SFTArgs: "sft", RLArgs: "train_rl", PlanArgs: "plan"}[cls], {})
+    tables = {EvaluateArgs: "evaluate", SFTArgs: "sft", RLArgs: "train_rl", PlanArgs: "plan"}
+    own = values.get(next(table for kind, table in tables.items() if issubclass(cls, kind)), {})
     return cls(**{"preset": name, **shared, **own, **overrides})
 
 
@@ -373,6 +398,11 @@ def preset_names() -> list[str]:
 def as_command(cls: type[AnyArgs], other: Args) -> AnyArgs:
     """The arguments of another command that shares `other`'s preset and every value both have in common."""
     return from_preset(cls, other.preset, **{f.name: getattr(other, f.name) for f in dataclasses.fields(Args)})
+
+
+def as_train_rl(args: RLArgs) -> RLArgs:
+    """The arguments of train_rl alone, of a command that has more."""
+    return RLArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(RLArgs)})
 
 
 def _preset_named_in(argv: list[str]) -> str:

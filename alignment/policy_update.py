@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -49,32 +49,54 @@ class OldPolicy:
 
 
 def update(
-    policy, optimizer: torch.optim.Optimizer, rollout: Rollout, args: RLArgs, step: int, dtype: torch.dtype
-) -> tuple[dict[str, float], torch.Tensor]:
-    """All optimiser updates of one rollout. Returns their report, and the log-probs [B, T] that the first pass saw.
+    policy,
+    optimizer: torch.optim.Optimizer,
+    rollout: Rollout,
+    args: RLArgs,
+    step: int,
+    dtype: torch.dtype,
+    before_weights_change: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, float | None], torch.Tensor, list[Sequence[int]]]:
+    """All optimiser updates of one rollout. Returns their report, the log-probs [B, T] that the first pass saw, and the rows
+    of each mini-batch whose loss or gradient was not finite, for which no update was made.
 
-    Nothing in here waits for a device until the report at the end, so that on a split policy one micro-batch's late
+    Nothing in here waits for a device but the check of each gradient, so that on a split policy one micro-batch's late
     layers run beside the next one's early layers.
     """
     policy.train()
     lengths, totals, norms = rollout.lengths, [], []
     seen: list[tuple[Sequence[int], torch.Tensor]] = []
+    bad: list[Sequence[int]] = []
     size = args.train_mini_batch_size or len(lengths)
     for epoch in range(args.epochs_per_rollout):
-        order = random.Random(f"update {args.seed} {step} {epoch}").sample(range(len(lengths)), len(lengths))
+        order = random.Random(f"update {args.seeds['data']} {step} {epoch}").sample(range(len(lengths)), len(lengths))
         for mini_batch in (order[start : start + size] for start in range(0, len(order), size)):
             denominator = loss_denominator(args.loss_normalization, [lengths[row] for row in mini_batch], args.max_new_tokens)
+            found = []
             for rows, log_probs, sums in backward(policy, rollout, mini_batch, denominator, args, dtype):
-                totals.append(sums)
+                found.append(sums)
                 seen.append((rows, log_probs))
-            set_learning_rate(optimizer, learning_rate(args, (step - 1) * args.updates_per_rollout + len(norms) + 1))
-            norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
-            optimizer.step()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            set_learning_rate(optimizer, learning_rate(args, (step - 1) * args.updates_per_rollout + len(norms) + len(bad) + 1))
+            if is_finite(norm, found):
+                before_weights_change()
+                optimizer.step()
+                totals += found
+                norms.append(norm)
+            else:
+                bad.append(mini_batch)
             optimizer.zero_grad(set_to_none=True)
     first_pass_BT = torch.zeros(rollout.batch.labels.shape)
     for rows, log_probs in reversed(seen):
         first_pass_BT[rows, : log_probs.shape[1]] = log_probs.cpu()
-    return update_report(totals, norms, optimizer.param_groups[0]["lr"]), first_pass_BT
+    report = update_report(totals, norms, optimizer.param_groups[0]["lr"])
+    return {**report, "bad_updates": len(bad)}, first_pass_BT, bad
+
+
+def is_finite(norm: torch.Tensor, sums: Sequence[dict[str, torch.Tensor]]) -> bool:
+    """Whether a mini-batch's gradient norm and the losses of its micro-batches are numbers."""
+    losses = sum(part["loss"].to(norm.device) for part in sums)
+    return bool((torch.isfinite(norm) & torch.isfinite(losses)).item())
 
 
 def backward(
@@ -116,8 +138,12 @@ def learning_rate(args: RLArgs, update_number: int) -> float:
     return args.learning_rate * min(1.0, update_number / max(1, args.warmup_steps))
 
 
-def update_report(totals: Sequence[dict[str, torch.Tensor]], norms: Sequence[torch.Tensor], rate: float) -> dict[str, float]:
-    """Losses averaged over updates; entropy, ratio and clip fraction over response tokens."""
+def update_report(
+    totals: Sequence[dict[str, torch.Tensor]], norms: Sequence[torch.Tensor], rate: float
+) -> dict[str, float | None]:
+    """Losses averaged over updates; entropy, ratio and clip fraction over response tokens. None where no update was made."""
+    if not norms:
+        return {"loss": None, "entropy": None, "grad_norm": None, "learning_rate": rate, "updates": 0}
     tokens = sum(sums["response_tokens"].item() for sums in totals)
 
     def total(key: str) -> float:

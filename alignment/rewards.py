@@ -57,12 +57,15 @@ def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Com
         for problem, drawn in zip(problems, completions, strict=True)
         for completion in drawn
     ]
-    with ThreadPoolExecutor(GRADERS_AT_WORK) as threads:
+    threads = ThreadPoolExecutor(GRADERS_AT_WORK)
+    try:
         scores = threads.map(lambda pair: reward_fn(*pair), texts)
         return [
             Group(problem, tuple(drawn), tuple(next(scores) for _ in drawn))
             for problem, drawn in zip(problems, completions, strict=True)
         ]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)  # whoever is interrupted does not wait for the rest
 
 
 def grading_report(groups: Sequence[Group]) -> dict[str, float]:

@@ -41,7 +41,7 @@ def problems_of_step(problems: Sequence[Problem], args: RLArgs, step: int) -> li
     first = (step - 1) * args.prompts_per_rollout
     places = range(first, first + args.prompts_per_rollout)
     passes = {place // len(problems) for place in places}
-    orders = {n: random.Random(f"order {args.seed} {n}").sample(range(len(problems)), len(problems)) for n in passes}
+    orders = {n: random.Random(f"order {args.seeds['data']} {n}").sample(range(len(problems)), len(problems)) for n in passes}
     return [problems[orders[place // len(problems)][place % len(problems)]] for place in places]
 
 
@@ -58,7 +58,7 @@ def rollout_sampling(stop: tuple[str, ...], args: RLArgs, step: int) -> Sampling
         top_p=args.sampling_top_p,
         max_new_tokens=args.max_new_tokens,
         stop=stop,
-        seed=derived_seed("rollout", args.seed, step),
+        seed=derived_seed("rollout", args.seeds["sampling"], step),
     )
 
 
@@ -127,6 +127,7 @@ def rollout_report(groups: Sequence[Group], args: RLArgs) -> dict[str, float]:
         "answer_reward": sum(score["answer_reward"] for score in scores) / len(scores),
         "response_length": sum(len(c.token_ids) for c in drawn) / len(drawn),
         "finished": sum(c.finish_reason == "stop" for c in drawn) / len(drawn),
+        "responses": len(scores),
         **grading_report(groups),
     }
 

@@ -5,11 +5,14 @@ uv run -m alignment.train_rl --loss_type grpo_clip
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,21 +20,24 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from safetensors.torch import save_file
 
-from alignment import sft
+from alignment import interrupts, sft
 from alignment.args import RLArgs, SFTArgs, as_command, parse, refuse_missing_warm_start
 from alignment.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
-    last_step,
+    last_whole_step,
     load_optimizer,
+    put_aside,
     save_checkpoint,
     save_model,
 )
-from alignment.errors import UserError, door
+from alignment.errors import RunStopped, UserError, door
 from alignment.evaluate import eval_problems, eval_sampling, evaluate_vllm
-from alignment.files import atomic_folder, write_atomically
+from alignment.files import atomic_folder, held, read_json, read_jsonl, write_atomically
 from alignment.grpo import USES_OLD_POLICY
+from alignment.interrupts import Interrupted
 from alignment.models import (
     compute_dtype,
     context_length,
@@ -58,16 +64,17 @@ from alignment.rollouts import (
 )
 from alignment.samplers import encode_prompts, make_sampler
 from alignment.tasks import find_task
-from alignment.tokens import pad_token_id, row_lengths
+from alignment.tokens import pad_token_id, row_lengths, take_rows
 from alignment.tracking import (
     RunFolder,
     claim_run_folder,
     plot_learning_curve,
     printable,
-    read_jsonl,
     refuse_taken_name,
     resumed_run_name,
+    write_args,
 )
+from alignment.watch import concerns, refuse_lost_cause
 
 
 def train(args: RLArgs, console: Console) -> Path:
@@ -76,40 +83,60 @@ def train(args: RLArgs, console: Console) -> Path:
     problems, held_out = task.problems("train", args.dataset_path), eval_problems(task, args)
     roles = roles_of(args)
     name = f"{args.preset}_{args.loss_type}_seed{args.seed}"
-    path, done = resumed_run(args, name) if args.resume else (None, 0)
-    if path is None:
-        refuse_taken_name(args)
-    base = str(checkpoint_folder(path, done)) if done else warm_start(args, console)
-    tokenizer, context = load_tokenizer(base), context_length(load_config(base))
-    encode_prompts(tokenizer, [p.prompt for p in (*problems, *held_out)], context, args.max_new_tokens)  # all of them fit
-    policy = load_model(base, roles.policy, torch.float32)
-    optimizer = make_optimizer(policy, args.learning_rate, args.weight_decay)
-    if done:
-        load_optimizer(checkpoint_folder(path, done), optimizer)
-    dtype = compute_dtype(args, roles.policy[0])
-    old_policy = OldPolicy(policy, base, roles, dtype) if needs_old_policy(args) else None
-    if args.loss_type in USES_OLD_POLICY and old_policy is None:
-        console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
-    sampler = make_sampler(args, base, tokenizer, roles.sample, roles, policy)
-    eval_sampler = sampler if roles.eval == roles.sample else make_sampler(args, base, tokenizer, roles.eval, roles, policy)
-    path = path or claim_run_folder(args, name)
-    run = RunFolder(path, done or None)
-    run.log_args(args)
+    with contextlib.ExitStack() as closing:
+        path, done = None, 0
+        if args.resume:
+            path = Path(args.output_dir) / resumed_run_name(args, name)
+            closing.enter_context(held(path))
+            done = resume(path, args, console)
+        else:
+            refuse_taken_name(args)
+        base = str(checkpoint_folder(path, done)) if done else warm_start(args, console)
+        tokenizer, context = load_tokenizer(base), context_length(load_config(base))
+        encode_prompts(tokenizer, [p.prompt for p in (*problems, *held_out)], context, args.max_new_tokens)  # all of them fit
+        make_deterministic(args)
+        policy = load_model(base, roles.policy, torch.float32)
+        optimizer = make_optimizer(policy, args.learning_rate, args.weight_decay)
+        if done:
+            load_optimizer(checkpoint_folder(path, done), optimizer)
+        dtype = compute_dtype(args, roles.policy[0])
+        old_policy = OldPolicy(policy, base, roles, dtype) if needs_old_policy(args) else None
+        if args.loss_type in USES_OLD_POLICY and old_policy is None:
+            console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
+        sampler = make_sampler(args, base, tokenizer, roles.sample, roles, policy)
+        closing.callback(sampler.close)
+        shared = roles.eval == roles.sample
+        eval_sampler = sampler if shared else make_sampler(args, base, tokenizer, roles.eval, roles, policy)
+        closing.callback(eval_sampler.close)
+        if path is None:
+            path = claim_run_folder(args, name)
+            closing.enter_context(held(path))
+        else:
+            write_args(path, args)
+        run = RunFolder(path, done)
+        closing.callback(run.close)
 
-    def evaluate(step: int) -> None:
-        if eval_sampler is not sampler:
-            eval_sampler.load_weights(policy.named_parameters(), step)
-        evaluation = evaluate_vllm(eval_sampler, evaluation_reward(args.reward), held_out, eval_sampling(task, args))
-        if eval_sampler is not sampler:
-            sampler_mismatch(policy, collate_groups(evaluation.groups, pad_token_id(tokenizer)), args, dtype)
-        run.log_completions("eval", step, evaluation.groups)
-        run.log_eval({"step": step, **evaluation.record()})
+        def evaluate_if_due(step: int) -> None:
+            """A run may have been stopped between a step and its evaluation, so what counts is whether there is one."""
+            if any(e["step"] == step for e in run.evals) or (step % args.eval_interval and step < args.num_steps):
+                return
+            if eval_sampler is not sampler:
+                eval_sampler.load_weights(policy.named_parameters(), step)
+            evaluation = evaluate_vllm(eval_sampler, evaluation_reward(args.reward), held_out, eval_sampling(task, args))
+            if eval_sampler is not sampler:
+                sampler_mismatch(policy, collate_groups(evaluation.groups, pad_token_id(tokenizer)), args, dtype)
+            run.log_completions("eval", step, evaluation.groups)
+            run.log_eval({"step": step, **evaluation.record()})
 
-    try:
+        def save(step: int) -> None:
+            run.flush()
+            save_checkpoint(checkpoint_folder(path, step), policy, tokenizer, optimizer)
+            drop_old_checkpoints(path, args.keep_checkpoints)
+
         sampler.load_weights(policy.named_parameters(), done)
-        with progress_line(args, console) as progress:
-            if not done:
-                evaluate(0)
+        progress = closing.enter_context(progress_line(args, console))
+        with saved_when_stopped(path, lambda: len(run.steps), save, console):
+            evaluate_if_due(done)
             for step in range(done + 1, args.num_steps + 1):
                 clock = Clock()
                 torch.manual_seed(derived_seed(args.seed, step))
@@ -126,39 +153,35 @@ def train(args: RLArgs, console: Console) -> Path:
                     with clock("old_log_probs"):
                         rollout = old_policy.annotate(rollout, args)
                 with clock("update"):
-                    report, first_pass_BT = update(policy, optimizer, rollout, args, step, dtype)
+                    # A signal waits from the first update on: until the step is logged, the weights are between two steps.
+                    report, first_pass_BT, bad = update(policy, optimizer, rollout, args, step, dtype, interrupts.hold)
                 with clock("sync"):
                     sampler.load_weights(policy.named_parameters(), step)
-                record = {"step": step, **report, **rollout_report(groups, args), **mismatch, **clock.report(rollout)}
                 trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
                 run.log_completions("rollout", step, groups, per_response(trainer_BT, rollout.batch.response_mask))
-                run.log_step(record)
+                save_bad_batches(path, rollout, step, bad)
+                record = {"step": step, **report, **rollout_report(groups, args), **mismatch, "restarts": sampler.restarts}
+                run.log_step(watched(run.steps, {**record, **clock.report(rollout)}, args, console))
+                interrupts.release()
                 progress(record)
-                if step % args.eval_interval == 0 or step == args.num_steps:
-                    evaluate(step)
+                refuse_lost_cause(run.steps, args)
+                evaluate_if_due(step)
                 if step % args.save_interval == 0 or step == args.num_steps:
-                    save_checkpoint(checkpoint_folder(path, step), policy, tokenizer, optimizer)
-                    drop_old_checkpoints(path, args.keep_checkpoints)
+                    save(step)
         with atomic_folder(path / "final") as building:
             save_model(building, policy, tokenizer)
-    finally:
-        sampler.close()
-        eval_sampler.close()
-        run.close()
     return path
 
 
 # --- before the loop ----------------------------------------------------------------------------------------------
 
 
-def resumed_run(args: RLArgs, default: str) -> tuple[Path, int]:
-    """The folder of the run to resume and the steps it has done. Raises `UserError` where it cannot go on as asked."""
-    path = Path(args.output_dir) / resumed_run_name(args, default)
-    try:
-        before = json.loads((path / "args.json").read_text())["args"]
-    except (ValueError, KeyError):
-        raise UserError(f"--resume: {path / 'args.json'} is damaged, so it cannot be told how the run was started") from None
-    free = {"resume", "run_name", "num_steps", "save_interval", "keep_checkpoints"}
+def resume(path: Path, args: RLArgs, console: Console) -> int:
+    """The steps that a run which is to go on has done. Raises `UserError` where it cannot go on as asked."""
+    before = read_json(path / "args.json").get("args")
+    if not isinstance(before, dict):
+        raise UserError(f"--resume: {path / 'args.json'} is damaged, so it cannot be told how the run was started")
+    free = {"resume", "run_name", "num_steps", "save_interval", "keep_checkpoints", "sampler_timeout"}
     now = json.loads(json.dumps(dataclasses.asdict(args)))
     changed = [
         f"--{key} was {before.get(key)!r}, now {value!r}"
@@ -167,13 +190,16 @@ def resumed_run(args: RLArgs, default: str) -> tuple[Path, int]:
     ]
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
-    done = last_step(path)
+    done, damaged = last_whole_step(path)
     if done > args.num_steps or (done == args.num_steps and (path / "summary.json").exists()):
         raise UserError(f"--resume: {path} has already done {done} of --num_steps {args.num_steps}")
+    for wrong in damaged:
+        console.print(f"{wrong}; it is put aside, and step {done} is gone on from", style="red", markup=False, soft_wrap=True)
+    put_aside(path, after=done)
     # What a shorter run ended with; its model is still there as its last checkpoint.
     (path / "summary.json").unlink(missing_ok=True)
     shutil.rmtree(path / "final", ignore_errors=True)
-    return path, done
+    return done
 
 
 def warm_start(args: RLArgs, console: Console) -> str:
@@ -189,7 +215,61 @@ def warm_start(args: RLArgs, console: Console) -> str:
     return resolve_model(args.sft_base, args.output_dir)
 
 
+def make_deterministic(args: RLArgs) -> None:
+    """--deterministic: what torch has against kernels whose sums depend on timing."""
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first GPU matrix product is made
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
 # --- around the loop ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def saved_when_stopped(
+    path: Path, steps_done: Callable[[], int], save: Callable[[int], None], console: Console
+) -> Iterator[None]:
+    """Save what is done when a signal or a lost cause ends the loop, and say how to go on."""
+    try:
+        yield
+    except (Interrupted, RunStopped) as stop:
+        if interrupts.is_held():
+            raise  # the weights are between two steps: the last checkpoint stands
+        step = steps_done()
+        if step and not checkpoint_folder(path, step).exists():
+            save(step)
+        console.print(f"stopped after step {step} ({stop}); go on with --resume --run_name {path.name}", markup=False)
+        raise
+    except OSError as error:
+        step, _ = last_whole_step(path)
+        kept = f"its checkpoint of step {step} is whole" if step else "it had no checkpoint yet"
+        raise UserError(f"{error}. The run {path} has stopped; {kept}: go on with --resume when that is mended") from None
+
+
+def save_bad_batches(path: Path, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
+    """Keep the mini-batches that had no finite loss or gradient, as tensors, in bad_batches/."""
+    for number, rows in enumerate(bad, start=1):
+        batch = take_rows(rollout.batch, rows)
+        tensors = {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}
+        width = batch.labels.shape[1]
+        for key in ("raw_rewards_B1", "advantages_B1", "sampler_log_probs_BT", "old_log_probs_BT"):
+            if (tensor := getattr(rollout, key)) is not None:
+                tensors[key] = tensor[list(rows), :width].contiguous()
+        (path / "bad_batches").mkdir(exist_ok=True)
+        save_file(tensors, path / "bad_batches" / f"step_{step:06d}_{number}.safetensors")
+
+
+def watched(steps: Sequence[dict], record: dict, args: RLArgs, console: Console) -> dict:
+    """The record with the names of what is going wrong, each of which is printed when it begins."""
+    found = concerns([*steps, record], args)
+    before = steps[-1]["warnings"] if steps else []
+    for name in found.keys() - set(before):
+        console.print(f"warning, step {record['step']}: {found[name]}", style="yellow", markup=False, soft_wrap=True)
+    if record["bad_updates"]:
+        what = f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite"
+        console.print(f"warning, step {record['step']}: {what}", style="yellow", soft_wrap=True)
+    return {**record, "warnings": sorted(found)}
 
 
 class Clock:
@@ -251,7 +331,15 @@ def report(path: Path, args: RLArgs, console: Console) -> None:
         console.print(f"  {label}: <think>{printable(record['text'])}", markup=False, highlight=False)
     console.print(f"learning curve: {path / 'learning_curve.png'}\nmodel: {path / 'final'}", markup=False)
     # Last, because a run with a summary counts as finished.
-    summary = {"before": before, "after": after, "steps": len(metrics), "seconds": sum(m["seconds"] for m in metrics)}
+    summary = {
+        "before": before,
+        "after": after,
+        "steps": len(metrics),
+        "seconds": sum(m["seconds"] for m in metrics),
+        "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
+        **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed")},
+        "restarts": metrics[-1]["restarts"],
+    }
     write_atomically(path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 

@@ -2,9 +2,13 @@
 
 import copy
 import dataclasses
+import math
+import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
 from alignment.embedded import build_tiny
@@ -120,12 +124,46 @@ def test_clipping_bites_only_after_the_first_update_and_reports_it(policy, sampl
     args = dataclasses.replace(ARGS, epochs_per_rollout=3, warmup_steps=0)
     assert needs_old_policy(args) and not needs_old_policy(ARGS)
     rollout = OldPolicy(policy, "", Roles(("cpu",), "cpu", "cpu", "cpu"), torch.float32).annotate(sample(sampler), args)
-    report, seen = update(policy, make_optimizer(policy, 1e-2, 0.0), rollout, args, 1, torch.float32)
+    report, seen, _ = update(policy, make_optimizer(policy, 1e-2, 0.0), rollout, args, 1, torch.float32)
     assert report["updates"] == 3
     assert 0 < report["clip_fraction"] < 1
     assert report["ratio_max"] > 1.2
     # What the first pass saw is the old policy itself.
     torch.testing.assert_close(seen, rollout.old_log_probs_BT, rtol=0, atol=1e-5)
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_the_others_are_made(policy, sampler):
+    """Two mini-batches, one of them with a reward that is no number: the same weights as without it."""
+    args = dataclasses.replace(ARGS, train_mini_batch_size=8, loss_type="no_baseline", warmup_steps=0)
+    rollout, other = sample(sampler), copy.deepcopy(policy)
+    poisoned = rollout.raw_rewards_B1.clone()
+    poisoned[3] = math.nan
+    rollout = dataclasses.replace(rollout, raw_rewards_B1=poisoned)
+    changes = []
+    report, _, bad = update(
+        policy, make_optimizer(policy, 1e-3, 0.0), rollout, args, 1, torch.float32, lambda: changes.append(1)
+    )
+    assert report["updates"] == 1 and report["bad_updates"] == 1 and len(changes) == 1
+    assert len(bad) == 1 and 3 in bad[0] and math.isfinite(report["loss"]) and math.isfinite(report["grad_norm"])
+
+    optimizer = make_optimizer(other, args.learning_rate, 0.0)
+    good = [row for row in range(16) if row not in bad[0]]
+    order = random.Random(f"update {args.seed} 1 0").sample(range(16), 16)
+    good.sort(key=order.index)
+    for _ in backward(other, rollout, good, 8.0, args, torch.float32):
+        pass
+    torch.nn.utils.clip_grad_norm_(other.parameters(), args.max_grad_norm)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True))
+
+
+def test_where_no_update_is_finite_the_weights_stay(policy, sampler):
+    before, rollout = copy.deepcopy(policy), sample(sampler)
+    args = dataclasses.replace(ARGS, loss_type="no_baseline")
+    rollout = dataclasses.replace(rollout, raw_rewards_B1=torch.full_like(rollout.raw_rewards_B1, math.inf))
+    report, _, bad = update(policy, make_optimizer(policy, 1e-3, 0.0), rollout, args, 1, torch.float32)
+    assert report["updates"] == 0 and report["loss"] is None and len(bad) == 1
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), before.parameters(), strict=True))
 
 
 def test_an_update_raises_the_probability_of_rewarded_responses(policy, sampler):
@@ -149,3 +187,42 @@ def test_every_problem_is_drawn_once_a_pass():
 def test_the_learning_rate_rises_and_stays():
     rates = [learning_rate(dataclasses.replace(ARGS, learning_rate=1.0, warmup_steps=4), number) for number in range(1, 7)]
     assert rates == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    prompts=st.integers(1, 3),
+    group_size=st.integers(2, 4),
+    mini_batch=st.integers(0, 13),
+    micro_batch_tokens=st.integers(1, 200),
+    epochs=st.integers(1, 2),
+    normalization=st.sampled_from(["sequence_mean", "token_mean", "constant"]),
+    loss_type=st.sampled_from(["no_baseline", "reinforce_with_baseline", "grpo_clip"]),
+)
+def test_any_batch_arithmetic_trains_as_whole_mini_batches_do(
+    folder, prompts, group_size, mini_batch, micro_batch_tokens, epochs, normalization, loss_type
+):
+    """Micro-batches of any size, remainders included, end with the weights that one forward a mini-batch gives."""
+    args = dataclasses.replace(
+        ARGS, prompts_per_rollout=prompts, group_size=group_size, train_mini_batch_size=mini_batch, warmup_steps=0,
+        epochs_per_rollout=epochs, loss_normalization=normalization, loss_type=loss_type, learning_rate=1e-3,
+    )  # fmt: skip
+    ends = []
+    for tokens in (1_000_000, micro_batch_tokens):
+        policy = load_model(folder, ("cpu",), torch.float32)
+        sampler = TransformersSampler(policy, load_tokenizer(folder), context=256)
+        problems = problems_of_step(arithmetic.problems("train"), args, step=1)
+        drawn = sampler.sample([p.prompt for p in problems], Sampling(n=group_size, max_new_tokens=6, seed=1))
+
+        def reward_fn(text, truth):
+            return {"reward": float(len(text) % 2), "format_reward": 1.0, "answer_reward": 0.0}
+
+        cut = dataclasses.replace(args, micro_batch_tokens=tokens)
+        rollout = make_rollout(score_groups(problems, drawn, reward_fn), cut, pad=1)
+        if needs_old_policy(cut):
+            rollout = OldPolicy(policy, "", Roles(("cpu",), "cpu", "cpu", "cpu"), torch.float32).annotate(rollout, cut)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)  # Adam would blow up differences of rounding
+        report, _, bad = update(policy, optimizer, rollout, cut, 1, torch.float32)
+        assert bad == [] and report["updates"] == args.updates_per_rollout
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in policy.parameters()]))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-6)

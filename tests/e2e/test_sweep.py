@@ -1,6 +1,7 @@
 """Sweeps as whole commands: real runs of the embedded model, on Ray and without it, killed and continued, to a report."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -19,9 +20,9 @@ from alignment.ablation import Comparison
 from alignment.args import SweepArgs
 from alignment.errors import UserError, door
 from alignment.executors import LOST, Job, LocalExecutor, RayExecutor, make_executor
+from alignment.files import held, read_jsonl
 from alignment.report import decide, read_study
 from alignment.sweep import State, make_design, run_all
-from alignment.tracking import read_jsonl
 
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
 SMALL += ["--save_interval", "1"]
@@ -297,7 +298,7 @@ def test_looking_again_is_paid_for(warm, tmp_path):
 
 
 def test_two_sweeps_are_not_at_work_in_one_folder(tmp_path):
-    with sweep.alone_in(tmp_path), pytest.raises(UserError, match="another sweep is at work"), sweep.alone_in(tmp_path):
+    with held(tmp_path), pytest.raises(UserError, match=f"in use by process {os.getpid()} on"), held(tmp_path):
         pass
 
 

@@ -1,0 +1,137 @@
+"""Is resume exact, with your settings on your machine? Train 2k steps straight; k, kill, resume, k; and compare.
+
+uv run -m alignment.verify_resume --preset tiny
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from alignment.args import RLArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
+from alignment.checkpoint import OPTIMIZER, checkpoint_folder, last_whole_step
+from alignment.errors import RunStopped, UserError, door
+from alignment.files import read_jsonl
+
+TIMINGS = ("seconds", "tokens_per_second")  # what the names of measured times begin with
+
+
+@dataclass(frozen=True)
+class VerifyResumeArgs(RLArgs):
+    """Train 2k steps straight; then k, kill, resume, k; and compare everything that both have written, timings aside.
+
+    Takes every argument of train_rl; --num_steps and --save_interval are set by --kill_after.
+    """
+
+    kill_after: int = 3
+    """k: the run is killed during step k + 1, right after its checkpoint of step k."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kill_after < 1:
+            raise UserError(f"--kill_after {self.kill_after}: must be at least 1")
+
+
+def digests(run: Path) -> dict[str, str]:
+    """SHA-256 of everything a finished run has written that a repetition must write again: no timings, no file dates."""
+    step, _ = last_whole_step(run)
+    return {
+        "weights": _hash(file.read_bytes() for file in sorted((run / "final").glob("*.safetensors"))),
+        "optimizer": _hash([(checkpoint_folder(run, step) / OPTIMIZER).read_bytes()]),
+        "metrics": _hash(_untimed(record) for record in read_jsonl(run / "metrics.jsonl")),
+        "evaluations": _hash(_untimed(record) for record in read_jsonl(run / "evals.jsonl")),
+        "completions": _hash(
+            part for file in sorted((run / "completions").iterdir()) for part in (file.name.encode(), file.read_bytes())
+        ),
+        "TensorBoard": _hash(_scalars(run / "tensorboard")),
+    }
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(hashlib.sha256(part).digest())
+    return whole.hexdigest()
+
+
+def _untimed(record: dict) -> bytes:
+    return json.dumps({key: value for key, value in record.items() if not key.startswith(TIMINGS)}).encode()
+
+
+def _scalars(folder: Path) -> Iterable[bytes]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    for tag in sorted(events.Tags()["scalars"]):
+        if not tag.rpartition("/")[2].startswith(TIMINGS):
+            yield json.dumps([tag, [(event.step, event.value) for event in events.Scalars(tag)]]).encode()
+
+
+def verify(args: VerifyResumeArgs, console: Console) -> bool:
+    """Make both runs and print their digests. Returns whether they are the same; then the runs are deleted."""
+    refuse_missing_warm_start(args)
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    k = args.kill_after
+    with tempfile.TemporaryDirectory(prefix=".verify_resume_", dir=args.output_dir) as folder:
+        rl = dataclasses.replace(as_train_rl(args), num_steps=2 * k, save_interval=k, run_name="straight", output_dir=folder)
+        with console.status(f"training {2 * k} steps straight"):
+            _run(rl)
+        rl = dataclasses.replace(rl, run_name="killed")
+        with console.status(f"training {k} steps, to be killed"):
+            _run(rl, kill_in_step=k + 1)
+        with console.status(f"training the other {k} steps"):
+            _run(dataclasses.replace(rl, resume=True))
+        straight, killed = (digests(Path(folder) / name) for name in ("straight", "killed"))
+    table = Table(title=f"{2 * k} steps straight, and {k} + kill + {k}")
+    for heading in ("SHA-256 of", "straight", "killed and resumed", ""):
+        table.add_column(heading)
+    for name, digest in straight.items():
+        same = "same" if digest == killed[name] else "[red]differs[/red]"
+        table.add_row(name, digest[:16], killed[name][:16], same)
+    console.print(table)
+    return straight == killed
+
+
+def _run(args: RLArgs, kill_in_step: int | None = None) -> None:
+    run = Path(args.output_dir) / args.run_name
+    log = run.with_suffix(".log")
+    with log.open("ab") as output:
+        command = [sys.executable, "-m", "alignment.train_rl", *command_line(args)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        try:
+            while kill_in_step and process.poll() is None:
+                if checkpoint_folder(run, kill_in_step - 1).exists():
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+                    return
+                time.sleep(0.01)
+            process.wait()
+        finally:
+            process.kill()
+    if kill_in_step:
+        raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
+    if process.returncode:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        raise RunStopped(f"a run ended with exit code {process.returncode}: {lines[-1] if lines else 'it said nothing'}")
+
+
+def main() -> None:
+    args = parse(VerifyResumeArgs)
+    if not verify(args, Console()):
+        raise RunStopped("the resumed run is not the undisturbed one. On GPUs see --deterministic and what README says of vLLM")
+
+
+if __name__ == "__main__":
+    door(main)

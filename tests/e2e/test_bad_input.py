@@ -1,0 +1,210 @@
+"""What users get wrong, at every door: one line that says what, where and what to do; exit code 2; nothing written."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from alignment import (
+    audit_grader,
+    download,
+    evaluate,
+    gradients,
+    plan,
+    report,
+    sft,
+    sweep,
+    train_rl,
+    verify_resume,
+)
+from alignment.embedded import build_tiny
+from alignment.errors import door
+
+MAIN = {
+    module.__name__.removeprefix("alignment."): module.main
+    for module in (audit_grader, evaluate, gradients, plan, report, sft, sweep, train_rl, verify_resume)
+}
+MAIN["download"] = lambda: __import__("tyro").cli(download.main, use_underscores=True)
+
+ROW = '{"question": "Two and three?", "answer": "5 eggs. #### 5"}\n'
+
+
+def break_model(folder: Path, name: str, change) -> None:
+    shutil.copytree(folder / "whole", folder / name)
+    change(folder / name)
+
+
+def without_eos(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Files and folders that are wrong in one way each."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "whole").mkdir()
+    build_tiny(folder / "whole")
+    break_model(folder, "no_config", lambda f: (f / "config.json").unlink())
+    break_model(folder, "bad_config", lambda f: (f / "config.json").write_text("{"))
+    break_model(folder, "unknown_kind", lambda f: (f / "config.json").write_text('{"model_type": "abacus"}'))
+    break_model(folder, "no_weights", lambda f: (f / "model.safetensors").unlink())
+    break_model(folder, "cut_weights", lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100))
+    break_model(folder, "no_tokenizer", lambda f: [file.unlink() for file in f.glob("*token*")])
+    break_model(folder, "no_eos", without_eos)
+    break_model(folder, "changed", lambda f: (f / "manifest.json").write_text('{"config.json": {"bytes": 1, "sha256": ""}}'))
+    for name, text in {
+        "cut": ROW + '{"question": "Two',
+        "keys": ROW + '{"query": "?"}\n',
+        "number": '{"question": 7, "answer": "#### 5"}\n',
+        "unanswered": '{"question": "?", "answer": "five"}\n',
+        "empty": "",
+        "deep": "[" * 100_000 + "\n",
+        "giant": json.dumps({"question": "why? " * 200_000, "answer": "#### 5"}) + "\n",
+        "binary": b"\xff\xfe\x00",
+    }.items():
+        (folder / f"data_{name}").mkdir()
+        for split in ("train", "test"):
+            (folder / f"data_{name}" / f"{split}.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    for name, text in {
+        "cut": "[arms.a\n",
+        "no_arms": "x = 1\n",
+        "unknown": '[arms.a]\nloss = "x"\n',
+        "choice": '[arms.a]\nloss_type = "ppo"\n',
+        "type": '[arms.a]\ngroup_size = "four"\n',
+        "seed_type": '[arms.a]\ndata_seed = "four"\n',
+        "name": '[arms."../a"]\ncliprange = 0.1\n',
+        "value": "[arms.a]\ncliprange = 7\n",
+        "binary": b"\xff\xfe",
+    }.items():
+        (folder / f"arms_{name}.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    for name, args in {"damaged": "{", "list": "[]"}.items():
+        (folder / f"run_{name}").mkdir()
+        (folder / f"run_{name}" / "args.json").write_text(args)
+    (folder / "sweep_damaged").mkdir()
+    (folder / "sweep_damaged" / "sweep.json").write_text('{"arms": 1}')
+    (folder / "a_file").write_text("")
+    (folder / "completions.jsonl").write_text('{"text": 7}\n')
+    return folder
+
+
+GSM8K = ["--task", "gsm8k"]
+CASES = [
+    # numbers out of range, and what does not go together
+    ("train_rl", ["--group_size", "1"], "--group_size 1: must be at least 2"),
+    ("train_rl", ["--group_size", "0"], "--group_size 0: must be a number above 0"),
+    ("train_rl", ["--prompts_per_rollout", "-3"], "--prompts_per_rollout -3"),
+    ("train_rl", ["--num_steps", "0"], "--num_steps 0"),
+    ("train_rl", ["--epochs_per_rollout", "0"], "--epochs_per_rollout 0"),
+    ("train_rl", ["--cliprange", "-0.2"], "--cliprange -0.2: must be between 0 and 1"),
+    ("train_rl", ["--train_mini_batch_size", "-1"], "--train_mini_batch_size -1"),
+    ("train_rl", ["--micro_batch_tokens", "0"], "--micro_batch_tokens 0"),
+    ("train_rl", ["--advantage_eps", "0"], "--advantage_eps 0.0"),
+    ("train_rl", ["--weight_decay", "nan"], "--weight_decay nan"),
+    ("train_rl", ["--learning_rate", "inf"], "--learning_rate inf"),
+    ("train_rl", ["--warmup_steps", "-1"], "--warmup_steps -1"),
+    ("train_rl", ["--seed", "99999999999999999999"], "--seed 99999999999999999999"),
+    ("train_rl", ["--data_seed", "-1"], "--data_seed -1"),
+    ("train_rl", ["--sampling_seed", "-1"], "--sampling_seed -1"),
+    ("train_rl", ["--sampling_temperature", "0"], "--sampling_temperature 0"),
+    ("train_rl", ["--sampling_top_p", "1.5"], "--sampling_top_p 1.5"),
+    ("train_rl", ["--max_new_tokens", "0"], "--max_new_tokens 0"),
+    ("train_rl", ["--max_new_tokens", "250"], "do not fit in the model's context of 256"),
+    ("train_rl", ["--max_bad_steps", "0"], "--max_bad_steps 0"),
+    ("train_rl", ["--max_grader_failures", "2"], "--max_grader_failures 2.0"),
+    ("train_rl", ["--sampler_timeout", "0"], "--sampler_timeout 0.0"),
+    ("train_rl", ["--keep_checkpoints", "-1"], "--keep_checkpoints -1"),
+    ("train_rl", ["--gpu_memory_utilization", "1.2"], "--gpu_memory_utilization 1.2"),
+    ("evaluate", ["--num_samples", "0"], "--num_samples 0"),
+    ("evaluate", ["--max_problems", "-1"], "--max_problems -1"),
+    ("evaluate", ["--max_new_tokens", "250"], "do not fit in the model's context of 256"),
+    ("sft", ["--learning_rate", "-1"], "--learning_rate -1.0: must be a number above 0"),
+    ("sft", ["--batch_size", "0"], "--batch_size 0"),
+    ("plan", ["--num_gpus", "-1"], "--num_gpus -1"),
+    ("gradients", ["--prompts", "1"], "--prompts 1: must be at least 2"),
+    ("gradients", ["--group_size", "3", "4"], "--group_size: every size must divide the largest, 4"),
+    ("verify_resume", ["--kill_after", "0"], "--kill_after 0: must be at least 1"),
+    # names
+    ("train_rl", ["--preset", "huge"], "--preset huge: there is no such preset; choose one of"),
+    ("train_rl", ["--preset", "../tiny"], "--preset ../tiny: there is no such preset"),
+    ("train_rl", ["--task", "poetry"], "--task poetry: there is no such task"),
+    ("train_rl", ["--run_name", "../up"], "--run_name ../up: must be a plain folder name"),
+    ("train_rl", ["--run_name", "größe/ü"], "--run_name größe/ü: must be a plain folder name"),
+    ("train_rl", ["--resume"], "--resume: there is no run"),
+    ("train_rl", ["--no_auto_sft", "--sft_base", "nowhere"], "--sft_base nowhere does not exist: make it with"),
+    ("sft", ["--sft_base", ""], "--sft_base"),
+    ("sft", ["--sft_base", "{world}/whole"], "exists already: delete it, or name another folder"),
+    ("report", ["--runs", "nowhere"], "nowhere is no run's folder: it has no args.json"),
+    ("report", ["--runs", "{world}/run_damaged"], "args.json is damaged"),
+    ("report", ["--runs", "{world}/run_list"], "args.json is damaged"),
+    ("report", ["--runs", "{world}/sweep_damaged"], "sweep.json is damaged"),
+    ("audit_grader", ["--completions", "nowhere"], "nowhere"),
+    ("audit_grader", ["--completions", "{world}/completions.jsonl"], "completions.jsonl:1"),
+    ("download", ["--folder", "{world}/a_file/x"], "a_file/x"),
+    ("download", ["--folder", "data", "--source", "nonsense"], "nonsense/train.jsonl: could not be fetched"),
+    # devices
+    ("train_rl", ["--sample_device", "cuda:7"], "--sample_device cuda:7"),
+    ("train_rl", ["--sample_device", "gpu"], "--sample_device 'gpu' is not a device"),
+    ("train_rl", ["--policy_devices", "cuda:0", "cuda:0"], "--policy_devices"),
+    ("evaluate", ["--eval_device", "cuda:-1"], "--eval_device 'cuda:-1' is not a device"),
+    ("plan", ["--num_gpus", "2", "--sample_device", "cuda:2"], "--sample_device cuda:2"),
+    # models
+    ("evaluate", ["--model", "no/such/folder"], "--model no/such/folder: no model folder"),
+    ("evaluate", ["--model", "{world}/no_config"], "no model folder (with a config.json) is there"),
+    ("evaluate", ["--model", "{world}/bad_config"], "bad_config: cannot be loaded"),
+    ("evaluate", ["--model", "{world}/unknown_kind"], "unknown_kind: cannot be loaded"),
+    ("evaluate", ["--model", "{world}/no_weights"], "no_weights: cannot be loaded"),
+    ("evaluate", ["--model", "{world}/cut_weights"], "cut_weights: cannot be loaded"),
+    ("evaluate", ["--model", "{world}/no_tokenizer"], "check the dataset, the prompt template and the model's tokenizer files"),
+    ("evaluate", ["--model", "{world}/no_eos"], "its tokenizer has no EOS token"),
+    ("evaluate", ["--model", "{world}/changed"], "config.json has"),
+    ("train_rl", ["--sft_base", "{world}/no_eos"], "its tokenizer has no EOS token"),
+    # data
+    ("evaluate", [*GSM8K, "--dataset_path", "nowhere"], "nowhere/test.jsonl does not exist"),
+    ("sft", [*GSM8K, "--dataset_path", "{world}/data_cut", "--sft_base", "x"], "jsonl:2: not a JSON object"),
+    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_keys"], 'test.jsonl:2: needs the keys "question" and "answer"'),
+    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_number"], 'test.jsonl:1: "question" and "answer" must be text'),
+    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_unanswered"], "test.jsonl:1"),
+    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_empty"], "test.jsonl holds no problem"),
+    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_deep"], "test.jsonl:1"),
+    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_giant"], "do not fit in the model's context of 256"),
+    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_binary"], "test.jsonl: not UTF-8 text"),
+    # arms
+    ("sweep", ["--sweep_file", "none.toml"], "--sweep_file none.toml: there is no such file"),
+    ("sweep", ["--sweep_file", "{world}/arms_cut.toml"], "arms_cut.toml: "),
+    ("sweep", ["--sweep_file", "{world}/arms_no_arms.toml"], "needs a table [arms.NAME] for each arm"),
+    ("sweep", ["--sweep_file", "{world}/arms_unknown.toml"], "loss is no argument of an arm"),
+    ("sweep", ["--sweep_file", "{world}/arms_choice.toml"], "loss_type = 'ppo': choose one of"),
+    ("sweep", ["--sweep_file", "{world}/arms_type.toml"], "group_size = 'four': must be a whole number"),
+    ("sweep", ["--sweep_file", "{world}/arms_seed_type.toml"], "data_seed = 'four': must be a whole number"),
+    ("sweep", ["--sweep_file", "{world}/arms_name.toml"], "use letters, digits"),
+    ("sweep", ["--sweep_file", "{world}/arms_value.toml"], "--cliprange 7"),
+    ("sweep", ["--sweep_file", "{world}/arms_binary.toml"], "arms_binary.toml: "),
+    # the file system
+    ("evaluate", ["--model", "{world}/whole", "--output_dir", "{world}/a_file"], "a_file"),
+    ("evaluate", ["--model", "{world}/whole", "--output_dir", "/proc/nothing_is_written_here"], "/proc/nothing_is_written_here"),
+    ("train_rl", ["--sft_base", "{world}/whole", "--output_dir", "{world}/a_file"], "a_file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "flags", "message"), CASES, ids=[f"{c} {' '.join(f)}"[:70] for c, f, _ in CASES])
+def test_one_clear_line_exit_2_and_nothing_written(command, flags, message, world, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = sorted(world.rglob("*"))
+    monkeypatch.setattr(sys, "argv", [command, *(flag.replace("{world}", str(world)) for flag in flags)])
+    with pytest.raises(SystemExit) as stop:
+        door(MAIN[command])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2, said
+    assert message in said and said.startswith("error: ") and said.count("\n") == 1
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and "tiny_base" not in path.parts]
+    assert written == [] and sorted(world.rglob("*")) == before
+
+
+def test_there_are_at_least_sixty():
+    assert len(CASES) >= 60 and {command for command, _, _ in CASES} == set(MAIN)

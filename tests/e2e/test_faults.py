@@ -1,0 +1,290 @@
+"""Faults, injected into real runs: killed anywhere, stopped by signals, out of disk, beside another run of the same folder."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from alignment import train_rl
+from alignment.args import RLArgs, from_preset
+from alignment.checkpoint import last_whole_step
+from alignment.errors import door
+from alignment.files import damage, held, read_jsonl
+from alignment.rewards import REWARDS, r1_zero_reward_fn
+from alignment.verify_resume import digests
+
+KILLS = 50
+STEPS = 4
+NAME = "run"
+SMALL = ["--reward", "random", "--prompts_per_rollout", "2", "--group_size", "4", "--train_mini_batch_size", "4"]
+SMALL += ["--max_new_tokens", "16", "--max_problems", "4", "--num_steps", str(STEPS), "--eval_interval", "2"]
+SMALL += ["--save_interval", "1", "--run_name", NAME]
+
+
+class Launcher:
+    """Starts `train_rl` in forks of a process that has imported it (launcher.py), so that fifty starts take little time."""
+
+    def __init__(self):
+        script = Path(__file__).with_name("launcher.py")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def start(self, output: Path, *flags: str, **request) -> int:
+        """Start a run in the folder `output`; returns its process's id."""
+        output.mkdir(exist_ok=True)
+        argv = [*SMALL, "--output_dir", str(output), *flags]
+        self.process.stdin.write(json.dumps({"argv": argv, "log": str(output / "log"), **request}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())["pid"]
+
+    def wait(self) -> int:
+        """The exit code of the run that was started last; negative for a signal."""
+        return json.loads(self.process.stdout.readline())["status"]
+
+    def run(self, output: Path, *flags: str, **request) -> int:
+        self.start(output, *flags, **request)
+        return self.wait()
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    made = Launcher()
+    yield made
+    made.process.stdin.close()
+    made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """An embedded model as it is built, which any reward can be learnt from, as --sft_base."""
+    from alignment.embedded import build_tiny
+
+    folder = tmp_path_factory.mktemp("warm") / "sft"
+    folder.mkdir()
+    build_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(warm, launcher, tmp_path_factory):
+    """The undisturbed run, and how many calls it makes in each phase."""
+    output = tmp_path_factory.mktemp("straight")
+    code = launcher.run(output, "--sft_base", str(warm), count=str(output / "counts.json"))
+    assert code == 0, (output / "log").read_text()
+    return output / NAME, json.loads((output / "counts.json").read_text())
+
+
+def said(output: Path) -> str:
+    return (output / "log").read_text()
+
+
+# --- killed -------------------------------------------------------------------------------------------------------
+
+
+def resume(launcher: Launcher, warm: Path, output: Path, *flags: str) -> int:
+    """Go on, or begin where the run was killed before it had a folder."""
+    started = (output / NAME / "args.json").exists()
+    return launcher.run(output, "--sft_base", str(warm), *(["--resume"] if started else []), *flags)
+
+
+@pytest.mark.timeout(900)
+def test_a_run_killed_anywhere_ends_as_the_undisturbed_one(straight, warm, launcher, tmp_path):
+    """Killed at points drawn from every phase, inside checkpoints, evaluations and weight syncs too, and resumed."""
+    run, counts = straight
+    expected = digests(run)
+    rng, killed = random.Random(7), Counter()
+    assert {"checkpoint", "evaluation", "weight sync", "update", "sampling", "logging", "start", "final"} <= set(counts)
+    phases = sorted(counts)
+    for trial in range(KILLS):
+        phase = phases[trial % len(phases)]
+        output = tmp_path / str(trial)
+        code = launcher.run(output, "--sft_base", str(warm), phase=phase, nth=rng.randint(1, counts[phase]))
+        assert code == -signal.SIGKILL, said(output)
+        killed[phase] += 1
+        if (output / NAME / "summary.json").exists():
+            continue  # in its very last call
+        assert resume(launcher, warm, output) == 0, said(output)
+        assert digests(output / NAME) == expected, f"killed in {phase}"
+        assert not list(output.rglob(".*.tmp"))
+    print(f"\n{sum(killed.values())} kills: {dict(killed)}; weights {expected['weights'][:16]}")
+
+
+def test_two_runs_with_one_seed_write_the_same_and_other_seeds_do_not(straight, warm, launcher, tmp_path):
+    run, _ = straight
+    expected = digests(run)
+    assert launcher.run(tmp_path / "same", "--sft_base", str(warm)) == 0
+    assert digests(tmp_path / "same" / NAME) == expected
+    asked = [record["problem"] for record in read_jsonl(run / "completions" / "rollout_000001.jsonl")]
+    for flag, same_order in (("--sampling_seed", True), ("--data_seed", False)):
+        output = tmp_path / flag.strip("-")
+        assert launcher.run(output, "--sft_base", str(warm), flag, "5") == 0
+        other = read_jsonl(output / NAME / "completions" / "rollout_000001.jsonl")
+        assert ([record["problem"] for record in other] == asked) == same_order
+        assert digests(output / NAME)["weights"] != expected["weights"]
+    assert json.loads((output / NAME / "args.json").read_text())["seeds"] == {"data": 5, "sampling": 0, "model": 0}
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_what_is_done_and_the_run_goes_on_from_there(number, code, straight, warm, launcher, tmp_path):
+    """No checkpoint is due before the end, so the one that is there is the signal's."""
+    flags = ["--sft_base", str(warm), "--save_interval", "100"]
+    shared_memory = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    pid = launcher.start(tmp_path, *flags)
+    run = tmp_path / NAME
+    wait_for(lambda: len(read_jsonl(run / "metrics.jsonl")) >= 2)
+    workers = children_of(pid)
+    os.kill(pid, number)
+    assert launcher.wait() == code
+    done, wrong = last_whole_step(run)
+    assert done == len(read_jsonl(run / "metrics.jsonl")) >= 2 and wrong == []
+    assert f"stopped after step {done} ({signal.Signals(number).name}); go on with --resume" in said(tmp_path)
+    assert "Traceback" not in said(tmp_path)
+    gone, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
+    assert (set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()) <= shared_memory
+    assert not list(tmp_path.rglob(".*.tmp"))
+    assert launcher.run(tmp_path, *flags, "--resume") == 0
+    assert digests(run) == digests(straight[0])
+
+
+def test_a_second_signal_ends_it_at_once(warm, launcher, tmp_path):
+    """The first is held back while an update is under way; the second is not. What was saved before stays whole."""
+    flags = ["--sft_base", str(warm), "--num_steps", "1000"]
+    pid = launcher.start(tmp_path, *flags)
+    run = tmp_path / NAME
+    wait_for(lambda: (run / "step_000001").exists())
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGINT)
+    assert launcher.wait() in (130, 143)  # 143 where the first was done before the second came
+    step, wrong = last_whole_step(run)
+    assert step >= 1 and wrong == []
+
+
+# --- the disk -------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(straight, warm, tmp_path):
+    """A limit on file sizes stands for the full disk: the weights fit below it, the optimiser's state does not."""
+    flags = [*SMALL, "--output_dir", str(tmp_path), "--sft_base", str(warm)]
+    command = [sys.executable, "-m", "alignment.train_rl"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.run([*command, *flags, "--num_steps", "2"], env=environment, capture_output=True, text=True, check=False)
+    assert first.returncode == 0, first.stderr
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000)); import sys;"
+    limited += "from alignment.errors import door; from alignment import train_rl; door(train_rl.main)"
+    full = subprocess.run(
+        [sys.executable, "-c", limited, *flags, "--resume"], env=environment, capture_output=True, text=True, check=False
+    )
+    run = tmp_path / NAME
+    assert full.returncode == 2 and full.stderr.count("\n") == 1
+    assert "step_000003 could not be written" in full.stderr and "its checkpoint of step 2 is whole" in full.stderr
+    assert last_whole_step(run) == (2, []) and not list(run.rglob(".*.tmp"))
+    again = subprocess.run([*command, *flags, "--resume"], env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    ours, theirs = digests(run), digests(straight[0])
+    assert {name for name in ours if ours[name] != theirs[name]} <= {"evaluations"}  # the short run had one of its end
+
+
+def test_the_newest_whole_checkpoint_is_used_and_a_damaged_one_is_named_and_kept(straight, warm, launcher, tmp_path):
+    assert launcher.run(tmp_path, "--sft_base", str(warm), "--num_steps", "3") == 0
+    run = tmp_path / NAME
+    weights = run / "step_000003" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1  # one bit, which loads without complaint
+    weights.write_bytes(content)
+    assert damage(run / "step_000003") == "model.safetensors has changed since it was written"
+    assert launcher.run(tmp_path, "--sft_base", str(warm), "--resume") == 0
+    assert "step_000003 is damaged: model.safetensors has changed since it was written; it is put aside" in said(
+        tmp_path
+    ).replace("\n", " ")
+    assert (run / "damaged_step_000003" / "model.safetensors").read_bytes() == bytes(content)
+    ours, theirs = digests(run), digests(straight[0])
+    assert {name for name in ours if ours[name] != theirs[name]} <= {"evaluations"}
+
+
+# --- in process -----------------------------------------------------------------------------------------------------
+
+
+def main(monkeypatch, warm: Path, output: Path, *flags: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["train_rl", *SMALL, "--sft_base", str(warm), "--output_dir", str(output), *flags])
+    try:
+        door(train_rl.main)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_a_folder_in_use_is_refused_and_a_stale_lock_is_not(warm, tmp_path, monkeypatch, capsys):
+    assert main(monkeypatch, warm, tmp_path, "--num_steps", "1") == 0
+    run = tmp_path / NAME
+    with held(run):
+        assert main(monkeypatch, warm, tmp_path, "--num_steps", "2", "--resume") == 2
+    assert f"{run} is in use by process {os.getpid()} on" in capsys.readouterr().err
+    (run / ".lock").write_text("process 1 on some machine that was switched off\n")
+    assert main(monkeypatch, warm, tmp_path, "--num_steps", "2", "--resume") == 0
+
+
+def test_steps_without_a_finite_gradient_are_skipped_kept_and_at_last_stop_the_run(warm, tmp_path, monkeypatch, capsys):
+    """Rewards that are no numbers in steps 2, 4, 5 and 6, by a reward function that counts its calls."""
+    calls = iter(range(10_000))
+
+    def reward_fn(text, truth):
+        score = r1_zero_reward_fn(text, truth)
+        step = next(calls) // 8 + 1
+        return {**score, "reward": float("nan") if step in (2, 4, 5, 6) else float(len(text) % 2)}
+
+    monkeypatch.setitem(REWARDS, "random", reward_fn)
+    flags = ["--num_steps", "9", "--max_bad_steps", "3", "--train_mini_batch_size", "0", "--loss_type", "no_baseline"]
+    assert main(monkeypatch, warm, tmp_path, *flags, "--save_interval", "100") == 1
+    run = tmp_path / NAME
+    steps = read_jsonl(run / "metrics.jsonl")
+    assert [(s["updates"], s["bad_updates"]) for s in steps] == [(1, 0), (0, 1), (1, 0), (0, 1), (0, 1), (0, 1)]
+    kept = sorted(file.name for file in (run / "bad_batches").iterdir())
+    assert kept == [f"step_{step:06d}_1.safetensors" for step in (2, 4, 5, 6)]
+    batch = load_file(run / "bad_batches" / kept[0])
+    assert batch["raw_rewards_B1"].isnan().all() and batch["input_ids"].shape == batch["labels"].shape
+    captured = capsys.readouterr()
+    assert "3 steps in a row had no finite loss and gradient" in captured.err and captured.err.count("\n") == 1
+    assert last_whole_step(run) == (6, [])  # saved when it stopped; the weights are those after step 3
+    assert all(tensor.isfinite().all() for tensor in load_file(run / "step_000006" / "model.safetensors").values())
+
+
+def test_gradings_that_fail_are_counted_and_too_many_stop_the_run(warm, tmp_path, monkeypatch, capsys):
+    def reward_fn(text, truth):
+        return {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0, "grading_failed": 1.0}
+
+    monkeypatch.setitem(REWARDS, "random", reward_fn)
+    assert main(monkeypatch, warm, tmp_path, "--max_grader_failures", "0.1") == 1
+    steps = read_jsonl(tmp_path / NAME / "metrics.jsonl")
+    assert [s["grading_failed"] for s in steps] == [8, 8, 8]  # 24 of 24, more than a tenth of 20 steps' 160
+    assert "grading failed on 24 of 24 answers" in capsys.readouterr().err
+
+
+def test_arguments_say_where_each_seed_comes_from():
+    args = from_preset(RLArgs, "tiny", seed=3, sampling_seed=9)
+    assert args.seeds == {"data": 3, "sampling": 9, "model": 3}

@@ -1,0 +1,58 @@
+"""Warnings and lost causes, by hand-made numbers."""
+
+import pytest
+
+from alignment.args import RLArgs, from_preset
+from alignment.errors import RunStopped
+from alignment.watch import concerns, refuse_lost_cause
+
+ARGS = from_preset(RLArgs, "tiny", max_bad_steps=2, max_grader_failures=0.05)
+FINE = {"entropy": 1.0, "flat_groups": 0.5, "response_length": 10.0, "finished": 1.0, "updates": 2, "responses": 10}
+
+
+def steps(*changes: dict) -> list[dict]:
+    """Three steps as they should be, then these."""
+    return [{**FINE, "grading_failed": 0, **change} for change in ({}, {}, {}, *changes)]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({}, []),
+        ({"entropy": 0.11}, []),
+        ({"entropy": 0.09}, ["entropy_collapse"]),
+        ({"flat_groups": 0.95}, []),
+        ({"flat_groups": 0.96}, ["equal_rewards"]),
+        ({"response_length": 21.0}, []),  # longer, but they end
+        ({"response_length": 21.0, "finished": 0.7}, ["runaway_length"]),
+        ({"response_length": 19.0, "finished": 0.7}, []),
+        ({"entropy": None}, []),  # no update was made
+    ],
+)
+def test_what_three_steps_say(change, names):
+    assert sorted(concerns(steps(change, change, change), ARGS)) == names
+    assert concerns(steps(change, change), ARGS) == {}  # too few to say
+
+
+def test_a_warning_has_the_numbers():
+    found = concerns(steps(*[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3), ARGS)
+    assert found == {
+        "entropy_collapse": "entropy is 0.05 nats a token, it began at 1",
+        "equal_rewards": "in 100% of the groups all rewards are equal, which teaches nothing",
+        "runaway_length": "responses have 48 tokens, they began with 10, and 75% do not end within --max_new_tokens 48",
+    }
+
+
+def test_only_bad_steps_in_a_row_stop_a_run():
+    bad = {"updates": 0}
+    refuse_lost_cause(steps(bad, {}, bad), ARGS)
+    with pytest.raises(RunStopped, match="2 steps in a row"):
+        refuse_lost_cause(steps(bad, {}, bad, bad), ARGS)
+
+
+def test_failed_gradings_are_counted_over_twenty_steps():
+    """20 steps of 10 answers may have 10 failures at 5 %, from the first step on."""
+    refuse_lost_cause(steps({"grading_failed": 10}), ARGS)
+    with pytest.raises(RunStopped, match="grading failed on 11 of 50 answers"):
+        refuse_lost_cause(steps({"grading_failed": 10}, {"grading_failed": 1}), ARGS)
+    refuse_lost_cause([*steps({"grading_failed": 10}), *steps(*[{}] * 17)], ARGS)  # forgotten after twenty steps
