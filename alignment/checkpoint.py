@@ -76,11 +76,13 @@ def _save(folder: Path, model, tokenizer) -> None:
 
 @contextmanager
 def full_disk_is_an_os_error(folder: Path) -> Iterator[None]:
-    """Raise OSError for what the safetensors library raises where a file cannot be written."""
+    """Raise OSError for what libraries in Rust, safetensors and tokenizers, raise where a file cannot be written."""
     try:
         yield
-    except SafetensorError as error:
-        raise OSError(f"{folder} could not be written: {error}") from None
+    except Exception as error:
+        if isinstance(error, SafetensorError) or "(os error" in str(error):
+            raise OSError(f"{folder} could not be written: {error}") from None
+        raise
 
 
 def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -93,10 +95,11 @@ def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def drop_old_checkpoints(run: Path, keep: int) -> None:
-    """Delete all checkpoints but the newest `keep`; 0 keeps all."""
+def drop_old_checkpoints(run: Path, keep: int, spared: int = 0) -> None:
+    """Delete all checkpoints but the newest `keep`, and the one of step `spared`; 0 keeps all."""
     for step in sorted(_steps(run))[: -keep or None] if keep else []:
-        shutil.rmtree(checkpoint_folder(run, step))
+        if step != spared:
+            shutil.rmtree(checkpoint_folder(run, step))
 
 
 def _steps(run: Path) -> list[int]:

@@ -32,7 +32,7 @@ def door(main: Callable[[], None]) -> None:
             main()
     except (UserError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(getattr(error, "code", 2))
+        sys.exit(error.code if isinstance(error, UserError) else 2)
     except Interrupted as stop:
         print(f"interrupted by {stop}", file=sys.stderr)
         sys.exit(128 + stop.signum)

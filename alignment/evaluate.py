@@ -19,7 +19,7 @@ from rich.table import Table
 from alignment.args import Args, EvaluateArgs, parse
 from alignment.drgrpo_grader import extract_answer
 from alignment.errors import UserError, door
-from alignment.models import load_tokenizer, resolve_model, roles_of
+from alignment.models import load_tokenizer, resolve_model, roles_of, sampler_kind
 from alignment.records import Group, Problem, Sampling, Score
 from alignment.rewards import evaluation_reward, grading_report, score_groups
 from alignment.samplers import Sampler, make_sampler
@@ -195,7 +195,7 @@ def main() -> None:
     refuse_taken_name(args)
     sampler = make_sampler(args, model_path, tokenizer, roles.eval, roles)
     try:
-        with console.status(f"sampling {len(problems)} problems x {args.num_samples} with {type(sampler).__name__}"):
+        with console.status(f"sampling {len(problems)} problems x {args.num_samples} with {sampler_kind(args)}"):
             evaluation = evaluate_vllm(
                 sampler, evaluation_reward(args.reward), problems, eval_sampling(task, args, args.num_samples)
             )

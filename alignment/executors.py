@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,7 @@ class RayExecutor:
         import ray
 
         self.ray = ray
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             own = {} if address else {"include_dashboard": False}  # a cluster that is there has decided that already
             ray.init(
@@ -105,6 +107,8 @@ class RayExecutor:
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UserError(f"--ray_address {address}: {str(error).splitlines()[0]}") from None
+        with suppress(ValueError):  # only the main thread may; Ray has put a handler of its own in its place
+            signal.signal(signal.SIGTERM, handler)
         gpus = gpus if gpus is not None else int(ray.cluster_resources().get("GPU", 0) > 0)
         self.cpus = cpus or 1
         # A task is not repeated by Ray: the sweep counts the attempts, and continues the run from its last checkpoint.

@@ -11,14 +11,14 @@ import shutil
 import socket
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from alignment.errors import UserError
 
-MANIFEST = "manifest.json"
+MANIFEST = "manifest.sha256.json"
 LOCK = ".lock"
 
 
@@ -55,12 +55,19 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _building(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.{uuid.uuid4().hex}.tmp")
+    return path.with_name(f".{path.name}.{os.getpid()}@{_place()}.{uuid.uuid4().hex}.tmp")
+
+
+def _place() -> str:
+    """Where process ids mean the same: this machine, or this container of it."""
+    with suppress(OSError):
+        return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
 
 
 def _remove_left_behind(path: Path) -> None:
     """Remove what killed processes of this machine were about to name `path`."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*@{glob.escape(socket.gethostname())}.*.tmp"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*@{glob.escape(_place())}.*.tmp"):
         pid = left.name.removeprefix(f".{path.name}.").partition("@")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
@@ -96,12 +103,15 @@ def damage(folder: Path) -> str | None:
         return f"its {MANIFEST} is missing or damaged"
     for name, (size, checksum) in sizes.items():
         file = folder / name
-        if not file.is_file():
+        try:
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes instead of {size}"
+            if _checksum(file) != checksum:
+                return f"{name} has changed since it was written"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if _checksum(file) != checksum:
-            return f"{name} has changed since it was written"
+        except (OSError, ValueError) as error:  # a disk that cannot read it, a name that is none
+            return f"{name} cannot be read ({error})"
     return None
 
 
@@ -163,6 +173,15 @@ def read_jsonl(file: Path) -> list[dict]:
         if not isinstance(record, dict):
             raise UserError(f"{file}:{number}: not a JSON object; the file is damaged")
         records.append(record)
+    return records
+
+
+def read_records(file: Path) -> list[dict]:
+    """The records of metrics.jsonl or evals.jsonl, each of a step. Raises `UserError`, naming the line, for others."""
+    records = read_jsonl(file)
+    for number, record in enumerate(records, start=1):
+        if type(record.get("step")) is not int:
+            raise UserError(f"{file}:{number}: has no step; the file is damaged")
     return records
 
 

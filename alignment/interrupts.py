@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -18,8 +19,11 @@ class Interrupted(BaseException):
         self.signum = signum
 
 
+AGAIN = 1.0  # seconds; a signal to a whole process group reaches a command under `uv run` twice at once
+
 _held = False
 _came: int | None = None
+_when = 0.0
 
 
 @contextmanager
@@ -51,15 +55,17 @@ def is_held() -> bool:
 def release() -> None:
     """Nothing is half done any more. Raises `Interrupted` where a signal has come meanwhile."""
     global _held
-    was, _held = _held, False
-    if was and _came is not None:
+    _held = False
+    if _came is not None:
         raise Interrupted(_came)
 
 
 def _on_signal(number: int, frame) -> None:
-    global _came
+    global _came, _when
     if _came is not None:
-        os._exit(128 + number)
-    _came = number
+        if time.monotonic() - _when > AGAIN:
+            os._exit(128 + number)
+        return
+    _came, _when = number, time.monotonic()
     if not _held:
         raise Interrupted(number)

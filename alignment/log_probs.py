@@ -14,6 +14,13 @@ def compute_entropy(logits: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
 
 
+def cumulative(values: torch.Tensor) -> torch.Tensor:
+    """Running sums over the last axis; with --deterministic by the CPU, since torch has no such kernel for GPUs."""
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return values.cpu().cumsum(dim=-1).to(values.device)
+    return values.cumsum(dim=-1)
+
+
 def sampling_logits(logits: torch.Tensor, temperature: float, top_p: float, keep: torch.Tensor | None = None) -> torch.Tensor:
     """Logits [N, V] of the distribution that is sampled from: z / temperature, outside the nucleus -inf.
 
@@ -26,7 +33,7 @@ def sampling_logits(logits: torch.Tensor, temperature: float, top_p: float, keep
         return scaled
     ordered, places = scaled.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(dim=-1)
-    outside = (probabilities.cumsum(dim=-1) - probabilities) >= top_p
+    outside = (cumulative(probabilities) - probabilities) >= top_p
     outside = torch.zeros_like(outside).scatter(-1, places, outside)
     if keep is not None:
         outside = outside.scatter(-1, keep[:, None], False)

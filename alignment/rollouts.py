@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from alignment.args import RLArgs
-from alignment.errors import UserError
+from alignment.errors import RunStopped
 from alignment.grpo import group_statistics, normalize_group_rewards
 from alignment.models import policy_log_probs
 from alignment.records import Batch, Completion, Group, Problem, Sampling
@@ -93,7 +93,7 @@ def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype)
     """Mean and largest difference, in nats a token, between the sampler's log-probs and the trainer's.
 
     Measured before the update, on completions spread over the rollout, under the distribution that was sampled from.
-    Raises `UserError` where the mean exceeds --max_sampler_mismatch: the gradient would be of another policy than the
+    Raises `RunStopped` where the mean exceeds --max_sampler_mismatch: the gradient would be of another policy than the
     one that was sampled.
     """
     rows = len(rollout.lengths)
@@ -105,7 +105,7 @@ def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype)
     difference = (trainer_BT - sampler_BT)[batch.response_mask].abs()
     mean, largest = difference.mean().item(), difference.max().item()
     if not mean <= args.max_sampler_mismatch:
-        raise UserError(
+        raise RunStopped(
             f"the sampler's log-probs are {mean:.4g} nats a token from the trainer's (largest {largest:.4g}), more than"
             f" --max_sampler_mismatch {args.max_sampler_mismatch}. Likely causes: weights that did not reach the sampler,"
             " a prefix cache that outlived them, another dtype (see --dtype), or other temperature or top-p handling."

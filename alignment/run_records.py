@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from alignment.errors import UserError
-from alignment.files import read_json, read_jsonl
+from alignment.files import read_json, read_jsonl, read_records
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,5 @@ def read_run(path: Path) -> Run:
         isinstance(args, dict) and type(args.get("seed")) is int and isinstance(command, list) and isinstance(versions, dict)
     ):
         raise UserError(f"{file} is damaged: it needs args with a seed, command and versions")
-    metrics, evals = (tuple(_with_steps(path / name)) for name in ("metrics.jsonl", "evals.jsonl"))
+    metrics, evals = (tuple(read_records(path / name)) for name in ("metrics.jsonl", "evals.jsonl"))
     return Run(path, args, tuple(map(str, command)), versions, metrics, evals, (path / "summary.json").exists())
-
-
-def _with_steps(file: Path) -> list[dict]:
-    records = read_jsonl(file)
-    for number, record in enumerate(records, start=1):
-        if type(record.get("step")) is not int:
-            raise UserError(f"{file}:{number}: has no step; the file is damaged")
-    return records

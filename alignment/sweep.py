@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import statistics
 import sys
@@ -36,7 +37,7 @@ from alignment.args import (
 from alignment.design import LintWarning, grid, lint, named_arms, refuse_what_cannot_be_compared, with_controls
 from alignment.errors import UserError, door
 from alignment.executors import LOST, Executor, Job, make_executor
-from alignment.files import held, read_json, read_jsonl, write_atomically
+from alignment.files import LOCK, held, read_json, read_jsonl, write_atomically
 from alignment.interrupts import Interrupted
 from alignment.report import Study, decide, print_verdicts, read_study, write_report
 from alignment.tracking import versions
@@ -149,6 +150,12 @@ def seconds_of(design: Design, output_dir: str) -> list[float]:
     return [arm.rollout_size * arm.num_steps * statistics.median(paces) for arm in design.arms.values() for _ in design.seeds]
 
 
+def refuse_other_folder(design: Design) -> None:
+    """Raise `UserError` where the sweep's folder is something else's."""
+    if design.folder.is_dir() and any(design.folder.iterdir()) and not {"sweep.json", LOCK} & set(os.listdir(design.folder)):
+        raise UserError(f"{design.folder} exists and is no sweep's folder; give another --sweep_name")
+
+
 def claim_folder(design: Design, command: Sequence[str]) -> None:
     """Make the sweep's folder, or see that it is this sweep's. Raises `UserError` where it is another's."""
     file, seeds = design.folder / "sweep.json", set(design.seeds)
@@ -157,9 +164,6 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
         if {key: before.get(key) for key in design.facts()} != design.facts():
             raise UserError(f"{design.folder} holds a sweep of another design; give another --sweep_name")
         seeds |= set(before.get("seeds", ()))
-    elif design.folder.exists():
-        raise UserError(f"{design.folder} exists and is no sweep's folder; give another --sweep_name")
-    design.folder.mkdir(parents=True, exist_ok=True)
     facts = {
         **design.facts(),
         "seeds": sorted(seeds),
@@ -294,8 +298,10 @@ def main() -> None:
         return
     executor = make_executor(args.ray_address, args.cpus_per_run, args.gpus_per_run)
     try:
-        claim_folder(design, sys.argv)
+        refuse_other_folder(design)
+        design.folder.mkdir(parents=True, exist_ok=True)
         with held(design.folder):
+            claim_folder(design, sys.argv)
             train(design, executor, args, console)
     except Interrupted:
         console.print("stopped; the same command continues this sweep")

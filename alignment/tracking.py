@@ -16,7 +16,7 @@ from pathlib import Path
 
 from alignment.args import Args
 from alignment.errors import UserError
-from alignment.files import atomic_folder, flush, read_jsonl, remove_unfinished, write_atomically
+from alignment.files import atomic_folder, flush, read_records, remove_unfinished, write_atomically
 from alignment.records import Group
 
 Record = Mapping[str, object]
@@ -35,7 +35,8 @@ class RunFolder:
         (path / "completions").mkdir(parents=True, exist_ok=True)
         self.steps, self.evals = (self._keep(name, last_step) for name in ("metrics.jsonl", "evals.jsonl"))
         for file in (path / "completions").glob("*_*.jsonl"):
-            if int(file.stem.rpartition("_")[2]) > last_step:
+            number = file.stem.rpartition("_")[2]
+            if number.isdigit() and int(number) > last_step:
                 file.unlink()
         shutil.rmtree(path / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(path / "tensorboard"))
@@ -44,20 +45,20 @@ class RunFolder:
                 self._scalars(prefix, record)
 
     def _keep(self, name: str, last_step: int) -> list[dict]:
-        kept = [record for record in read_jsonl(self.path / name) if record["step"] <= last_step]
+        kept = [record for record in read_records(self.path / name) if record["step"] <= last_step]
         write_atomically(self.path / name, "".join(json.dumps(record) + "\n" for record in kept))
         return kept
 
     def log_step(self, record: Record) -> None:
         """Append one object to metrics.jsonl and to TensorBoard."""
-        self.steps.append(record)
         self._append("metrics.jsonl", record)
+        self.steps.append(record)
         self._scalars("", record)
 
     def log_eval(self, record: Record) -> None:
         """Append one object to evals.jsonl and to TensorBoard."""
-        self.evals.append(record)
         self._append("evals.jsonl", record)
+        self.evals.append(record)
         self._scalars("eval/", record)
 
     def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
@@ -89,8 +90,9 @@ class RunFolder:
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def close(self) -> None:
-        """Flush TensorBoard."""
-        self._tensorboard.close()
+        """Flush TensorBoard; what a full disk keeps of it is made anew when the run is resumed."""
+        with suppress(OSError):
+            self._tensorboard.close()
 
     def _append(self, name: str, record: Record) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:

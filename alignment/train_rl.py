@@ -13,7 +13,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from alignment.args import RLArgs, SFTArgs, as_command, parse, refuse_missing_wa
 from alignment.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
+    full_disk_is_an_os_error,
     last_whole_step,
     load_optimizer,
     put_aside,
@@ -131,11 +132,14 @@ def train(args: RLArgs, console: Console) -> Path:
         def save(step: int) -> None:
             run.flush()
             save_checkpoint(checkpoint_folder(path, step), policy, tokenizer, optimizer)
-            drop_old_checkpoints(path, args.keep_checkpoints)
+            drop_old_checkpoints(path, args.keep_checkpoints, spared=done)  # from which a lost sampler may be started again
 
         sampler.load_weights(policy.named_parameters(), done)
-        progress = closing.enter_context(progress_line(args, console))
-        with saved_when_stopped(path, lambda: len(run.steps), save, console):
+        counted = 0
+        with (
+            progress_line(args, console) as progress,
+            saved_when_stopped(path, lambda: run.steps[-1]["step"] if run.steps else 0, save, console),
+        ):
             evaluate_if_due(done)
             for step in range(done + 1, args.num_steps + 1):
                 clock = Clock()
@@ -155,12 +159,15 @@ def train(args: RLArgs, console: Console) -> Path:
                 with clock("update"):
                     # A signal waits from the first update on: until the step is logged, the weights are between two steps.
                     report, first_pass_BT, bad = update(policy, optimizer, rollout, args, step, dtype, interrupts.hold)
+                interrupts.hold()
                 with clock("sync"):
                     sampler.load_weights(policy.named_parameters(), step)
                 trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
                 run.log_completions("rollout", step, groups, per_response(trainer_BT, rollout.batch.response_mask))
                 save_bad_batches(path, rollout, step, bad)
-                record = {"step": step, **report, **rollout_report(groups, args), **mismatch, "restarts": sampler.restarts}
+                record = {"step": step, **report, **rollout_report(groups, args), **mismatch, "restarts": -counted}
+                counted = sum(each.restarts for each in {sampler, eval_sampler})  # of both since the last record
+                record["restarts"] += counted
                 run.log_step(watched(run.steps, {**record, **clock.report(rollout)}, args, console))
                 interrupts.release()
                 progress(record)
@@ -170,6 +177,7 @@ def train(args: RLArgs, console: Console) -> Path:
                     save(step)
         with atomic_folder(path / "final") as building:
             save_model(building, policy, tokenizer)
+        report(path, args, console)
     return path
 
 
@@ -181,7 +189,8 @@ def resume(path: Path, args: RLArgs, console: Console) -> int:
     before = read_json(path / "args.json").get("args")
     if not isinstance(before, dict):
         raise UserError(f"--resume: {path / 'args.json'} is damaged, so it cannot be told how the run was started")
-    free = {"resume", "run_name", "num_steps", "save_interval", "keep_checkpoints", "sampler_timeout"}
+    free = {"resume", "run_name", "num_steps", "save_interval", "keep_checkpoints", "sampler_timeout", "max_bad_steps"}
+    free |= {"max_grader_failures"}
     now = json.loads(json.dumps(dataclasses.asdict(args)))
     changed = [
         f"--{key} was {before.get(key)!r}, now {value!r}"
@@ -190,8 +199,9 @@ def resume(path: Path, args: RLArgs, console: Console) -> int:
     ]
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
-    done, damaged = last_whole_step(path)
-    if done > args.num_steps or (done == args.num_steps and (path / "summary.json").exists()):
+    finished = read_json(path / "summary.json").get("steps", 0) if (path / "summary.json").exists() else 0
+    done, damaged = (finished, []) if finished >= args.num_steps else last_whole_step(path)
+    if finished >= args.num_steps or done > args.num_steps:
         raise UserError(f"--resume: {path} has already done {done} of --num_steps {args.num_steps}")
     for wrong in damaged:
         console.print(f"{wrong}; it is put aside, and step {done} is gone on from", style="red", markup=False, soft_wrap=True)
@@ -242,9 +252,11 @@ def saved_when_stopped(
         console.print(f"stopped after step {step} ({stop}); go on with --resume --run_name {path.name}", markup=False)
         raise
     except OSError as error:
-        step, _ = last_whole_step(path)
-        kept = f"its checkpoint of step {step} is whole" if step else "it had no checkpoint yet"
-        raise UserError(f"{error}. The run {path} has stopped; {kept}: go on with --resume when that is mended") from None
+        kept = "it had no checkpoint yet"
+        with suppress(UserError, OSError):
+            step, _ = last_whole_step(path)
+            kept = f"its checkpoint of step {step} is whole" if step else kept
+        raise RunStopped(f"{error}. The run {path} has stopped; {kept}: go on with --resume when that is mended") from None
 
 
 def save_bad_batches(path: Path, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
@@ -256,8 +268,10 @@ def save_bad_batches(path: Path, rollout: Rollout, step: int, bad: Sequence[Sequ
         for key in ("raw_rewards_B1", "advantages_B1", "sampler_log_probs_BT", "old_log_probs_BT"):
             if (tensor := getattr(rollout, key)) is not None:
                 tensors[key] = tensor[list(rows), :width].contiguous()
-        (path / "bad_batches").mkdir(exist_ok=True)
-        save_file(tensors, path / "bad_batches" / f"step_{step:06d}_{number}.safetensors")
+        file = path / "bad_batches" / f"step_{step:06d}_{number}.safetensors"
+        file.parent.mkdir(exist_ok=True)
+        with full_disk_is_an_os_error(file):
+            save_file(tensors, file)
 
 
 def watched(steps: Sequence[dict], record: dict, args: RLArgs, console: Console) -> dict:
@@ -337,8 +351,7 @@ def report(path: Path, args: RLArgs, console: Console) -> None:
         "steps": len(metrics),
         "seconds": sum(m["seconds"] for m in metrics),
         "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
-        **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed")},
-        "restarts": metrics[-1]["restarts"],
+        **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }
     write_atomically(path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
@@ -351,7 +364,7 @@ def _with_interval(record: dict) -> str:
 def main() -> None:
     args = parse(RLArgs)
     console = Console()
-    report(train(args, console), args, console)
+    train(args, console)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def digests(run: Path) -> dict[str, str]:
         "completions": _hash(
             part for file in sorted((run / "completions").iterdir()) for part in (file.name.encode(), file.read_bytes())
         ),
+        "bad batches": _hash(file.read_bytes() for file in sorted((run / "bad_batches").glob("*"))),
         "TensorBoard": _hash(_scalars(run / "tensorboard")),
     }
 
@@ -120,6 +121,7 @@ def _run(args: RLArgs, kill_in_step: int | None = None) -> None:
             process.wait()
         finally:
             process.kill()
+            process.wait()
     if kill_in_step:
         raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
     if process.returncode:

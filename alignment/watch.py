@@ -45,7 +45,8 @@ def refuse_lost_cause(steps: Sequence[Record], args: RLArgs) -> None:
     if len(last) == args.max_bad_steps and all(record["updates"] == 0 for record in last):
         raise RunStopped(
             f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps); their batches are in bad_batches/:"
-            " lower --learning_rate, or look at their rewards and log-probs"
+            " look at their rewards and log-probs, and start a run from its last checkpoint (--sft_base) with a lower"
+            " --learning_rate"
         )
     recent = steps[-GRADER_WINDOW:]
     failed, graded = (sum(record[key] for record in recent) for key in ("grading_failed", "responses"))

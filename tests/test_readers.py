@@ -135,7 +135,7 @@ def test_a_manifest_is_whole_or_named(tmp_path, content):
     folder = tmp_path / "checkpoint"
     folder.mkdir(exist_ok=True)
     (folder / "weights").write_bytes(b"abc")
-    (folder / "manifest.json").write_bytes(content)
+    (folder / "manifest.sha256.json").write_bytes(content)
     wrong = damage(folder)
     assert wrong is None or "manifest" in wrong or "weights" in wrong or "is missing" in wrong
 

@@ -59,7 +59,7 @@ def sampler(folder, policy):
     Engine.faults = []
     tokenizer = load_tokenizer(folder)
     return Restarted(
-        lambda: Engine(load_model(folder, ("cpu",), torch.float32), tokenizer, 256), lambda: policy.named_parameters()
+        lambda: Engine(load_model(folder, ("cpu",), torch.float32), tokenizer, 256), policy.named_parameters, len(tokenizer)
     )
 
 
@@ -74,6 +74,7 @@ FAULTS = {
     "too few samples": lambda drawn: [drawn[0][:1], drawn[1]],
     "no tokens": spoil(token_ids=(), log_probs=()),
     "too many tokens": spoil(token_ids=(5,) * 9, log_probs=(-1.0,) * 9),
+    "a token that there is not": lambda drawn: spoil(token_ids=(9999, *drawn[0][0].token_ids[1:]))(drawn),
     "a log-prob is missing": spoil(log_probs=(-1.0,)),
     "not a number": lambda drawn: spoil(log_probs=(float("nan"),) * len(drawn[0][0].token_ids))(drawn),
     "above zero": lambda drawn: spoil(log_probs=(0.5,) * len(drawn[0][0].token_ids))(drawn),
@@ -110,6 +111,6 @@ def test_lost_while_it_takes_new_weights(sampler, policy):
 
 
 def test_an_honest_answer_is_none(sampler):
-    refuse_garbage(sampler.sample(PROMPTS, SAMPLING), 2, SAMPLING)
+    refuse_garbage(sampler.sample(PROMPTS, SAMPLING), 2, SAMPLING, 307)
     with pytest.raises(SamplerLost, match="asked for 3 x 2 completions and gave"):
-        refuse_garbage(sampler.sample(PROMPTS, SAMPLING), 3, SAMPLING)
+        refuse_garbage(sampler.sample(PROMPTS, SAMPLING), 3, SAMPLING, 307)

@@ -213,7 +213,8 @@ def _outcome(reply: Future[dict]) -> Outcome:
 
 def serve(descriptor: int) -> None:
     """Answer requests until the parent is gone, each in a forked child: ending it costs no new imports."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # when to end is the parent's to say, by closing the socket or by SIGKILL
+        signal.signal(number, signal.SIG_IGN)
     import math_verify  # noqa: F401  takes seconds, which are not to count as the first request's
 
     from alignment import drgrpo_grader  # noqa: F401

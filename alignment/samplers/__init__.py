@@ -52,8 +52,13 @@ class Restarted:
     change. Raises `RunStopped` where the new engine is lost as well.
     """
 
-    def __init__(self, start: Callable[[], Sampler], weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None):
-        self._start, self._weights = start, weights
+    def __init__(
+        self,
+        start: Callable[[], Sampler],
+        weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
+        vocabulary: int,
+    ):
+        self._start, self._weights, self._vocabulary = start, weights, vocabulary
         self._engine = start()
         self._version: int | None = None
         self.restarts = 0
@@ -63,26 +68,28 @@ class Restarted:
         return self._engine.policy_version
 
     def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
-        return self._insist(lambda: self._sampled(prompts, sampling))
+        try:
+            return self._sampled(prompts, sampling)
+        except SamplerLost as error:
+            return self._start_again(error, lambda: self._sampled(prompts, sampling))
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        first = iter([named_tensors])  # a new engine is sent them from the start
         self._version = version
-        self._insist(lambda: self._engine.load_weights(next(first, None) or self._weights(), version))
+        try:
+            self._engine.load_weights(named_tensors, version)
+        except SamplerLost as error:
+            self._start_again(error)
 
     def close(self) -> None:
         self._engine.close()
 
     def _sampled(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
         drawn = self._engine.sample(prompts, sampling)
-        refuse_garbage(drawn, len(prompts), sampling)
+        refuse_garbage(drawn, len(prompts), sampling, self._vocabulary)
         return drawn
 
-    def _insist(self, request: Callable):
-        try:
-            return request()
-        except SamplerLost as error:
-            lost = error
+    def _start_again(self, lost: SamplerLost, request: Callable = lambda: None):
+        """A new engine with the weights of the lost one, and its answer to the request that the lost one did not answer."""
         print(f"the sampler is started again: {lost}", file=sys.stderr)
         self.restarts += 1
         self._engine.close()
@@ -95,7 +102,7 @@ class Restarted:
             raise RunStopped(f"the sampler was lost ({lost}), and once more after it was started again: {error}") from None
 
 
-def refuse_garbage(drawn: Sequence[Sequence[Completion]], prompts: int, sampling: Sampling) -> None:
+def refuse_garbage(drawn: Sequence[Sequence[Completion]], prompts: int, sampling: Sampling, vocabulary: int) -> None:
     """Raise `SamplerLost` for an answer that cannot be `sampling.n` completions of each prompt."""
     if len(drawn) != prompts or any(len(group) != sampling.n for group in drawn):
         raise SamplerLost(f"it was asked for {prompts} x {sampling.n} completions and gave {[len(group) for group in drawn]}")
@@ -107,6 +114,8 @@ def refuse_garbage(drawn: Sequence[Sequence[Completion]], prompts: int, sampling
                 f"a completion has {len(completion.token_ids)} tokens, of at most {sampling.max_new_tokens}, and"
                 f" {len(completion.log_probs)} log-probs"
             )
+        if not all(0 <= token < vocabulary for token in completion.token_ids):
+            raise SamplerLost(f"a completion has tokens outside the vocabulary of {vocabulary}")
         if not all(-math.inf < log_prob <= 1e-3 for log_prob in completion.log_probs):  # a bfloat16 sum may pass 0
             raise SamplerLost("a completion has log-probs that are no logarithms of probabilities")
 
@@ -150,7 +159,7 @@ def make_sampler(args: Args, model_path: str, tokenizer, device: str, roles: Rol
             gpu_memory_utilization=share,
             timeout=args.sampler_timeout,
         )
-        return Restarted(start, None if policy is None else policy.named_parameters)
+        return Restarted(start, None if policy is None else policy.named_parameters, load_config(model_path).vocab_size)
     from alignment.samplers.transformers import TransformersSampler
 
     in_place = policy is not None and set(roles.policy) == {device} and policy.dtype == dtype

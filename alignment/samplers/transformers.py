@@ -9,7 +9,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from alignment.log_probs import sampling_logits
+from alignment.log_probs import cumulative, sampling_logits
 from alignment.records import Completion, Sampling
 from alignment.samplers import encode_prompts
 from alignment.tokens import pad_token_id
@@ -183,7 +183,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tu
         tokens = logits.argmax(dim=-1)
     else:
         log_probs = sampling_logits(logits, sampling.temperature, sampling.top_p).log_softmax(dim=-1)
-        cdf = log_probs.exp().cumsum(dim=-1)
+        cdf = cumulative(log_probs.exp())
         # right=True finds the first place where the CDF exceeds the target, which always has some probability.
         tokens = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(1)
         tokens = tokens.clamp(max=logits.shape[-1] - 1)

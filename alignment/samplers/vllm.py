@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,12 +32,15 @@ from alignment.records import Completion, Sampling
 from alignment.samplers import SamplerLost, encode_prompts
 
 POLL_SECONDS = 0.5  # how soon a death on one side is noticed on the other where the pipe does not tell
+START_SECONDS = 1800  # at least, for an engine to load a model, whatever --sampler_timeout says
 GRACE_SECONDS = 10  # for the engine to free its device before it is killed
 
 # What the worker runs. A parent that was killed cannot stop it, so it watches over its parent, from before the imports,
 # which take many seconds. The parent's id tells more than the pipe, which forks of the parent may hold open.
 WORKER = f"""
 import os, signal, sys, threading, time
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: when to end is the parent's to say
 
 def die_with(parent):
     while os.getppid() == parent:
@@ -98,7 +102,7 @@ class VLLMSampler:
             seed=seed,
         )
         try:
-            self._ask("start", torch.device(device).type, options)
+            self._ask("start", torch.device(device).type, options, timeout=max(self._timeout, START_SECONDS))
         except RuntimeError as error:
             raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}") from None
         self._log_start = os.fstat(self._log.fileno()).st_size  # what it wrote so far has nothing to do with its end
@@ -114,6 +118,8 @@ class VLLMSampler:
         the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         drawn = self._ask("generate", encoded, sampling)
+        if len(drawn) != len(encoded):
+            raise SamplerLost(f"it was asked to continue {len(encoded)} prompts and continued {len(drawn)}")
         return [
             [Completion(prompt_ids=tuple(ids), policy_version=self.policy_version, **fields) for fields in group]
             for ids, group in zip(encoded, drawn, strict=True)
@@ -128,11 +134,19 @@ class VLLMSampler:
         """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
         self._stop()
 
-    def _ask(self, verb: str, *arguments, tensors: Iterable[tuple[str, torch.Tensor]] | None = None):
+    def _ask(self, verb: str, *arguments, tensors: Iterable[tuple[str, torch.Tensor]] | None = None, timeout: float = 0):
         """The worker's answer to a request. After any failure the two sides are out of step, so the worker is ended."""
         if not self._stop.alive:
             raise RuntimeError("the vLLM sampler is closed")
-        deadline = time.monotonic() + self._timeout
+        hung = threading.Event()
+
+        def end_it() -> None:  # wherever it hangs: before it has read the request, or before it has sent the whole answer
+            hung.set()
+            self._process.kill()
+
+        watch = threading.Timer(min(timeout or self._timeout, threading.TIMEOUT_MAX), end_it)
+        watch.daemon = True
+        watch.start()
         try:
             self._connection.send((verb, arguments))
             if tensors is not None:
@@ -140,15 +154,18 @@ class VLLMSampler:
             while not self._connection.poll(POLL_SECONDS):
                 if self._process.poll() is not None and not self._connection.poll():
                     raise EOFError
-                if time.monotonic() > deadline:
-                    raise SamplerLost(f"the vLLM process on {self._device} gave no answer within {self._timeout:g} s")
             failure, answer = self._connection.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise SamplerLost(self._obituary()) from None
+        except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
+            obituary = self._obituary()
+            if hung.is_set():
+                obituary = f"the vLLM process on {self._device} gave no answer within {self._timeout:g} s"
+            raise SamplerLost(obituary) from None
         except BaseException:  # Ctrl-C too: the engine may be busy for minutes with an answer that nobody will read
             self._process.kill()
             self.close()
             raise
+        finally:
+            watch.cancel()
         if failure:
             self.close()
             raise SamplerLost(failure)

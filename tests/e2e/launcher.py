@@ -1,7 +1,8 @@
 """Runs commands in forks of a process that has imported everything, and kills them wherever it is told to.
 
 It reads requests as JSON lines: {"argv": [...], "log": file} and, to be killed, "phase" and "nth": the command sends itself
-SIGKILL at the nth call that is made in that phase; or "count": a file to write the number of calls in each phase to.
+SIGKILL, or "signal", at the nth call that is made in that phase; or "count": a file to write the number of calls in each phase
+to; "workers": start a grading worker too; "pause": seconds before each step.
 It answers with {"pid": ...}, and with {"pid": ..., "status": ...} when that has ended.
 """
 
@@ -11,12 +12,14 @@ import json
 import os
 import signal
 import sys
+import time
 
 import matplotlib.pyplot  # noqa: F401  what a run imports late, imported once for all forks
 import torch.utils.tensorboard  # noqa: F401
 
 from alignment import train_rl
 from alignment.errors import door
+from alignment.grading import workers
 from alignment.tasks import TASKS
 
 # What a run is in the middle of, by the functions on the stack, innermost first.
@@ -71,6 +74,11 @@ def run(request: dict) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.argv = ["alignment.train_rl", *request["argv"]]
+    if request.get("workers"):
+        workers.pool().warm_up()
+    if pause := request.get("pause"):  # before each step, for who wants to see the steps go by
+        ask = train_rl.problems_of_step
+        train_rl.problems_of_step = lambda *arguments: time.sleep(pause) or ask(*arguments)
     if "phase" in request or "count" in request:
         sys.setprofile(on_call)
     try:

@@ -56,7 +56,9 @@ def world(tmp_path_factory):
     break_model(folder, "cut_weights", lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100))
     break_model(folder, "no_tokenizer", lambda f: [file.unlink() for file in f.glob("*token*")])
     break_model(folder, "no_eos", without_eos)
-    break_model(folder, "changed", lambda f: (f / "manifest.json").write_text('{"config.json": {"bytes": 1, "sha256": ""}}'))
+    break_model(
+        folder, "changed", lambda f: (f / "manifest.sha256.json").write_text('{"config.json": {"bytes": 1, "sha256": ""}}')
+    )
     for name, text in {
         "cut": ROW + '{"question": "Two',
         "keys": ROW + '{"query": "?"}\n',

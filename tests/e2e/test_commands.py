@@ -203,7 +203,7 @@ def test_a_resume_with_other_arguments_names_them(warm, tmp_path, monkeypatch, c
         ("step_000001/trainer/optimizer.safetensors", "step_000001 is damaged: trainer/optimizer.safetensors has"),
         ("step_000001/model.safetensors", "step_000001 is damaged: model.safetensors has"),
         ("step_000001/config.json", "step_000001 is damaged: config.json has"),
-        ("step_000001/manifest.json", "step_000001 is damaged: its manifest.json is missing or damaged"),
+        ("step_000001/manifest.sha256.json", "step_000001 is damaged: its manifest.sha256.json is missing or damaged"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(damage, message, warm, tmp_path, monkeypatch, capsys):
@@ -235,7 +235,7 @@ def test_missing_weights_are_not_made_up(warm, tmp_path, monkeypatch, capsys):
     flags = ["--model", str(tmp_path / "part"), "--output_dir", str(tmp_path / "out"), "--max_problems", "2"]
     assert run(monkeypatch, "evaluate", *flags) == 2
     assert "model.safetensors has 1012144 bytes instead of 1867936" in capsys.readouterr().err
-    (tmp_path / "part" / "manifest.json").unlink()
+    (tmp_path / "part" / "manifest.sha256.json").unlink()
     assert run(monkeypatch, "evaluate", *flags) == 2
     assert "weights are missing or of another shape, such as model.layers.1" in capsys.readouterr().err
 

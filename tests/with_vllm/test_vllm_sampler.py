@@ -17,7 +17,7 @@ from alignment.errors import UserError
 from alignment.records import Sampling
 from alignment.samplers import Restarted
 from alignment.samplers.vllm import VLLMSampler, worker_environment
-from tests.with_vllm.conftest import CONTEXT, WORDS, tiny_llama
+from tests.with_vllm.conftest import CONTEXT, VOCABULARY, WORDS, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [" ba ce di", " fo", " gu ha je ki lo mu na pe qi"]
@@ -173,7 +173,7 @@ def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(start_
 
 def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_completions(start_sampler, policy, capfd):
     before = set(psutil.Process().children(recursive=True))
-    victim = Restarted(start_sampler, lambda: tiny_llama(seed=1).named_parameters())
+    victim = Restarted(start_sampler, lambda: tiny_llama(seed=1).named_parameters(), len(VOCABULARY))
     try:
         victim.load_weights(tiny_llama(seed=1).named_parameters(), 4)
         expected = victim.sample(PROMPTS, OPEN_END)
@@ -183,7 +183,15 @@ def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_complet
             worker.send_signal(number)
             assert victim.sample(PROMPTS, OPEN_END) == expected
             assert expected[0][0].policy_version == victim.policy_version == 4
-        assert victim.restarts == 2
+        (worker,) = new_processes(before)
+        worker.send_signal(signal.SIGSTOP)  # while it is sent weights, which fill the pipe
+        victim._engine._timeout = 5.0
+        victim.load_weights(tiny_llama(seed=1).named_parameters(), 4)
+        assert victim.sample(PROMPTS, OPEN_END) == expected
+        (worker,) = new_processes(before)
+        worker.send_signal(signal.SIGTERM)  # which a whole job may be sent: its parent says when to end
+        assert victim.sample(PROMPTS, OPEN_END) == expected
+        assert victim.restarts == 3
         said = capfd.readouterr().err
         assert "killed by SIGKILL" in said and "gave no answer within 5 s" in said
     finally:
