@@ -350,7 +350,8 @@ def _require(condition: bool, flag: str, value, wanted: str) -> None:
 
 
 def _require_folder_name(flag: str, name: str) -> None:
-    _require(name not in (".", "..") and Path(name).name == name, flag, name, "a plain folder name without slashes")
+    plain = name not in (".", "..") and Path(name).name == name and len(name.encode(errors="surrogateescape")) <= 150
+    _require(plain, flag, name, "a plain folder name without slashes, of at most 150 bytes")
 
 
 def _require_positive(args: Args, *names: str) -> None:

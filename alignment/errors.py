@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from alignment.interrupts import Interrupted, interruptible
+from alignment.interrupts import Interrupted, interruptible, release
 
 
 class UserError(Exception):
@@ -30,6 +30,7 @@ def door(main: Callable[[], None]) -> None:
     try:
         with interruptible():
             main()
+            release()  # where something has swallowed the exception of a signal
     except (UserError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.code if isinstance(error, UserError) else 2)

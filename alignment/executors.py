@@ -105,8 +105,9 @@ class RayExecutor:
                 logging_level="ERROR",
                 **own,
             )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UserError(f"--ray_address {address}: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # of many kinds, a bare Exception where a node is slow to start among them
+            where = f"--ray_address {address}" if address else "Ray could not start here"
+            raise UserError(f"{where}: {(str(error) or type(error).__name__).splitlines()[0]}") from None
         with suppress(ValueError):  # only the main thread may; Ray has put a handler of its own in its place
             signal.signal(signal.SIGTERM, handler)
         gpus = gpus if gpus is not None else int(ray.cluster_resources().get("GPU", 0) > 0)

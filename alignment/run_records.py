@@ -55,7 +55,7 @@ def read_run(path: Path) -> Run:
     file = path / "args.json"
     try:
         facts = read_json(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is no run's folder: it has no args.json") from None
     args, command, versions = (facts.get(key) for key in ("args", "command", "versions"))
     if not (

@@ -5,15 +5,18 @@ uv run -m alignment.sft
 
 from __future__ import annotations
 
+import errno
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from alignment import interrupts
 from alignment.args import SFTArgs, parse
 from alignment.checkpoint import save_model
 from alignment.errors import UserError, door
@@ -60,7 +63,7 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     examples = {split: tokenise(pairs, tokenizer, context_length(model.config)) for split, pairs in demonstrations.items()}
     prompts = [problem.prompt for problem in problems]
     encode_prompts(tokenizer, prompts, context_length(model.config), args.max_new_tokens)  # refuses before it trains
-    with atomic_folder(target) as building:
+    with refused_if_made_meanwhile(target), atomic_folder(target) as building:
         write_args(building, args)
         run = RunFolder(building)
         optimise(model, examples["train"], examples["test"], pad_token_id(tokenizer), args, run, console)
@@ -78,6 +81,21 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     run.log_summary(evaluation.record())
     run.close()
     return evaluation
+
+
+class MadeMeanwhile(UserError):
+    """Another command has written --sft_base while this one was training."""
+
+
+@contextmanager
+def refused_if_made_meanwhile(target: Path) -> Iterator[None]:
+    """Raise `MadeMeanwhile` where the folder could not take its name since there is one by now."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
+            raise MadeMeanwhile(f"--sft_base {target} was made by another command meanwhile; that one is kept") from None
+        raise
 
 
 def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[Example]:
@@ -124,6 +142,7 @@ def optimise(model, train_set, validation_set, pad: int, args: SFTArgs, run: Run
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             progress.advance(bar)
+            interrupts.release()  # where a library has swallowed the exception of a signal
             if step % args.eval_interval == 0 or step == args.num_steps:
                 validation = validation_loss(model, validation_set, pad, args.micro_batch_tokens, dtype)
                 record = {"loss": loss.item(), "grad_norm": grad_norm.item(), "validation_loss": validation}

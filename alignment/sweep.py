@@ -296,9 +296,9 @@ def main() -> None:
     print_design(design, args, console)
     if args.dry_run:
         return
+    refuse_other_folder(design)
     executor = make_executor(args.ray_address, args.cpus_per_run, args.gpus_per_run)
     try:
-        refuse_other_folder(design)
         design.folder.mkdir(parents=True, exist_ok=True)
         with held(design.folder):
             claim_folder(design, sys.argv)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import time
 from collections import Counter
@@ -23,7 +24,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from alignment import interrupts, sft
-from alignment.args import RLArgs, SFTArgs, as_command, parse, refuse_missing_warm_start
+from alignment.args import RLArgs, SFTArgs, as_command, command_line, parse, refuse_missing_warm_start
 from alignment.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
@@ -138,7 +139,7 @@ def train(args: RLArgs, console: Console) -> Path:
         counted = 0
         with (
             progress_line(args, console) as progress,
-            saved_when_stopped(path, lambda: run.steps[-1]["step"] if run.steps else 0, save, console),
+            saved_when_stopped(path, args, lambda: run.steps[-1]["step"] if run.steps else 0, save, console),
         ):
             evaluate_if_due(done)
             for step in range(done + 1, args.num_steps + 1):
@@ -158,14 +159,14 @@ def train(args: RLArgs, console: Console) -> Path:
                         rollout = old_policy.annotate(rollout, args)
                 with clock("update"):
                     # A signal waits from the first update on: until the step is logged, the weights are between two steps.
-                    report, first_pass_BT, bad = update(policy, optimizer, rollout, args, step, dtype, interrupts.hold)
+                    updates, first_pass_BT, bad = update(policy, optimizer, rollout, args, step, dtype, interrupts.hold)
                 interrupts.hold()
                 with clock("sync"):
                     sampler.load_weights(policy.named_parameters(), step)
                 trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
                 run.log_completions("rollout", step, groups, per_response(trainer_BT, rollout.batch.response_mask))
                 save_bad_batches(path, rollout, step, bad)
-                record = {"step": step, **report, **rollout_report(groups, args), **mismatch, "restarts": -counted}
+                record = {"step": step, **updates, **rollout_report(groups, args), **mismatch, "restarts": -counted}
                 counted = sum(each.restarts for each in {sampler, eval_sampler})  # of both since the last record
                 record["restarts"] += counted
                 run.log_step(watched(run.steps, {**record, **clock.report(rollout)}, args, console))
@@ -220,7 +221,10 @@ def warm_start(args: RLArgs, console: Console) -> str:
     if not Path(args.sft_base).exists():
         console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
         # One warm start for every run, whatever the seed of the one that happens to come first.
-        sft.train(dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed), console)
+        try:
+            sft.train(dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed), console)
+        except sft.MadeMeanwhile:
+            console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)
     return resolve_model(args.sft_base, args.output_dir)
 
@@ -238,7 +242,7 @@ def make_deterministic(args: RLArgs) -> None:
 
 @contextmanager
 def saved_when_stopped(
-    path: Path, steps_done: Callable[[], int], save: Callable[[int], None], console: Console
+    path: Path, args: RLArgs, steps_done: Callable[[], int], save: Callable[[int], None], console: Console
 ) -> Iterator[None]:
     """Save what is done when a signal or a lost cause ends the loop, and say how to go on."""
     try:
@@ -249,7 +253,9 @@ def saved_when_stopped(
         step = steps_done()
         if step and not checkpoint_folder(path, step).exists():
             save(step)
-        console.print(f"stopped after step {step} ({stop}); go on with --resume --run_name {path.name}", markup=False)
+        again = command_line(dataclasses.replace(args, run_name=path.name, resume=True))
+        command = f"uv run -m alignment.train_rl {shlex.join(again)}"
+        console.print(f"stopped after step {step} ({stop}); go on with: {command}", markup=False, soft_wrap=True)
         raise
     except OSError as error:
         kept = "it had no checkpoint yet"

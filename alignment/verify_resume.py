@@ -8,9 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -23,6 +20,7 @@ from rich.table import Table
 from alignment.args import RLArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
 from alignment.checkpoint import OPTIMIZER, checkpoint_folder, last_whole_step
 from alignment.errors import RunStopped, UserError, door
+from alignment.executors import Job, start
 from alignment.files import read_jsonl
 
 TIMINGS = ("seconds", "tokens_per_second")  # what the names of measured times begin with
@@ -107,21 +105,17 @@ def verify(args: VerifyResumeArgs, console: Console) -> bool:
 
 def _run(args: RLArgs, kill_in_step: int | None = None) -> None:
     run = Path(args.output_dir) / args.run_name
-    log = run.with_suffix(".log")
-    with log.open("ab") as output:
-        command = [sys.executable, "-m", "alignment.train_rl", *command_line(args)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        try:
-            while kill_in_step and process.poll() is None:
-                if checkpoint_folder(run, kill_in_step - 1).exists():
-                    process.send_signal(signal.SIGKILL)
-                    process.wait()
-                    return
-                time.sleep(0.01)
-            process.wait()
-        finally:
-            process.kill()
-            process.wait()
+    log = run.with_suffix(".log").resolve()
+    process = start(Job(run.name, "alignment.train_rl", tuple(command_line(args)), str(log)), cpus=None)
+    try:
+        while kill_in_step and process.poll() is None:
+            if checkpoint_folder(run, kill_in_step - 1).exists():
+                return
+            time.sleep(0.01)
+        process.wait()
+    finally:
+        process.kill()
+        process.wait()
     if kill_in_step:
         raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
     if process.returncode:

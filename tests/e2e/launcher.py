@@ -43,6 +43,7 @@ PHASES = {
 TASKS["arithmetic"] = dataclasses.replace(TASKS["arithmetic"], problems=functools.cache(TASKS["arithmetic"].problems))
 train_rl.encode_prompts = train_rl.plot_learning_curve = lambda *arguments: None
 
+FILE_CALLS = {"open", "write", "mkdir", "rename", "fsync", "close", "serialize_file", "save"}
 OURS = os.path.dirname(train_rl.__file__)
 
 
@@ -57,18 +58,23 @@ def phase_of(frame) -> str | None:
 def run(request: dict) -> None:
     counts: dict[str, int] = {}
 
+    ours: dict[object, bool] = {}  # by code object: looked up at every call that Python makes
+
     def on_call(frame, event, argument) -> None:
         if event not in ("call", "c_call"):
             return
+        code = frame.f_code
+        if code not in ours:
+            ours[code] = code.co_filename.startswith(OURS)
         # Saving is done by libraries; elsewhere our own code's calls are points enough.
-        if not frame.f_code.co_filename.startswith(OURS) and event == "c_call" and "open" not in repr(argument):
+        if not ours[code] and (event == "call" or getattr(argument, "__name__", "") not in FILE_CALLS):
             return
         phase = phase_of(frame)
         if phase is None:
             return
         counts[phase] = counts.get(phase, 0) + 1
         if phase == request.get("phase") and counts[phase] == request["nth"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), request.get("signal", signal.SIGKILL))
 
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
