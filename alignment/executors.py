@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
+from alignment import interrupts
 from alignment.errors import UserError
 
 ROOT = str(Path(__file__).parents[1])
@@ -87,8 +88,10 @@ class RayExecutor:
     """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for.
 
     Ray gives a task its GPUs by CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them.
+    Signals are held back while Ray's own code runs, which does not survive what a signal's handler raises.
     """
 
+    @interrupts.holding()
     def __init__(self, address: str, cpus: int | None, gpus: int | None):
         refuse_unreachable(address)
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # the nodes' own environments run the jobs
@@ -121,9 +124,11 @@ class RayExecutor:
             raise UserError(f"--cpus_per_run {self.cpus} --gpus_per_run {gpus}: no machine has them (there are: {has})")
         self.under_way: dict[object, str] = {}
 
+    @interrupts.holding()
     def submit(self, job: Job) -> None:
         self.under_way[self.task.remote(job, self.cpus)] = job.name
 
+    @interrupts.holding()
     def finished(self, seconds: float) -> dict[str, int]:
         done, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=seconds) if self.under_way else ([], [])
         codes = {}

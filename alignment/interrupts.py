@@ -47,6 +47,16 @@ def hold() -> None:
     _held = True
 
 
+@contextmanager
+def holding() -> Iterator[None]:
+    """Hold signals back for so long; what came meanwhile is raised at the end."""
+    hold()
+    try:
+        yield
+    finally:
+        release()
+
+
 def is_held() -> bool:
     """Whether something is half done."""
     return _held

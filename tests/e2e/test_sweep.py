@@ -244,6 +244,35 @@ def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
     assert "No module named no_such_module" in (tmp_path / "bad.log").read_text()
 
 
+def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path):
+    """Ray's own code does not survive an exception out of a signal's handler, so signals wait until it has returned."""
+    script = f"""if True:
+        from alignment.errors import door
+        from alignment.executors import Job, RayExecutor
+
+        def main():
+            executor = RayExecutor("", 1, 0)
+            try:
+                executor.submit(Job("sleeper", "timeit", ("-n1", "-r1", "import time; time.sleep(600)"), {str(tmp_path / "log")!r}))
+                print("begun", flush=True)
+                while not executor.finished(1.0):
+                    pass
+            finally:
+                executor.close()
+
+        door(main)
+    """
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "begun\n"
+    wait_for((tmp_path / "log").exists, 60)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 143 and error.endswith("interrupted by SIGTERM\n") and "Traceback" not in error
+    wait_for(
+        lambda: not any("time.sleep(600)" in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])), 20
+    )
+
+
 def test_a_run_gets_whole_gpus_of_its_own(tmp_path):
     """Four GPUs that Ray is told of, two a run: two runs at a time, and no GPU in both."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 4})
