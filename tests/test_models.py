@@ -7,13 +7,13 @@ from alignment.args import PlanArgs, RLArgs, from_preset
 from alignment.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
-    last_step,
+    last_whole_step,
     load_optimizer,
     save_checkpoint,
 )
 from alignment.embedded import build_tiny
 from alignment.errors import UserError
-from alignment.files import atomic_folder, write_atomically
+from alignment.files import atomic_folder, manifested, write_atomically
 from alignment.models import load_model, load_tokenizer, make_optimizer, partition_model_across_devices, resolve_model
 
 
@@ -88,10 +88,12 @@ def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path):
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (5, 10, 15, 1_000_000):
         checkpoint_folder(tmp_path, step).mkdir()
+        with manifested(checkpoint_folder(tmp_path, step)):
+            pass
     drop_old_checkpoints(tmp_path, 0)
-    assert last_step(tmp_path) == 1_000_000
-    drop_old_checkpoints(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000015", "step_1000000"]
+    assert last_whole_step(tmp_path) == (1_000_000, [])
+    drop_old_checkpoints(tmp_path, 2, spared=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000005", "step_000015", "step_1000000"]
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
