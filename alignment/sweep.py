@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -215,8 +214,6 @@ def submit(design: Design, executor: Executor, state: State) -> None:
     folder, state.status = design.folder / state.name, "running"
     state.attempts += 1
     resumed = (folder / "args.json").exists()
-    if folder.is_dir() and not resumed:
-        shutil.rmtree(folder)  # it was stopped before it had written anything
     args = dataclasses.replace(design.arms[state.arm], seed=state.seed, run_name=state.name, resume=resumed)
     log = str(design.folder / "logs" / f"{state.name}.log")
     executor.submit(Job(state.name, "alignment.train_rl", tuple(command_line(args)), log))

@@ -33,14 +33,15 @@ class RunFolder:
         self.path = path
         remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
-        self.steps, self.evals = (self._keep(name, last_step) for name in ("metrics.jsonl", "evals.jsonl"))
+        steps, evals = (self._keep(name, last_step) for name in ("metrics.jsonl", "evals.jsonl"))
+        self.evaluated = {record["step"] for record in evals}
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]
             if number.isdigit() and int(number) > last_step:
                 file.unlink()
         shutil.rmtree(path / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(path / "tensorboard"))
-        for prefix, records in (("", self.steps), ("eval/", self.evals)):
+        for prefix, records in (("", steps), ("eval/", evals)):
             for record in records:
                 self._scalars(prefix, record)
 
@@ -52,13 +53,12 @@ class RunFolder:
     def log_step(self, record: Record) -> None:
         """Append one object to metrics.jsonl and to TensorBoard."""
         self._append("metrics.jsonl", record)
-        self.steps.append(record)
         self._scalars("", record)
 
     def log_eval(self, record: Record) -> None:
         """Append one object to evals.jsonl and to TensorBoard."""
         self._append("evals.jsonl", record)
-        self.evals.append(record)
+        self.evaluated.add(record["step"])
         self._scalars("eval/", record)
 
     def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:

@@ -76,7 +76,7 @@ from alignment.tracking import (
     resumed_run_name,
     write_args,
 )
-from alignment.watch import concerns, refuse_lost_cause
+from alignment.watch import Watch, concerns, refuse_lost_cause, slowness
 
 
 def train(args: RLArgs, console: Console) -> Path:
@@ -120,7 +120,7 @@ def train(args: RLArgs, console: Console) -> Path:
 
         def evaluate_if_due(step: int) -> None:
             """A run may have been stopped between a step and its evaluation, so what counts is whether there is one."""
-            if any(e["step"] == step for e in run.evals) or (step % args.eval_interval and step < args.num_steps):
+            if step in run.evaluated or (step % args.eval_interval and step < args.num_steps):
                 return
             if eval_sampler is not sampler:
                 eval_sampler.load_weights(policy.named_parameters(), step)
@@ -136,10 +136,10 @@ def train(args: RLArgs, console: Console) -> Path:
             drop_old_checkpoints(path, args.keep_checkpoints, spared=done)  # from which a lost sampler may be started again
 
         sampler.load_weights(policy.named_parameters(), done)
-        counted = 0
+        counted, watch = 0, Watch(read_jsonl(path / "metrics.jsonl"), args)
         with (
             progress_line(args, console) as progress,
-            saved_when_stopped(path, args, lambda: run.steps[-1]["step"] if run.steps else 0, save, console),
+            saved_when_stopped(path, args, lambda: watch.step, save, console),
         ):
             evaluate_if_due(done)
             for step in range(done + 1, args.num_steps + 1):
@@ -166,13 +166,13 @@ def train(args: RLArgs, console: Console) -> Path:
                 trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
                 run.log_completions("rollout", step, groups, per_response(trainer_BT, rollout.batch.response_mask))
                 save_bad_batches(path, rollout, step, bad)
-                record = {"step": step, **updates, **rollout_report(groups, args), **mismatch, "restarts": -counted}
-                counted = sum(each.restarts for each in {sampler, eval_sampler})  # of both since the last record
-                record["restarts"] += counted
-                run.log_step(watched(run.steps, {**record, **clock.report(rollout)}, args, console))
+                restarts = sum(each.restarts for each in {sampler, eval_sampler})
+                record = {"step": step, **updates, **rollout_report(groups, args), **mismatch, "restarts": restarts - counted}
+                counted = restarts
+                run.log_step(watched(watch, {**record, **clock.report(rollout)}, console))
                 interrupts.release()
                 progress(record)
-                refuse_lost_cause(run.steps, args)
+                refuse_lost_cause(watch.last, args)
                 evaluate_if_due(step)
                 if step % args.save_interval == 0 or step == args.num_steps:
                     save(step)
@@ -280,16 +280,20 @@ def save_bad_batches(path: Path, rollout: Rollout, step: int, bad: Sequence[Sequ
             save_file(tensors, file)
 
 
-def watched(steps: Sequence[dict], record: dict, args: RLArgs, console: Console) -> dict:
+def watched(watch: Watch, record: dict, console: Console) -> dict:
     """The record with the names of what is going wrong, each of which is printed when it begins."""
-    found = concerns([*steps, record], args)
-    before = steps[-1]["warnings"] if steps else []
-    for name in found.keys() - set(before):
-        console.print(f"warning, step {record['step']}: {found[name]}", style="yellow", markup=False, soft_wrap=True)
+    before, slow = watch.last[-1]["warnings"] if watch.last else [], slowness(watch.last, record)
+    found = concerns(watch.first, [*watch.last, record], watch.args)
+    said = [found[name] for name in sorted(found.keys() - set(before))]
     if record["bad_updates"]:
-        what = f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite"
-        console.print(f"warning, step {record['step']}: {what}", style="yellow", soft_wrap=True)
-    return {**record, "warnings": sorted(found)}
+        said.append(f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite")
+    if slow:
+        said.append(slow)
+    for what in said:
+        console.print(f"warning, step {record['step']}: {what}", style="yellow", markup=False, soft_wrap=True)
+    whole = {**record, "warnings": sorted(found)}
+    watch.add(whole)
+    return whole
 
 
 class Clock:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
 from alignment.args import RLArgs
 from alignment.errors import RunStopped
@@ -11,20 +14,46 @@ Record = Mapping[str, object]
 
 WINDOW = 3  # steps that are averaged, so that one odd rollout is no warning
 GRADER_WINDOW = 20  # steps
+SLOW = 5  # times the median
 
 
-def concerns(steps: Sequence[Record], args: RLArgs) -> dict[str, str]:
-    """What is going wrong at the last of the steps so far: a name for each, and the numbers that say so."""
-    if len(steps) < 2 * WINDOW:
+class Watch:
+    """The first and the latest steps of a run: all that its warnings are about, however long it is."""
+
+    def __init__(self, steps: Iterable[Record], args: RLArgs):
+        self.args = args
+        self.first: list[Record] = []
+        self.last: list[Record] = []
+        for record in steps:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Take note of the next step."""
+        if len(self.first) < WINDOW:
+            self.first.append(record)
+        self.last = [*self.last, record][-max(GRADER_WINDOW, self.args.max_bad_steps) :]
+
+    @property
+    def step(self) -> int:
+        """The last step, 0 before there is one."""
+        return self.last[-1]["step"] if self.last else 0
+
+
+def concerns(first: Sequence[Record], steps: Sequence[Record], args: RLArgs) -> dict[str, str]:
+    """What is going wrong at the last of the latest steps: a name for each, and the numbers that say so.
+
+    `first` are the first steps of the run, `WINDOW` at most.
+    """
+    if not steps or steps[-1]["step"] < 2 * WINDOW:
         return {}
     found = {}
-    entropy, entropy_before = _mean(steps[-WINDOW:], "entropy"), _mean(steps[:WINDOW], "entropy")
+    entropy, entropy_before = _mean(steps[-WINDOW:], "entropy"), _mean(first, "entropy")
     if entropy is not None and entropy_before and entropy < 0.1 * entropy_before:
         found["entropy_collapse"] = f"entropy is {entropy:.3g} nats a token, it began at {entropy_before:.3g}"
     flat = _mean(steps[-WINDOW:], "flat_groups")
     if flat is not None and flat > 0.95:
         found["equal_rewards"] = f"in {flat:.0%} of the groups all rewards are equal, which teaches nothing"
-    length, length_before = _mean(steps[-WINDOW:], "response_length"), _mean(steps[:WINDOW], "response_length")
+    length, length_before = _mean(steps[-WINDOW:], "response_length"), _mean(first, "response_length")
     finished = _mean(steps[-WINDOW:], "finished")
     if None not in (length, length_before, finished) and length > 2 * length_before and finished < 0.8:
         found["runaway_length"] = (
@@ -32,6 +61,19 @@ def concerns(steps: Sequence[Record], args: RLArgs) -> dict[str, str]:
             f" --max_new_tokens {args.max_new_tokens}"
         )
     return found
+
+
+def slowness(steps: Sequence[Record], record: Record) -> str | None:
+    """Why a step took so much longer than the latest ones, as far as can be told: where the time went, and who else ran."""
+    usual = median(each["seconds"] for each in steps) if len(steps) >= 2 * WINDOW else math.inf
+    if record["seconds"] <= SLOW * usual:
+        return None
+    phases = {key.removeprefix("seconds_"): value for key, value in record.items() if key.startswith("seconds_")}
+    longest = max(phases, key=phases.get)
+    return (
+        f"it took {record['seconds']:.3g} s, the latest steps {usual:.3g} s; {phases[longest]:.3g} s of it in {longest}; "
+        f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores in the last minute"
+    )
 
 
 def _mean(records: Sequence[Record], key: str) -> float | None:

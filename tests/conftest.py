@@ -1,8 +1,35 @@
 """Imported before any test module, so that the package can set OpenMP's waiting policy before torch is loaded."""
 
+import time
 from importlib.util import find_spec
+
+import pytest
 
 import alignment  # noqa: F401
 
 # Where vLLM is not installed beside pytest, e2e/test_vllm.py runs that folder in an environment that has it.
 collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """The embedded model as it is built, which any reward can be learnt from."""
+    from alignment.embedded import build_tiny
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    folder.mkdir()
+    build_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wait_for():
+    """A function that waits until something is so."""
+
+    def waiting(condition, seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.01)
+
+    return waiting

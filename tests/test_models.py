@@ -11,29 +11,21 @@ from alignment.checkpoint import (
     load_optimizer,
     save_checkpoint,
 )
-from alignment.embedded import build_tiny
 from alignment.errors import UserError
 from alignment.files import atomic_folder, manifested, write_atomically
 from alignment.models import load_model, load_tokenizer, make_optimizer, partition_model_across_devices, resolve_model
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tiny(folder)
-    return folder
-
-
-def test_the_policy_is_partitioned_over_what_the_roles_leave(tiny):
-    args = from_preset(RLArgs, "tiny", model=str(tiny))
+def test_the_policy_is_partitioned_over_what_the_roles_leave(tiny_folder):
+    args = from_preset(RLArgs, "tiny", model=str(tiny_folder))
     device_map = partition_model_across_devices(args, num_gpus=5)
     assert device_map["model.embed_tokens"] == device_map["lm_head"] == "cuda:0"
     assert set(device_map.values()) == {"cuda:0", "cuda:1"}
     assert set(partition_model_across_devices(args, num_gpus=0).values()) == {"cpu"}
 
 
-def test_the_reference_devices_on_eight_gpus(tiny):
-    args = from_preset(PlanArgs, "qwen2.5_math_1.5b_gsm8k_8gpu", model=str(tiny))
+def test_the_reference_devices_on_eight_gpus(tiny_folder):
+    args = from_preset(PlanArgs, "qwen2.5_math_1.5b_gsm8k_8gpu", model=str(tiny_folder))
     assert not {"cuda:5", "cuda:6", "cuda:7"} & set(partition_model_across_devices(args, num_gpus=8).values())
     with pytest.raises(UserError, match="--sample_device cuda:7"):
         partition_model_across_devices(args, num_gpus=4)
@@ -73,9 +65,9 @@ def step_once(model, optimizer, step: int) -> None:
     optimizer.zero_grad()
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path):
-    model, optimizer = stepped(tiny, 3)
-    save_checkpoint(checkpoint_folder(tmp_path, 3), model, load_tokenizer(str(tiny)), optimizer)
+def test_a_checkpoint_goes_on_bit_for_bit(tiny_folder, tmp_path):
+    model, optimizer = stepped(tiny_folder, 3)
+    save_checkpoint(checkpoint_folder(tmp_path, 3), model, load_tokenizer(str(tiny_folder)), optimizer)
     again = load_model(str(checkpoint_folder(tmp_path, 3)), ("cpu",), torch.float32)
     resumed = make_optimizer(again, 1e-2, 0.1)
     load_optimizer(checkpoint_folder(tmp_path, 3), resumed)

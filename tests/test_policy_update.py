@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
-from alignment.embedded import build_tiny
 from alignment.errors import UserError
 from alignment.models import load_model, load_tokenizer, make_optimizer
 from alignment.placement import Roles
@@ -25,22 +24,17 @@ from alignment.tasks import arithmetic
 ARGS = from_preset(RLArgs, "tiny", prompts_per_rollout=4, group_size=4, train_mini_batch_size=0, learning_rate=1e-2)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    build_tiny(path)
-    return str(path)
+@pytest.fixture
+def policy(tiny_folder):
+    return load_model(str(tiny_folder), ("cpu",), torch.float32)
 
 
 @pytest.fixture
-def policy(folder):
-    return load_model(folder, ("cpu",), torch.float32)
-
-
-@pytest.fixture
-def sampler(folder):
+def sampler(tiny_folder):
     """A sampler with weights of its own, as on another device."""
-    return TransformersSampler(load_model(folder, ("cpu",), torch.float32), load_tokenizer(folder), context=256)
+    return TransformersSampler(
+        load_model(str(tiny_folder), ("cpu",), torch.float32), load_tokenizer(str(tiny_folder)), context=256
+    )
 
 
 def sample(sampler, **how):
@@ -96,13 +90,13 @@ def test_skipping_the_old_policys_pass_leaves_the_gradient_identical(policy, sam
     torch.testing.assert_close(gradient(policy, rollout, ARGS), gradient(policy, asked, ARGS), rtol=0, atol=1e-7)
 
 
-def test_a_reference_of_its_own_gives_the_same_old_log_probs(policy, sampler, folder):
+def test_a_reference_of_its_own_gives_the_same_old_log_probs(policy, sampler, tiny_folder):
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)  # what the reference was loaded with is out of date
     rollout = sample(sampler)
     shared = OldPolicy(policy, "", Roles(("cpu",), "cpu", "cpu", "cpu"), torch.float32)
-    apart = OldPolicy(policy, folder, Roles(("elsewhere",), "cpu", "cpu", "cpu"), torch.float32)
+    apart = OldPolicy(policy, str(tiny_folder), Roles(("elsewhere",), "cpu", "cpu", "cpu"), torch.float32)
     assert apart.model is not policy
     ours, theirs = (old.annotate(rollout, ARGS).old_log_probs_BT for old in (apart, shared))
     assert torch.equal(ours, theirs)
@@ -200,7 +194,7 @@ def test_the_learning_rate_rises_and_stays():
     loss_type=st.sampled_from(["no_baseline", "reinforce_with_baseline", "grpo_clip"]),
 )
 def test_any_batch_arithmetic_trains_as_whole_mini_batches_do(
-    folder, prompts, group_size, mini_batch, micro_batch_tokens, epochs, normalization, loss_type
+    tiny_folder, prompts, group_size, mini_batch, micro_batch_tokens, epochs, normalization, loss_type
 ):
     """Micro-batches of any size, remainders included, end with the weights that one forward a mini-batch gives."""
     args = dataclasses.replace(
@@ -209,8 +203,8 @@ def test_any_batch_arithmetic_trains_as_whole_mini_batches_do(
     )  # fmt: skip
     ends = []
     for tokens in (1_000_000, micro_batch_tokens):
-        policy = load_model(folder, ("cpu",), torch.float32)
-        sampler = TransformersSampler(policy, load_tokenizer(folder), context=256)
+        policy = load_model(str(tiny_folder), ("cpu",), torch.float32)
+        sampler = TransformersSampler(policy, load_tokenizer(str(tiny_folder)), context=256)
         problems = problems_of_step(arithmetic.problems("train"), args, step=1)
         drawn = sampler.sample([p.prompt for p in problems], Sampling(n=group_size, max_new_tokens=6, seed=1))
 

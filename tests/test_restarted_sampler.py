@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 import torch
 
-from alignment.embedded import build_tiny
 from alignment.errors import RunStopped
 from alignment.models import load_model, load_tokenizer
 from alignment.records import Sampling
@@ -36,17 +35,10 @@ class Engine(TransformersSampler):
         super().load_weights(named_tensors, version)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    build_tiny(path)
-    return str(path)
-
-
 @pytest.fixture
-def policy(folder):
+def policy(tiny_folder):
     """A policy that has been trained since the engine's own weights were loaded."""
-    model = load_model(folder, ("cpu",), torch.float32)
+    model = load_model(str(tiny_folder), ("cpu",), torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -55,11 +47,13 @@ def policy(folder):
 
 
 @pytest.fixture
-def sampler(folder, policy):
+def sampler(tiny_folder, policy):
     Engine.faults = []
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(str(tiny_folder))
     return Restarted(
-        lambda: Engine(load_model(folder, ("cpu",), torch.float32), tokenizer, 256), policy.named_parameters, len(tokenizer)
+        lambda: Engine(load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, 256),
+        policy.named_parameters,
+        len(tokenizer),
     )
 
 

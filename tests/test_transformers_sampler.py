@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alignment.embedded import build_tiny
 from alignment.errors import UserError
 from alignment.records import Sampling
 from alignment.samplers import transformers as module
@@ -14,20 +13,13 @@ PROMPTS = ["User: What is 2 + 3?\nAssistant: <think>", "What", "User: What is 1 
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    build_tiny(path)
-    return path
+def tokenizer(tiny_folder):
+    return AutoTokenizer.from_pretrained(tiny_folder)
 
 
 @pytest.fixture
-def model(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def model(tiny_folder):
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     with torch.no_grad():  # a fresh model repeats its last token; strong layers make it say something of its own
         torch.manual_seed(0)
         for parameter in model.parameters():
@@ -131,8 +123,8 @@ def test_eos_is_part_of_the_response(sampler, model, tokenizer):
         assert "<|endoftext|>" not in c.text
 
 
-def test_new_weights_and_their_version(folder, tokenizer):
-    ours, other = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+def test_new_weights_and_their_version(tiny_folder, tokenizer):
+    ours, other = (AutoModelForCausalLM.from_pretrained(tiny_folder) for _ in range(2))
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.05)

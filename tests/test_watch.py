@@ -4,7 +4,7 @@ import pytest
 
 from alignment.args import RLArgs, from_preset
 from alignment.errors import RunStopped
-from alignment.watch import concerns, refuse_lost_cause
+from alignment.watch import GRADER_WINDOW, WINDOW, Watch, concerns, refuse_lost_cause, slowness
 
 ARGS = from_preset(RLArgs, "tiny", max_bad_steps=2, max_grader_failures=0.05)
 FINE = {"entropy": 1.0, "flat_groups": 0.5, "response_length": 10.0, "finished": 1.0, "updates": 2, "responses": 10}
@@ -12,7 +12,13 @@ FINE = {"entropy": 1.0, "flat_groups": 0.5, "response_length": 10.0, "finished":
 
 def steps(*changes: dict) -> list[dict]:
     """Three steps as they should be, then these."""
-    return [{**FINE, "grading_failed": 0, **change} for change in ({}, {}, {}, *changes)]
+    return [
+        {**FINE, "step": step, "grading_failed": 0, **change} for step, change in enumerate(({}, {}, {}, *changes), start=1)
+    ]
+
+
+def said(records: list[dict]) -> dict[str, str]:
+    return concerns(records[:WINDOW], records[-GRADER_WINDOW:], ARGS)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +36,12 @@ def steps(*changes: dict) -> list[dict]:
     ],
 )
 def test_what_three_steps_say(change, names):
-    assert sorted(concerns(steps(change, change, change), ARGS)) == names
-    assert concerns(steps(change, change), ARGS) == {}  # too few to say
+    assert sorted(said(steps(change, change, change))) == names
+    assert said(steps(change, change)) == {}  # too few to say
 
 
 def test_a_warning_has_the_numbers():
-    found = concerns(steps(*[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3), ARGS)
+    found = said(steps(*[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3))
     assert found == {
         "entropy_collapse": "entropy is 0.05 nats a token, it began at 1",
         "equal_rewards": "in 100% of the groups all rewards are equal, which teaches nothing",
@@ -56,3 +62,18 @@ def test_failed_gradings_are_counted_over_twenty_steps():
     with pytest.raises(RunStopped, match="grading failed on 11 of 50 answers"):
         refuse_lost_cause(steps({"grading_failed": 10}, {"grading_failed": 1}), ARGS)
     refuse_lost_cause([*steps({"grading_failed": 10}), *steps(*[{}] * 17)], ARGS)  # forgotten after twenty steps
+
+
+def test_of_a_long_run_the_first_and_the_latest_steps_are_kept():
+    watch = Watch(steps(*[{}] * 1000), ARGS)
+    assert [record["step"] for record in watch.first] == [1, 2, 3] and watch.step == 1003
+    assert [record["step"] for record in watch.last] == list(range(1003 - GRADER_WINDOW + 1, 1004))
+    assert Watch([], ARGS).step == 0
+
+
+def test_a_slow_step_tells_where_the_time_went():
+    usual = [{"seconds": 1.0}] * 6
+    record = {"seconds": 5.1, "seconds_sample": 0.5, "seconds_update": 4.2}
+    assert slowness(usual, {**record, "seconds": 5.0}) is None
+    assert slowness(usual[:5], record) is None  # too few to say
+    assert "it took 5.1 s, the latest steps 1 s; 4.2 s of it in update; " in slowness(usual, record)

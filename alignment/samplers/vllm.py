@@ -134,17 +134,20 @@ class VLLMSampler:
         """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
         self._stop()
 
-    def _ask(self, verb: str, *arguments, tensors: Iterable[tuple[str, torch.Tensor]] | None = None, timeout: float = 0):
+    def _ask(
+        self, verb: str, *arguments, tensors: Iterable[tuple[str, torch.Tensor]] | None = None, timeout: float | None = None
+    ):
         """The worker's answer to a request. After any failure the two sides are out of step, so the worker is ended."""
         if not self._stop.alive:
             raise RuntimeError("the vLLM sampler is closed")
+        limit = self._timeout if timeout is None else timeout
         hung = threading.Event()
 
         def end_it() -> None:  # wherever it hangs: before it has read the request, or before it has sent the whole answer
             hung.set()
             self._process.kill()
 
-        watch = threading.Timer(min(timeout or self._timeout, threading.TIMEOUT_MAX), end_it)
+        watch = threading.Timer(min(limit, threading.TIMEOUT_MAX), end_it)
         watch.daemon = True
         watch.start()
         try:
@@ -158,7 +161,7 @@ class VLLMSampler:
         except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
             obituary = self._obituary()
             if hung.is_set():
-                obituary = f"the vLLM process on {self._device} gave no answer within {self._timeout:g} s"
+                obituary = f"the vLLM process on {self._device} gave no answer within {limit:g} s"
             raise SamplerLost(obituary) from None
         except BaseException:  # Ctrl-C too: the engine may be busy for minutes with an answer that nobody will read
             self._process.kill()

@@ -2,7 +2,7 @@
 
 It reads requests as JSON lines: {"argv": [...], "log": file} and, to be killed, "phase" and "nth": the command sends itself
 SIGKILL, or "signal", at the nth call that is made in that phase; or "count": a file to write the number of calls in each phase
-to; "workers": start a grading worker too; "pause": seconds before each step.
+to; "workers": start a grading worker too; "file_limit": bytes that a file may have; "pause": seconds before each step.
 It answers with {"pid": ...}, and with {"pid": ..., "status": ...} when that has ended.
 """
 
@@ -10,9 +10,12 @@ import dataclasses
 import functools
 import json
 import os
+import resource
 import signal
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Container
 
 import matplotlib.pyplot  # noqa: F401  what a run imports late, imported once for all forks
 import torch.utils.tensorboard  # noqa: F401
@@ -20,24 +23,27 @@ import torch.utils.tensorboard  # noqa: F401
 from alignment import train_rl
 from alignment.errors import door
 from alignment.grading import workers
+from alignment.samplers.transformers import TransformersSampler
 from alignment.tasks import TASKS
+from alignment.tracking import RunFolder
 
-# What a run is in the middle of, by the functions on the stack, innermost first.
+# What a run is in the middle of, by the functions it is in; of two, the inner one says.
 PHASES = {
-    "save_checkpoint": "checkpoint",
-    "drop_old_checkpoints": "checkpoint",
-    "save_model": "final",
-    "evaluate_if_due": "evaluation",
-    "update": "update",
-    "sample": "sampling",
-    "score_groups": "scoring",
-    "load_weights": "weight sync",
-    "log_step": "logging",
-    "log_completions": "logging",
-    "RunFolder": "start",
-    "claim_run_folder": "start",
-    "resume": "start",
-    "report": "report",
+    (train_rl, "save_checkpoint"): "checkpoint",
+    (train_rl, "drop_old_checkpoints"): "checkpoint",
+    (train_rl, "save_model"): "final",
+    (train_rl, "evaluate_vllm"): "evaluation",
+    (train_rl, "update"): "update",
+    (TransformersSampler, "sample"): "sampling",
+    (train_rl, "score_groups"): "scoring",
+    (TransformersSampler, "load_weights"): "weight sync",
+    (RunFolder, "log_step"): "logging",
+    (RunFolder, "log_eval"): "logging",
+    (RunFolder, "log_completions"): "logging",
+    (RunFolder, "__init__"): "start",
+    (train_rl, "claim_run_folder"): "start",
+    (train_rl, "resume"): "start",
+    (train_rl, "report"): "report",
 }
 # Seconds of every start, and nothing that a kill could harm: made once, for all forks.
 TASKS["arithmetic"] = dataclasses.replace(TASKS["arithmetic"], problems=functools.cache(TASKS["arithmetic"].problems))
@@ -47,17 +53,9 @@ FILE_CALLS = {"open", "write", "mkdir", "rename", "fsync", "close", "serialize_f
 OURS = os.path.dirname(train_rl.__file__)
 
 
-def phase_of(frame) -> str | None:
-    while frame is not None:
-        if frame.f_code.co_name in PHASES:
-            return PHASES[frame.f_code.co_name]
-        frame = frame.f_back
-    return None
-
-
-def run(request: dict) -> None:
-    counts: dict[str, int] = {}
-
+def at_every_call(wanted: Container[str], then: Callable[[str], None]) -> None:
+    """From here on call `then` with the phase at each call that is made in a phase that is wanted."""
+    inside: list[str | None] = [None]
     ours: dict[object, bool] = {}  # by code object: looked up at every call that Python makes
 
     def on_call(frame, event, argument) -> None:
@@ -67,12 +65,34 @@ def run(request: dict) -> None:
         if code not in ours:
             ours[code] = code.co_filename.startswith(OURS)
         # Saving is done by libraries; elsewhere our own code's calls are points enough.
-        if not ours[code] and (event == "call" or getattr(argument, "__name__", "") not in FILE_CALLS):
-            return
-        phase = phase_of(frame)
-        if phase is None:
-            return
-        counts[phase] = counts.get(phase, 0) + 1
+        if ours[code] or (event == "c_call" and getattr(argument, "__name__", "") in FILE_CALLS):
+            then(inside[-1])
+
+    def follow() -> None:
+        sys.setprofile(on_call if inside[-1] in wanted else None)
+
+    def following(function: Callable, phase: str) -> Callable:
+        @functools.wraps(function)
+        def call(*arguments, **named):
+            inside.append(phase)
+            follow()
+            try:
+                return function(*arguments, **named)
+            finally:
+                inside.pop()
+                follow()
+
+        return call
+
+    for (owner, name), phase in PHASES.items():
+        setattr(owner, name, following(getattr(owner, name), phase))
+
+
+def run(request: dict) -> None:
+    counts: Counter[str] = Counter()
+
+    def on_call(phase: str) -> None:
+        counts[phase] += 1
         if phase == request.get("phase") and counts[phase] == request["nth"]:
             os.kill(os.getpid(), request.get("signal", signal.SIGKILL))
 
@@ -80,13 +100,15 @@ def run(request: dict) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.argv = ["alignment.train_rl", *request["argv"]]
+    if limit := request.get("file_limit"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if request.get("workers"):
         workers.pool().warm_up()
     if pause := request.get("pause"):  # before each step, for who wants to see the steps go by
         ask = train_rl.problems_of_step
         train_rl.problems_of_step = lambda *arguments: time.sleep(pause) or ask(*arguments)
     if "phase" in request or "count" in request:
-        sys.setprofile(on_call)
+        at_every_call([request["phase"]] if "phase" in request else set(PHASES.values()), on_call)
     try:
         door(train_rl.main)
     except SystemExit as stop:

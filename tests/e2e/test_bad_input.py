@@ -20,7 +20,6 @@ from alignment import (
     train_rl,
     verify_resume,
 )
-from alignment.embedded import build_tiny
 from alignment.errors import door
 
 MAIN = {
@@ -44,11 +43,10 @@ def without_eos(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(tiny_folder, tmp_path_factory):
     """Files and folders that are wrong in one way each."""
     folder = tmp_path_factory.mktemp("world")
-    (folder / "whole").mkdir()
-    build_tiny(folder / "whole")
+    shutil.copytree(tiny_folder, folder / "whole")
     break_model(folder, "no_config", lambda f: (f / "config.json").unlink())
     break_model(folder, "bad_config", lambda f: (f / "config.json").write_text("{"))
     break_model(folder, "unknown_kind", lambda f: (f / "config.json").write_text('{"model_type": "abacus"}'))

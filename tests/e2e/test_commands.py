@@ -19,10 +19,10 @@ from alignment.files import read_jsonl
 from alignment.rewards import REWARDS, RULES
 from alignment.tasks import arithmetic
 from alignment.tracking import claim_run_folder, printable
+from alignment.verify_resume import TIMINGS
 
 DOORS = {"evaluate": evaluate.main, "sft": sft.main, "train_rl": train_rl.main}
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
-TIMINGS = ("seconds", "tokens_per_second")
 
 
 def run(monkeypatch, command: str, *flags: str) -> int:

@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -66,14 +65,9 @@ def launcher():
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """An embedded model as it is built, which any reward can be learnt from, as --sft_base."""
-    from alignment.embedded import build_tiny
-
-    folder = tmp_path_factory.mktemp("warm") / "sft"
-    folder.mkdir()
-    build_tiny(folder)
-    return folder
+def warm(tiny_folder):
+    """--sft_base."""
+    return tiny_folder
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +86,10 @@ def said(output: Path) -> str:
 # --- killed -------------------------------------------------------------------------------------------------------
 
 
-def resume(launcher: Launcher, warm: Path, output: Path, *flags: str) -> int:
+def resume(launcher: Launcher, warm: Path, output: Path, *flags: str, **request) -> int:
     """Go on, or begin where the run was killed before it had a folder."""
     started = (output / NAME / "args.json").exists()
-    return launcher.run(output, "--sft_base", str(warm), *(["--resume"] if started else []), *flags)
+    return launcher.run(output, "--sft_base", str(warm), *(["--resume"] if started else []), *flags, **request)
 
 
 @pytest.mark.timeout(900)
@@ -138,19 +132,12 @@ def test_two_runs_with_one_seed_write_the_same_and_other_seeds_do_not(straight, 
 # --- signals --------------------------------------------------------------------------------------------------------
 
 
-def wait_for(condition, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def children_of(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_what_is_done_and_the_run_goes_on_from_there(number, code, straight, warm, launcher, tmp_path):
+def test_a_signal_saves_what_is_done_and_the_run_goes_on_from_there(number, code, straight, warm, launcher, tmp_path, wait_for):
     """No checkpoint is due before the end, so the one that is there is the signal's."""
     flags = ["--sft_base", str(warm), "--save_interval", "100"]
     pid = launcher.start(tmp_path, *flags, workers=True, pause=0.5)
@@ -210,26 +197,17 @@ def test_a_second_signal_ends_even_what_is_held():
 # --- the disk -------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(straight, warm, tmp_path):
+def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(straight, warm, launcher, tmp_path):
     """A limit on file sizes stands for the full disk: the weights fit below it, the optimiser's state does not."""
-    flags = [*SMALL, "--output_dir", str(tmp_path), "--sft_base", str(warm)]
-    command = [sys.executable, "-m", "alignment.train_rl"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    first = subprocess.run([*command, *flags, "--num_steps", "2"], env=environment, capture_output=True, text=True, check=False)
-    assert first.returncode == 0, first.stderr
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000)); import sys;"
-    limited += "from alignment.errors import door; from alignment import train_rl; door(train_rl.main)"
-    full = subprocess.run(
-        [sys.executable, "-c", limited, *flags, "--resume"], env=environment, capture_output=True, text=True, check=False
-    )
-    run = tmp_path / NAME
-    assert full.returncode == 1 and full.stderr.count("\n") == 1
-    assert "step_000003 could not be written" in full.stderr and "its checkpoint of step 2 is whole" in full.stderr
+    assert launcher.run(tmp_path, "--sft_base", str(warm), "--num_steps", "2") == 0
+    (tmp_path / "log").unlink()
+    assert resume(launcher, warm, tmp_path, file_limit=3_000_000) == 1
+    run, errors = tmp_path / NAME, [line for line in said(tmp_path).splitlines() if "error" in line]
+    assert len(errors) == 1 and "Traceback" not in said(tmp_path)
+    assert "step_000003 could not be written" in errors[0] and "its checkpoint of step 2 is whole" in errors[0]
     assert last_whole_step(run) == (2, []) and not list(run.rglob(".*.tmp"))
-    again = subprocess.run([*command, *flags, "--resume"], env=environment, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    ours, theirs = digests(run), digests(straight[0])
-    assert {name for name in ours if ours[name] != theirs[name]} <= {"evaluations"}  # the short run had one of its end
+    assert resume(launcher, warm, tmp_path) == 0
+    assert digests(run) == digests(straight[0])
 
 
 def test_the_newest_whole_checkpoint_is_used_and_a_damaged_one_is_named_and_kept(straight, warm, launcher, tmp_path):

@@ -53,13 +53,6 @@ def main(monkeypatch, *flags: str) -> int:
     return 0
 
 
-def wait_for(condition, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 def runs_under(folder: Path) -> list[int]:
     """Processes with this folder on their command line."""
     found = psutil.process_iter(["cmdline", "status"])
@@ -70,7 +63,7 @@ def runs_under(folder: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def done(warm, tmp_path_factory):
+def done(warm, tmp_path_factory, wait_for):
     """A sweep of two named arms, run one after another by the real command, killed once and continued."""
     output = tmp_path_factory.mktemp("sweeps")
     arms = output / "arms.toml"
@@ -189,7 +182,7 @@ def weights_of(run: Path) -> bytes:
 
 
 @pytest.mark.timeout(600)
-def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch, capsys):
+def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch, capsys, wait_for):
     """The run that was on it is continued on the other node, and ends as the undisturbed one does."""
     monkeypatch.chdir(tmp_path)
     flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "8"]
@@ -244,7 +237,7 @@ def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
     assert "No module named no_such_module" in (tmp_path / "bad.log").read_text()
 
 
-def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path):
+def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
     """Ray's own code does not survive an exception out of a signal's handler, so signals wait until it has returned."""
     script = f"""if True:
         from alignment.errors import door
