@@ -16,13 +16,14 @@ from alignment.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
 
-# The keys of grpo.LOSSES, grpo.SUMS and rewards.REWARDS, written out so that reading arguments does not load torch; a test
+# The keys of tables in grpo and rewards, written out so that reading arguments does not load torch; a test
 # holds them equal.
-LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
+LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip", "grpo_no_clip", "gspo", "cispo"]
 LossNormalization = Literal["sequence_mean", "token_mean", "constant"]
-RewardName = Literal["r1_zero", "r1_zero_strict", "random", "format_only", "inverted"]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 CONTROLS = ("random", "format_only", "inverted")
-"""Rewards that have nothing to teach about answers: negative controls, which are evaluated by r1_zero."""
+"""Rewards that have nothing to teach about answers: negative controls, which are evaluated by the task's own rule."""
+RULES = ("r1_zero", "r1_zero_strict", "countdown")
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,14 @@ class Args:
     """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
 
     task: str = "arithmetic"
-    """Where problems come from: arithmetic, gsm8k."""
-    reward: RewardName = "r1_zero"
-    """Rule that scores responses: r1_zero, as published, or r1_zero_strict, for exactly one worked-out final answer. random,
-    format_only and inverted are negative controls, evaluated by r1_zero."""
+    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small."""
+    reward: str = "r1_zero"
+    """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, or
+    countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
+    language_consistency, signed_format, signed_accuracy, the negative controls random, format_only and inverted, and functions
+    of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
+    prompt: str = ""
+    """Prompt template (alignment/prompts/): r1_zero, tiny, countdown_en, countdown_zh; empty: the task's own."""
     dataset_path: str = ""
     """Folder of the task's files; empty: where the task's download command puts them."""
     model: str = "tiny"
@@ -67,6 +72,8 @@ class Args:
     """Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only)."""
     sampling_top_p: float = 1.0
     """Nucleus of training and evaluation samples: the most likely tokens whose probability reaches this."""
+    sampling_top_k: int = 0
+    """Most likely tokens that training and evaluation samples are drawn from; 0: all. Applied before the nucleus."""
     max_problems: int = 512
     """Problems in an evaluation; 0: all of the test split."""
 
@@ -83,6 +90,7 @@ class Args:
             0 <= self.sampling_temperature < math.inf, "--sampling_temperature", self.sampling_temperature, "0 (greedy) or more"
         )
         _require(0 < self.sampling_top_p <= 1, "--sampling_top_p", self.sampling_top_p, "above 0 and at most 1")
+        _require(self.sampling_top_k >= 0, "--sampling_top_k", self.sampling_top_k, "0 (all) or more")
         _require(self.max_problems >= 0, "--max_problems", self.max_problems, "0 (all) or more")
         _require(0 <= self.seed < 2**31, "--seed", self.seed, "from 0 to 2147483647")
         share = self.gpu_memory_utilization
@@ -153,7 +161,8 @@ class RLArgs(Args):
     """Train the policy by policy gradients on verifiable rewards."""
 
     loss_type: LossType = "grpo_clip"
-    """no_baseline and reinforce_with_baseline: REINFORCE without and with the group mean; grpo_clip: GRPO."""
+    """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline; grpo_clip: GRPO; grpo_no_clip:
+    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights that keep every token's gradient."""
     group_size: int = 8
     """Responses sampled for each prompt."""
     prompts_per_rollout: int = 32
@@ -175,17 +184,41 @@ class RLArgs(Args):
     max_grad_norm: float = 1.0
     """Gradient norm above which the gradient is scaled down."""
     cliprange: float = 0.2
-    """GRPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange."""
+    """GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange."""
+    cliprange_high: float | None = None
+    """The upper of these two, where it is another (DAPO's clip-higher); by default --cliprange."""
+    dual_clip: float = 0.0
+    """GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this bound."""
+    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    """What is subtracted from a reward: its group's mean, or the mean of the others in its group (RLOO)."""
     normalize_by_std: bool = True
-    """Divide advantages by the group's standard deviation (unbiased)."""
+    """Divide advantages by a standard deviation."""
+    std_of: Literal["group", "group_population", "batch"] = "group"
+    """Whose: the group's (unbiased, or of the population), or that of all rewards of the rollout."""
     advantage_eps: float = 1e-6
     """Added to that standard deviation."""
+    beta: float = 0.0
+    """Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How that divergence is estimated; k3 is GRPO's."""
+    sampler_correction: Correction = "none"
+    """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
+    correction_cap: float = 2.0
+    """That cap."""
+    max_refills: int = 0
+    """Times in a step that groups of equal rewards, which teach nothing, are replaced by those of other prompts (DAPO)."""
+    overlong_buffer: int = 0
+    """Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: it does not."""
+    skip_unfinished: bool = False
+    """Leave responses that were cut off at --max_new_tokens out of baselines and updates."""
     loss_normalization: LossNormalization = "sequence_mean"
     """What weighs the same: each sequence, each token, or each token over a constant (sequences x --max_new_tokens)."""
     max_sampler_mismatch: float = 0.1
     """Largest mean difference, in nats a token, between the sampler's log-probs and the trainer's; above it, stop."""
     eval_interval: int = 20
     """Steps between evaluations on the test problems; they also run before the first step and after the last."""
+    eval_max_new_tokens: int = 0
+    """Longest response in them; 0: --max_new_tokens."""
     save_interval: int = 20
     """Steps between checkpoints."""
     keep_checkpoints: int = 2
@@ -218,7 +251,16 @@ class RLArgs(Args):
             "at least 2: with one sample a prompt the group's mean is the reward itself and its std is undefined"
             " (only --loss_type no_baseline works with 1)",
         )  # fmt: skip
-        _require(0 < self.cliprange < 1, "--cliprange", self.cliprange, "between 0 and 1")
+        _require(0 < self.cliprange <= 1, "--cliprange", self.cliprange, "above 0 and at most 1")
+        high = self.cliprange_high
+        _require(high is None or 0 < high < math.inf, "--cliprange_high", high, "a number above 0")
+        _require(self.dual_clip == 0 or 1 < self.dual_clip < math.inf, "--dual_clip", self.dual_clip, "0 (none) or above 1")
+        _require(0 <= self.beta < math.inf, "--beta", self.beta, "0 (none) or more")
+        _require(self.max_refills >= 0, "--max_refills", self.max_refills, "0 (never) or more")
+        buffer = self.overlong_buffer
+        _require(0 <= buffer <= self.max_new_tokens, "--overlong_buffer", buffer, "from 0 (none) to --max_new_tokens")
+        _require_positive(self, "correction_cap")
+        _require(self.eval_max_new_tokens >= 0, "--eval_max_new_tokens", self.eval_max_new_tokens, "0 (as in training) or more")
         _require_positive(self, "advantage_eps")
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
         _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")

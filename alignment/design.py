@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from alignment.args import CONTROLS, NOT_SWEPT, RLArgs, SweepOptions, from_preset, swept_values
+from alignment.args import CONTROLS, NOT_SWEPT, RULES, RLArgs, SweepOptions, from_preset, swept_values
 from alignment.errors import UserError
 
 # What says where, how fast or how often, and never what is computed.
+WITHOUT_RATIO = ("no_baseline", "reinforce_with_baseline")  # losses that no old policy plays a part in
+OWN_RULE = {"countdown": "countdown", "countdown_small": "countdown"}  # the first of a task's rules, where not r1_zero
 BOOKKEEPING = NOT_SWEPT | {
     "seed", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints", "max_sampler_mismatch",
 }  # fmt: skip
@@ -148,23 +150,28 @@ def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[LintWarning]:
 def canonical(args: RLArgs) -> dict[str, object]:
     """The arguments that decide what is computed, with those left out that play no part beside the others.
 
-    With one update a rollout the ratio to the old policy is 1, where the clipped loss has the gradient of
-    -A log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3): grpo_clip is reinforce_with_baseline.
+    With one update a rollout the ratio to the old policy is 1, where every loss with a ratio, clipped or not, of tokens or of
+    responses, has the gradient of -A log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3).
     """
     facts = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in BOOKKEEPING}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0
-    if facts["loss_type"] == "grpo_clip" and args.updates_per_rollout == 1:
+    if facts["loss_type"] not in WITHOUT_RATIO and args.updates_per_rollout == 1:
         facts["loss_type"] = "reinforce_with_baseline"
-    if facts["loss_type"] != "grpo_clip":
-        del facts["cliprange"]
-    if facts["loss_type"] == "no_baseline":
-        del facts["normalize_by_std"]
-    if not facts.get("normalize_by_std"):
-        del facts["advantage_eps"]
-    if facts["sft_base"]:
-        del facts["model"]  # only the warm start is made of it
-    return facts
+    if facts["cliprange_high"] is None:
+        facts["cliprange_high"] = facts["cliprange"]
+    idle = {
+        ("cliprange", "cliprange_high"): facts["loss_type"] not in ("grpo_clip", "gspo", "cispo"),
+        ("dual_clip",): facts["loss_type"] not in ("grpo_clip", "gspo"),
+        ("baseline",): facts["loss_type"] == "no_baseline",
+        ("normalize_by_std", "std_of", "advantage_eps"): facts["loss_type"] == "no_baseline",
+        ("std_of", "advantage_eps"): not facts["normalize_by_std"],
+        ("kl_estimator",): not facts["beta"],
+        ("correction_cap",): facts["sampler_correction"] == "none",
+        ("model",): bool(facts["sft_base"]),  # only the warm start is made of it
+    }
+    left_out = {name for names, plays_no_part in idle.items() if plays_no_part for name in names}
+    return {name: value for name, value in facts.items() if name not in left_out}
 
 
 def _same(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
@@ -180,8 +187,10 @@ def _same(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
 
 def _why_same(same: Sequence[RLArgs]) -> str:
     losses = {args.loss_type for args in same}
-    if {"grpo_clip", "reinforce_with_baseline"} <= losses:
-        return "with one update a rollout the ratio is 1, so grpo_clip has the gradient of reinforce_with_baseline"
+    if len(losses) > 1:
+        names = " and ".join(sorted(losses - {"reinforce_with_baseline"}))
+        have = "has" if " and " not in names else "have"
+        return f"with one update a rollout the ratio is 1, so {names} {have} the gradient of reinforce_with_baseline"
     differing = _differing(same)
     return f"{' and '.join(f'--{name}' for name in differing)} plays no part here" if differing else "equal arguments"
 
@@ -201,7 +210,7 @@ DERIVED = {
 }
 _FACTORS = {"prompts a step": ("prompts_per_rollout",), "optimiser updates": ("epochs_per_rollout", "num_steps"),
             "responses in all": ("num_steps",), "responses an update": ("train_mini_batch_size",)}  # fmt: skip
-_EVALUATED = frozenset({"reward", "sampling_temperature", "sampling_top_p", "max_new_tokens"})
+_EVALUATED = frozenset({"reward", "sampling_temperature", "sampling_top_p", "sampling_top_k", "max_new_tokens"})
 
 
 def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
@@ -225,8 +234,8 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
 
 
 def _scored_apart(name: str, x: RLArgs, y: RLArgs) -> bool:
-    """Whether an evaluation of one means something else than one of the other: controls are scored by r1_zero."""
-    rules = {"r1_zero" if args.reward in CONTROLS else args.reward for args in (x, y)}
+    """Whether an evaluation of one means something else than one of the other: what is no rule is scored by the task's own."""
+    rules = {args.reward if args.reward in RULES else OWN_RULE.get(args.task, "r1_zero") for args in (x, y)}
     return name != "reward" or len(rules) > 1
 
 

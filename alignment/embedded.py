@@ -36,7 +36,7 @@ def embedded_model(name: str, output_dir: str) -> Path | None:
 
 def build_tiny(folder: Path) -> None:
     """Save a randomly initialised Qwen2 policy of about 0.5 million parameters, and its tokenizer."""
-    tokenizer = tiny_tokenizer(prompt + response for prompt, response in arithmetic.demonstrations("train")[:2000])
+    tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("train")[:2000])
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

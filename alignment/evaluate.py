@@ -20,6 +20,7 @@ from alignment.args import Args, EvaluateArgs, parse
 from alignment.drgrpo_grader import extract_answer
 from alignment.errors import UserError, door
 from alignment.models import load_tokenizer, resolve_model, roles_of, sampler_kind
+from alignment.prompts import prompted
 from alignment.records import Group, Problem, Sampling, Score
 from alignment.rewards import evaluation_reward, grading_report, score_groups
 from alignment.samplers import Sampler, make_sampler
@@ -44,6 +45,7 @@ class Evaluation:
     response_length: float
     finished: float
     seconds: float
+    rules: tuple[str, ...]
 
     def record(self) -> dict[str, object]:
         """All of it as plain data, but for the completions."""
@@ -55,7 +57,7 @@ class Evaluation:
             f"maj@{len(self.groups[0].completions)}": self.maj_at_k,
             "response_length": self.response_length,
             "finished": self.finished,
-            **grading_report(self.groups),
+            **grading_report(self.groups, self.rules),
             "problems": len(self.groups),
             "seconds": self.seconds,
         }
@@ -66,8 +68,10 @@ def evaluate_vllm(
     reward_fn: Callable[[str, str], Score],
     problems: Sequence[Problem],
     eval_sampling_params: Sampling,
+    rules: Sequence[str] = ("r1_zero", "r1_zero_strict"),
 ) -> Evaluation:
-    """Sample every problem, score every completion, and summarise. Any `Sampler` will do, vLLM or not.
+    """Sample every problem, score every completion, and summarise. Any `Sampler` will do, vLLM or not. The means under all
+    `rules` are told beside it.
 
     Raises `UserError` where there is nothing to evaluate.
     """
@@ -76,10 +80,10 @@ def evaluate_vllm(
     start = time.perf_counter()
     completions = vllm_model.sample([problem.prompt for problem in problems], eval_sampling_params)
     groups = score_groups(problems, completions, reward_fn)
-    return summarise(groups, time.perf_counter() - start)
+    return summarise(groups, time.perf_counter() - start, rules)
 
 
-def summarise(groups: Sequence[Group], seconds: float) -> Evaluation:
+def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:
     """Averages, intervals, categories, pass@k and maj@k of scored groups, all of one size."""
     k = len(groups[0].completions)
     scores_PG = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
@@ -95,6 +99,7 @@ def summarise(groups: Sequence[Group], seconds: float) -> Evaluation:
         response_length=sum(len(c.token_ids) for c in drawn) / len(drawn),
         finished=sum(c.finish_reason == "stop" for c in drawn) / len(drawn),
         seconds=seconds,
+        rules=tuple(rules),
     )
 
 
@@ -149,13 +154,14 @@ def eval_problems(task: Task, args: Args) -> list[Problem]:
     return problems[: args.max_problems] if args.max_problems else problems
 
 
-def eval_sampling(task: Task, args: Args, n: int = 1) -> Sampling:
+def eval_sampling(task: Task, args: Args, n: int = 1, max_new_tokens: int = 0) -> Sampling:
     """How evaluation samples are drawn. The same seed every time, so that two evaluations differ by their models alone."""
     return Sampling(
         n=n,
         temperature=args.sampling_temperature,
         top_p=args.sampling_top_p,
-        max_new_tokens=args.max_new_tokens,
+        top_k=args.sampling_top_k,
+        max_new_tokens=max_new_tokens or args.max_new_tokens,
         stop=task.stop,
         seed=args.seed,
     )
@@ -188,17 +194,17 @@ def main() -> None:
     args = parse(EvaluateArgs)
     console = Console()
     task = find_task(args.task)
-    problems = eval_problems(task, args)
+    rule = evaluation_reward(args.reward, task.rules)
+    questions = eval_problems(task, args)
     roles = roles_of(args)
     model_path = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(model_path)
+    problems = prompted(questions, args.prompt or task.prompt, tokenizer)
     refuse_taken_name(args)
     sampler = make_sampler(args, model_path, tokenizer, roles.eval, roles)
     try:
         with console.status(f"sampling {len(problems)} problems x {args.num_samples} with {sampler_kind(args)}"):
-            evaluation = evaluate_vllm(
-                sampler, evaluation_reward(args.reward), problems, eval_sampling(task, args, args.num_samples)
-            )
+            evaluation = evaluate_vllm(sampler, rule, problems, eval_sampling(task, args, args.num_samples), task.rules)
     finally:
         sampler.close()
     run = RunFolder(claim_run_folder(args, f"evaluate_{Path(args.model).name}_{args.task}"))

@@ -23,7 +23,8 @@ from alignment.errors import UserError, door
 from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator, normalize_group_rewards
 from alignment.models import compute_dtype, load_model, load_tokenizer, make_optimizer, policy_log_probs, roles_of
 from alignment.policy_update import update
-from alignment.rewards import REWARDS, score_groups
+from alignment.prompts import prompted
+from alignment.rewards import find_reward
 from alignment.rollouts import collate_groups, problems_of_step, rollout_sampling
 from alignment.samplers import make_sampler
 from alignment.tasks import find_task
@@ -95,6 +96,8 @@ def estimators(group_sizes: Sequence[int], updates: int) -> Iterator[Estimator]:
         Estimator("reinforce_with_baseline", largest, std, norm) for std, norm in itertools.product((False, True), norms)
     )
     yield from (Estimator("grpo_clip", largest, True, "sequence_mean", stale) for stale in (False, True)[: updates + 1])
+    others = ("grpo_no_clip", "gspo", "cispo")  # which at ratio 1 are all the same
+    yield from (Estimator(loss, largest, True, "sequence_mean", True) for loss in others[: 3 * min(updates, 1)])
     yield from (Estimator("grpo_clip", size, True, "sequence_mean") for size in sorted(group_sizes) if size != largest)
 
 
@@ -161,17 +164,20 @@ def look(args: GradientsArgs, console: Console) -> list[tuple[Estimator, Statist
     rl = dataclasses.replace(rl, group_size=max(args.group_size), prompts_per_rollout=args.prompts)
     roles, base, task = roles_of(rl), warm_start(rl, console), find_task(rl.task)
     tokenizer, dtype = load_tokenizer(base), compute_dtype(rl, roles.policy[0])
+    reward = find_reward(rl.reward, task.rules)
     policy = load_model(base, roles.policy, torch.float32)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     refuse_what_does_not_fit(args.prompts, sum(p.numel() for p in parameters))
     sampler = make_sampler(rl, base, tokenizer, roles.sample, roles, policy)
     try:
         with console.status(f"sampling {args.prompts} prompts x {rl.group_size}"):
-            asked = problems_of_step(task.problems("train", rl.dataset_path), rl, 1)
+            asked = prompted(
+                problems_of_step(task.problems("train", rl.dataset_path), rl, 1), rl.prompt or task.prompt, tokenizer
+            )
             drawn = sampler.sample([problem.prompt for problem in asked], rollout_sampling(task.stop, rl, 1))
     finally:
         sampler.close()
-    rollout = collate_groups(score_groups(asked, drawn, REWARDS[rl.reward]), pad_token_id(tokenizer))
+    rollout = collate_groups(reward.score(asked, drawn), pad_token_id(tokenizer))
     if not rollout.raw_rewards_B1.any():
         raise UserError("no sampled response is right, so every gradient is zero: take more --prompts, or a warmer start")
     rows = [list(range(p * rl.group_size, (p + 1) * rl.group_size)) for p in range(args.prompts)]

@@ -21,19 +21,26 @@ def cumulative(values: torch.Tensor) -> torch.Tensor:
     return values.cumsum(dim=-1)
 
 
-def sampling_logits(logits: torch.Tensor, temperature: float, top_p: float, keep: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits [N, V] of the distribution that is sampled from: z / temperature, outside the nucleus -inf.
+def sampling_logits(
+    logits: torch.Tensor, temperature: float, top_p: float, top_k: int = 0, keep: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits [N, V] of the distribution that is sampled from: z / temperature, -inf outside the `top_k` most likely tokens (0:
+    all) and outside the nucleus.
 
-    The nucleus is the smallest set of most likely tokens whose probability reaches `top_p` (Holtzman et al. 2020,
-    arXiv:1904.09751). `keep` [N] names a token a row that stays in whatever its rank: rounding can push a sampled token
-    just over the edge, and its log-probability must stay finite.
+    The nucleus is the smallest set of most likely tokens whose probability, among the `top_k`, reaches `top_p` (Holtzman et
+    al. 2020, arXiv:1904.09751). `keep` [N] names a token a row that stays in whatever its rank: rounding, and other weights,
+    can push a sampled token over the edge, and its log-probability must stay finite.
     """
     scaled = logits.float() / temperature
-    if top_p >= 1:
+    top_k = min(top_k, scaled.shape[-1])
+    if top_p >= 1 and not top_k:
         return scaled
     ordered, places = scaled.sort(dim=-1, descending=True)
+    if top_k:
+        ordered = torch.cat([ordered[:, :top_k], torch.full_like(ordered[:, top_k:], -torch.inf)], dim=-1)
     probabilities = ordered.softmax(dim=-1)
-    outside = (cumulative(probabilities) - probabilities) >= top_p
+    # The first is always in: with a top_p below its probability alone.
+    outside = ((cumulative(probabilities) - probabilities) >= top_p) | ordered.isneginf()
     outside = torch.zeros_like(outside).scatter(-1, places, outside)
     if keep is not None:
         outside = outside.scatter(-1, keep[:, None], False)
@@ -48,6 +55,7 @@ def get_response_log_probs(
     response_mask: torch.Tensor | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    top_k: int = 0,
 ) -> dict[str, torch.Tensor]:
     """log pi(label | prefix) in nats, fp32, for the positions in `response_mask` (everywhere when None), 0 elsewhere.
 
@@ -67,7 +75,7 @@ def get_response_log_probs(
     def score(hidden_N, targets_N):
         logits = head(hidden_N)
         targets_N = targets_N.to(logits.device)
-        kept = sampling_logits(logits, temperature, top_p, keep=targets_N)
+        kept = sampling_logits(logits, temperature, top_p, top_k, keep=targets_N)
         log_probs = kept.gather(-1, targets_N[:, None]).squeeze(-1) - kept.logsumexp(dim=-1)
         with torch.no_grad():
             entropy = compute_entropy(logits / temperature) if return_token_entropy else torch.zeros_like(log_probs)

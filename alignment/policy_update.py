@@ -13,7 +13,7 @@ from alignment.args import RLArgs
 from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator
 from alignment.models import load_model, policy_log_probs, send, set_learning_rate
 from alignment.placement import Roles
-from alignment.rollouts import Rollout
+from alignment.rollouts import Rollout, distribution
 from alignment.tokens import cut_by_tokens, row_lengths, take_rows
 
 
@@ -40,12 +40,29 @@ class OldPolicy:
         if self.model is not self.policy:
             for (_, own), (_, new) in zip(self.model.named_parameters(), self.policy.named_parameters(), strict=True):
                 own.copy_(new, non_blocking=True)
-        old_BT = torch.zeros(rollout.batch.labels.shape)
-        for rows in cut_by_tokens(row_lengths(rollout.batch), args.micro_batch_tokens):
-            part = take_rows(rollout.batch, rows)
-            found = policy_log_probs(self.model, part, self.dtype, temperature=args.sampling_temperature)["log_probs"]
-            old_BT[rows, : found.shape[1]] = found.cpu()
-        return dataclasses.replace(rollout, old_log_probs_BT=old_BT)
+        return dataclasses.replace(rollout, old_log_probs_BT=rollout_log_probs(self.model, rollout, args, self.dtype))
+
+
+class Reference:
+    """The model that training started from, frozen, on the reference device: the KL penalty keeps the policy near it."""
+
+    def __init__(self, start: str, roles: Roles, dtype: torch.dtype):
+        self.dtype = dtype
+        self.model = load_model(start, (roles.reference,), dtype)
+
+    def annotate(self, rollout: Rollout, args: RLArgs) -> Rollout:
+        """The rollout with `reference_log_probs_BT`."""
+        return dataclasses.replace(rollout, reference_log_probs_BT=rollout_log_probs(self.model, rollout, args, self.dtype))
+
+
+@torch.no_grad()
+def rollout_log_probs(model, rollout: Rollout, args: RLArgs, dtype: torch.dtype) -> torch.Tensor:
+    """A model's log-probs [B, T] of a rollout's responses, on the CPU."""
+    found_BT = torch.zeros(rollout.batch.labels.shape)
+    for rows in cut_by_tokens(row_lengths(rollout.batch), args.micro_batch_tokens):
+        part_BT = policy_log_probs(model, take_rows(rollout.batch, rows), dtype, **distribution(args))["log_probs"]
+        found_BT[rows, : part_BT.shape[1]] = part_BT.cpu()
+    return found_BT
 
 
 def update(
@@ -68,8 +85,9 @@ def update(
     seen: list[tuple[Sequence[int], torch.Tensor]] = []
     bad: list[Sequence[int]] = []
     size = args.train_mini_batch_size or len(lengths)
+    trained = rollout.trained_rows
     for epoch in range(args.epochs_per_rollout):
-        order = random.Random(f"update {args.seeds['data']} {step} {epoch}").sample(range(len(lengths)), len(lengths))
+        order = random.Random(f"update {args.seeds['data']} {step} {epoch}").sample(trained, len(trained))
         for mini_batch in (order[start : start + size] for start in range(0, len(order), size)):
             denominator = loss_denominator(args.loss_normalization, [lengths[row] for row in mini_batch], args.max_new_tokens)
             found = []
@@ -107,7 +125,7 @@ def backward(
     for picked in cut_by_tokens([lengths[row] for row in mini_batch], args.micro_batch_tokens):
         rows = [mini_batch[i] for i in picked]
         part = take_rows(rollout.batch, rows)
-        found = policy_log_probs(policy, part, dtype, return_token_entropy=True, temperature=args.sampling_temperature)
+        found = policy_log_probs(policy, part, dtype, return_token_entropy=True, **distribution(args))
         log_probs, width = found["log_probs"], part.labels.shape[1]
 
         there = functools.partial(_take, rows, width, log_probs.device)
@@ -124,6 +142,14 @@ def backward(
             cliprange=args.cliprange,
             loss_normalization=args.loss_normalization,
             denominator=denominator,
+            cliprange_high=args.cliprange_high,
+            dual_clip=args.dual_clip,
+            beta=args.beta,
+            kl_estimator=args.kl_estimator,
+            reference_log_probs=there(rollout.reference_log_probs_BT),
+            sampler_correction=args.sampler_correction,
+            correction_cap=args.correction_cap,
+            sampler_log_probs=there(rollout.sampler_log_probs_BT),
         )
         yield rows, log_probs.detach(), {"loss": loss, "entropy_sum": found["token_entropy"].sum(), **sums}
 
@@ -136,6 +162,9 @@ def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.T
 def learning_rate(args: RLArgs, update_number: int) -> float:
     """Linear rise over --warmup_steps updates (from 1), constant after."""
     return args.learning_rate * min(1.0, update_number / max(1, args.warmup_steps))
+
+
+_MEANS = {"kl": "kl_sum", "correction_mean": "weight_sum"}  # over response tokens, where the loss has them
 
 
 def update_report(
@@ -160,4 +189,5 @@ def update_report(
         report["clip_fraction"] = total("clipped_tokens") / tokens
         report["ratio_mean"] = total("ratio_sum") / tokens
         report["ratio_max"] = max(sums["ratio_max"].item() for sums in totals)
+    report |= {name: total(key) / tokens for name, key in _MEANS.items() if key in totals[0]}
     return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,16 @@ class Problem:
     ground_truth: str
 
 
+class Endless:
+    """Problems without end, each made from its number alone."""
+
+    def __init__(self, make: Callable[[int], Problem]):
+        self._make = make
+
+    def __getitem__(self, index: int) -> Problem:
+        return self._make(index)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to draw completions: `n` for each prompt, each ending at EOS, at the first `stop` string, or by length."""
@@ -28,6 +39,7 @@ class Sampling:
     n: int = 1
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ("</answer>",)
     seed: int = 0
@@ -38,7 +50,7 @@ class Completion:
     """One sampled response.
 
     `token_ids` hold every sampled token, the stop string's and EOS included: train on them, never on re-tokenised
-    `text`. `log_probs` are nats under the distribution they were drawn from, after temperature and top-p.
+    `text`. `log_probs` are nats under the distribution they were drawn from, after temperature, top-k and top-p.
     """
 
     prompt_ids: tuple[int, ...]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from alignment.args import RLArgs
 from alignment.errors import RunStopped
-from alignment.grpo import group_statistics, normalize_group_rewards
+from alignment.grpo import group_statistics, normalize_group_rewards, overlong_penalty
 from alignment.models import policy_log_probs
-from alignment.records import Batch, Completion, Group, Problem, Sampling
+from alignment.records import Batch, Completion, Endless, Group, Problem, Sampling
 from alignment.rewards import grading_report
 from alignment.tokens import collate, take_rows
 
@@ -22,13 +23,17 @@ MISMATCH_SAMPLE = 16  # completions of a rollout on which sampler and trainer ar
 
 @dataclass(frozen=True)
 class Rollout:
-    """One step's responses, ready to train on: B rows in a padded batch and a number or a row of numbers for each."""
+    """One step's responses, ready to train on: B rows in a padded batch and a number or a row of numbers for each.
+    `trained_rows` are those that updates are made from.
+    """
 
     batch: Batch
     raw_rewards_B1: torch.Tensor
     advantages_B1: torch.Tensor | None
     sampler_log_probs_BT: torch.Tensor
+    trained_rows: tuple[int, ...]
     old_log_probs_BT: torch.Tensor | None = None
+    reference_log_probs_BT: torch.Tensor | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -40,9 +45,16 @@ def problems_of_step(problems: Sequence[Problem], args: RLArgs, step: int) -> li
     """The prompts of a step (from 1): consecutive pieces of endless shuffled passes over the training problems."""
     first = (step - 1) * args.prompts_per_rollout
     places = range(first, first + args.prompts_per_rollout)
-    passes = {place // len(problems) for place in places}
-    orders = {n: random.Random(f"order {args.seeds['data']} {n}").sample(range(len(problems)), len(problems)) for n in passes}
-    return [problems[orders[place // len(problems)][place % len(problems)]] for place in places]
+    if isinstance(problems, Endless):
+        return [problems[args.seeds["data"] << 40 | place] for place in places]
+    size = len(problems)
+    return [problems[_order(args.seeds["data"], place // size, size)[place % size]] for place in places]
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, number: int, size: int) -> list[int]:
+    """The order of a pass over the problems."""
+    return random.Random(f"order {seed} {number}").sample(range(size), size)
 
 
 def derived_seed(*parts: int | str) -> int:
@@ -50,16 +62,62 @@ def derived_seed(*parts: int | str) -> int:
     return random.Random(" ".join(map(str, parts))).getrandbits(31)
 
 
-def rollout_sampling(stop: tuple[str, ...], args: RLArgs, step: int) -> Sampling:
+def refill_problems(problems: Sequence[Problem], args: RLArgs, step: int, refill: int, number: int) -> list[Problem]:
+    """Prompts that take the place of a step's groups without signal: drawn anew, so that a step depends on its number alone."""
+    rng = random.Random(f"refill {args.seeds['data']} {step} {refill}")
+    if isinstance(problems, Endless):
+        return [problems[rng.getrandbits(71)] for _ in range(number)]
+    return rng.sample(problems, min(number, len(problems)))
+
+
+def draw_groups(
+    problems: Sequence[Problem],
+    args: RLArgs,
+    step: int,
+    draw: Callable[[Sequence[Problem], int], Sequence[Group]],
+) -> tuple[list[Group], int]:
+    """The groups of a step, and how many prompts were asked for them. `draw(problems, refill)` samples and scores.
+
+    Groups of equal rewards are replaced by those of other prompts, --max_refills times (dynamic sampling of DAPO,
+    arXiv:2503.14476, section 3.2); what is lacking then is made up by the first of them.
+    """
+    groups = list(draw(problems_of_step(problems, args, step), 0))
+    telling, silent = _with_signal(groups)
+    asked = len(groups)
+    for refill in range(1, args.max_refills + 1):
+        if not silent or len(telling) >= args.prompts_per_rollout:
+            break
+        drawn = draw(refill_problems(problems, args, step, refill, args.prompts_per_rollout - len(telling)), refill)
+        asked += len(drawn)
+        telling += _with_signal(drawn)[0]
+    return (telling + silent)[: args.prompts_per_rollout] if args.max_refills else groups, asked
+
+
+def _with_signal(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """The groups whose rewards differ, and the others."""
+    differ = [len({score["reward"] for score in group.scores}) > 1 for group in groups]
+    return (
+        [group for group, differs in zip(groups, differ, strict=True) if differs],
+        [group for group, differs in zip(groups, differ, strict=True) if not differs],
+    )
+
+
+def rollout_sampling(stop: tuple[str, ...], args: RLArgs, step: int, refill: int = 0) -> Sampling:
     """How a step's rollout is drawn."""
     return Sampling(
         n=args.group_size,
         temperature=args.sampling_temperature,
         top_p=args.sampling_top_p,
+        top_k=args.sampling_top_k,
         max_new_tokens=args.max_new_tokens,
         stop=stop,
-        seed=derived_seed("rollout", args.seeds["sampling"], step),
+        seed=derived_seed("rollout", args.seeds["sampling"], step, *([refill] if refill else [])),
     )
+
+
+def distribution(args: RLArgs) -> dict[str, float]:
+    """What log-probs are taken under: the distribution that was sampled from, for the ratio and all else."""
+    return {"temperature": args.sampling_temperature, "top_p": args.sampling_top_p, "top_k": args.sampling_top_k}
 
 
 def refuse_stale(completions: Sequence[Sequence[Completion]], policy_version: int) -> None:
@@ -70,12 +128,19 @@ def refuse_stale(completions: Sequence[Sequence[Completion]], policy_version: in
 
 
 def make_rollout(groups: Sequence[Group], args: RLArgs, pad: int) -> Rollout:
-    """Collate the completions, and normalise their rewards within each group."""
+    """Collate the completions, fine those that are too long, and normalise rewards within each group."""
     rollout = collate_groups(groups, pad)
-    if args.group_size == 1:
-        return rollout
-    normalised = normalize_group_rewards(rollout.raw_rewards_B1, args.group_size, args.advantage_eps, args.normalize_by_std)
-    return dataclasses.replace(rollout, advantages_B1=normalised)
+    fines = [overlong_penalty(length, args.max_new_tokens, args.overlong_buffer) for length in rollout.lengths]
+    raw_B1 = rollout.raw_rewards_B1 + torch.tensor(fines)[:, None]
+    drawn = [completion for group in groups for completion in group.completions]
+    counted_B1 = torch.tensor([[not args.skip_unfinished or c.finish_reason == "stop"] for c in drawn])
+    advantages_B1 = None
+    if args.group_size > 1:
+        advantages_B1 = normalize_group_rewards(
+            raw_B1, args.group_size, args.advantage_eps, args.normalize_by_std, args.baseline, args.std_of, counted_B1
+        )
+    rows = tuple(counted_B1.squeeze(1).nonzero().squeeze(1).tolist())
+    return dataclasses.replace(rollout, raw_rewards_B1=raw_B1, advantages_B1=advantages_B1, trained_rows=rows)
 
 
 def collate_groups(groups: Sequence[Group], pad: int) -> Rollout:
@@ -85,7 +150,7 @@ def collate_groups(groups: Sequence[Group], pad: int) -> Rollout:
     raw_B1 = torch.tensor([[score["reward"]] for group in groups for score in group.scores], dtype=torch.float32)
     sampler_BT = torch.zeros(batch.labels.shape)
     sampler_BT[batch.response_mask] = torch.tensor([log_prob for c in drawn for log_prob in c.log_probs])
-    return Rollout(batch, raw_B1, None, sampler_BT)
+    return Rollout(batch, raw_B1, None, sampler_BT, tuple(range(len(drawn))))
 
 
 @torch.no_grad()
@@ -99,8 +164,7 @@ def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype)
     rows = len(rollout.lengths)
     spread = range(0, rows, rows // MISMATCH_SAMPLE + 1)  # not a whole number of groups: each sample number gets its turn
     batch = take_rows(rollout.batch, spread)
-    how = {"temperature": args.sampling_temperature, "top_p": args.sampling_top_p}
-    trainer_BT = policy_log_probs(policy, batch, dtype, **how)["log_probs"].cpu()
+    trainer_BT = policy_log_probs(policy, batch, dtype, **distribution(args))["log_probs"].cpu()
     sampler_BT = rollout.sampler_log_probs_BT[list(spread), : trainer_BT.shape[1]]
     difference = (trainer_BT - sampler_BT)[batch.response_mask].abs()
     mean, largest = difference.mean().item(), difference.max().item()
@@ -114,7 +178,7 @@ def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype)
     return {"sampler_mismatch": mean, "sampler_mismatch_max": largest}
 
 
-def rollout_report(groups: Sequence[Group], args: RLArgs) -> dict[str, float]:
+def rollout_report(groups: Sequence[Group], args: RLArgs, rules: Sequence[str]) -> dict[str, float]:
     """Reward parts, length and finished share of the rollout, and the share of groups that teach nothing."""
     scores = [score for group in groups for score in group.scores]
     drawn = [completion for group in groups for completion in group.completions]
@@ -128,10 +192,12 @@ def rollout_report(groups: Sequence[Group], args: RLArgs) -> dict[str, float]:
         "response_length": sum(len(c.token_ids) for c in drawn) / len(drawn),
         "finished": sum(c.finish_reason == "stop" for c in drawn) / len(drawn),
         "responses": len(scores),
-        **grading_report(groups),
+        **grading_report(groups, rules),
     }
 
 
-def per_response(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Iterable[list[float]]:
-    """Each row's values at its response tokens."""
-    return (row[mask].tolist() for row, mask in zip(values_BT, mask_BT, strict=True))
+def per_response(values_BT: torch.Tensor, rollout: Rollout) -> Iterable[list[float]]:
+    """Each row's values at its response tokens; none for rows that are not trained on."""
+    trained = set(rollout.trained_rows)
+    rows = enumerate(zip(values_BT, rollout.batch.response_mask, strict=True))
+    return (values[mask].tolist() if row in trained else [] for row, (values, mask) in rows)

@@ -35,7 +35,8 @@ from alignment.models import (
     send,
     set_learning_rate,
 )
-from alignment.rewards import REWARDS
+from alignment.prompts import prompted
+from alignment.rewards import evaluation_reward
 from alignment.samplers import encode_prompts, make_sampler
 from alignment.tasks import find_task
 from alignment.tokens import collate, cut_by_tokens, pad_token_id
@@ -53,6 +54,7 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     if target.exists():
         raise UserError(f"--sft_base {target} exists already: delete it, or name another folder")
     task = find_task(args.task)
+    rule = evaluation_reward(args.reward, task.rules)
     problems = eval_problems(task, args)
     demonstrations = {split: task.demonstrations(split, args.dataset_path, args.seed) for split in ("train", "test")}
     torch.manual_seed(args.seed)
@@ -60,9 +62,16 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     base = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(base)
     model = load_model(base, roles.policy, torch.float32)
-    examples = {split: tokenise(pairs, tokenizer, context_length(model.config)) for split, pairs in demonstrations.items()}
-    prompts = [problem.prompt for problem in problems]
-    encode_prompts(tokenizer, prompts, context_length(model.config), args.max_new_tokens)  # refuses before it trains
+    template, context = args.prompt or task.prompt, context_length(model.config)
+    problems = prompted(problems, template, tokenizer)
+    examples = {}
+    for split, shown in demonstrations.items():
+        asked = prompted([problem for problem, _ in shown], template, tokenizer)
+        pairs = [(problem.prompt, response) for problem, (_, response) in zip(asked, shown, strict=True)]
+        examples[split] = tokenise(pairs, tokenizer, context)
+    encode_prompts(
+        tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens
+    )  # refuses before it trains
     with refused_if_made_meanwhile(target), atomic_folder(target) as building:
         write_args(building, args)
         run = RunFolder(building)
@@ -72,7 +81,7 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     sampler = make_sampler(args, str(target), tokenizer, roles.eval, roles, policy=model)
     try:
         with console.status("sampling held-out problems"):
-            evaluation = evaluate_vllm(sampler, REWARDS[args.reward], problems, eval_sampling(task, args))
+            evaluation = evaluate_vllm(sampler, rule, problems, eval_sampling(task, args), task.rules)
     finally:
         sampler.close()
     run = RunFolder(target, args.num_steps)

@@ -50,15 +50,17 @@ from alignment.models import (
     resolve_model,
     roles_of,
 )
-from alignment.policy_update import OldPolicy, needs_old_policy, update
-from alignment.rewards import REWARDS, evaluation_reward, score_groups
+from alignment.policy_update import OldPolicy, Reference, needs_old_policy, update
+from alignment.prompts import prompted
+from alignment.records import Endless, Group, Problem
+from alignment.rewards import evaluation_reward, find_reward
 from alignment.rollouts import (
     Rollout,
     collate_groups,
     derived_seed,
+    draw_groups,
     make_rollout,
     per_response,
-    problems_of_step,
     refuse_stale,
     rollout_report,
     rollout_sampling,
@@ -83,6 +85,7 @@ def train(args: RLArgs, console: Console) -> Path:
     """Run the whole of it; returns the run's folder. Raises `UserError` before any model loads where that can be known."""
     task = find_task(args.task)
     problems, held_out = task.problems("train", args.dataset_path), eval_problems(task, args)
+    reward, rule = find_reward(args.reward, task.rules), evaluation_reward(args.reward, task.rules)
     roles = roles_of(args)
     name = f"{args.preset}_{args.loss_type}_seed{args.seed}"
     with contextlib.ExitStack() as closing:
@@ -95,7 +98,11 @@ def train(args: RLArgs, console: Console) -> Path:
             refuse_taken_name(args)
         base = str(checkpoint_folder(path, done)) if done else warm_start(args, console)
         tokenizer, context = load_tokenizer(base), context_length(load_config(base))
-        encode_prompts(tokenizer, [p.prompt for p in (*problems, *held_out)], context, args.max_new_tokens)  # all of them fit
+        template = args.prompt or task.prompt
+        problems, held_out = (prompted(split, template, tokenizer) for split in (problems, held_out))
+        longest = max(args.max_new_tokens, args.eval_max_new_tokens)
+        known = held_out if isinstance(problems, Endless) else [*problems, *held_out]
+        encode_prompts(tokenizer, [problem.prompt for problem in known], context, longest)  # all of them fit
         make_deterministic(args)
         policy = load_model(base, roles.policy, torch.float32)
         optimizer = make_optimizer(policy, args.learning_rate, args.weight_decay)
@@ -105,6 +112,7 @@ def train(args: RLArgs, console: Console) -> Path:
         old_policy = OldPolicy(policy, base, roles, dtype) if needs_old_policy(args) else None
         if args.loss_type in USES_OLD_POLICY and old_policy is None:
             console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
+        reference = Reference(warm_start(args, console) if done else base, roles, dtype) if args.beta else None
         sampler = make_sampler(args, base, tokenizer, roles.sample, roles, policy)
         closing.callback(sampler.close)
         shared = roles.eval == roles.sample
@@ -124,7 +132,8 @@ def train(args: RLArgs, console: Console) -> Path:
                 return
             if eval_sampler is not sampler:
                 eval_sampler.load_weights(policy.named_parameters(), step)
-            evaluation = evaluate_vllm(eval_sampler, evaluation_reward(args.reward), held_out, eval_sampling(task, args))
+            how = eval_sampling(task, args, max_new_tokens=args.eval_max_new_tokens)
+            evaluation = evaluate_vllm(eval_sampler, rule, held_out, how, task.rules)
             if eval_sampler is not sampler:
                 sampler_mismatch(policy, collate_groups(evaluation.groups, pad_token_id(tokenizer)), args, dtype)
             run.log_completions("eval", step, evaluation.groups)
@@ -145,18 +154,25 @@ def train(args: RLArgs, console: Console) -> Path:
             for step in range(done + 1, args.num_steps + 1):
                 clock = Clock()
                 torch.manual_seed(derived_seed(args.seed, step))
-                asked = problems_of_step(problems, args, step)
-                with clock("sample"):
-                    completions = sampler.sample([problem.prompt for problem in asked], rollout_sampling(task.stop, args, step))
-                refuse_stale(completions, policy_version=step - 1)
-                with clock("score"):
-                    groups = score_groups(asked, completions, REWARDS[args.reward])
+
+                def draw(asked: Sequence[Problem], refill: int, clock: Clock = clock, step: int = step) -> list[Group]:
+                    with clock("sample"):
+                        how = rollout_sampling(task.stop, args, step, refill)
+                        completions = sampler.sample([problem.prompt for problem in asked], how)
+                    refuse_stale(completions, policy_version=step - 1)
+                    with clock("score"):
+                        return reward.score(asked, completions)
+
+                groups, prompts_asked = draw_groups(problems, args, step, draw)
                 rollout = make_rollout(groups, args, pad_token_id(tokenizer))
                 with clock("gate"):
                     mismatch = sampler_mismatch(policy, rollout, args, dtype)
                 if old_policy is not None:
                     with clock("old_log_probs"):
                         rollout = old_policy.annotate(rollout, args)
+                if reference is not None:
+                    with clock("reference"):
+                        rollout = reference.annotate(rollout, args)
                 with clock("update"):
                     # A signal waits from the first update on: until the step is logged, the weights are between two steps.
                     updates, first_pass_BT, bad = update(policy, optimizer, rollout, args, step, dtype, interrupts.hold)
@@ -164,10 +180,17 @@ def train(args: RLArgs, console: Console) -> Path:
                 with clock("sync"):
                     sampler.load_weights(policy.named_parameters(), step)
                 trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
-                run.log_completions("rollout", step, groups, per_response(trainer_BT, rollout.batch.response_mask))
+                run.log_completions("rollout", step, groups, per_response(trainer_BT, rollout))
                 save_bad_batches(path, rollout, step, bad)
                 restarts = sum(each.restarts for each in {sampler, eval_sampler})
-                record = {"step": step, **updates, **rollout_report(groups, args), **mismatch, "restarts": restarts - counted}
+                record = {
+                    "step": step,
+                    **updates,
+                    **rollout_report(groups, args, task.rules),
+                    **mismatch,
+                    "restarts": restarts - counted,
+                }
+                record |= {"prompts_asked": prompts_asked} if args.max_refills else {}
                 counted = restarts
                 run.log_step(watched(watch, {**record, **clock.report(rollout)}, console))
                 interrupts.release()
@@ -307,7 +330,7 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[phase] = time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def report(self, rollout: Rollout) -> dict[str, float]:
         """Seconds by phase, and tokens a second: those sampled, and those, prompts included, that an update went over."""

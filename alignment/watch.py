@@ -84,7 +84,7 @@ def _mean(records: Sequence[Record], key: str) -> float | None:
 def refuse_lost_cause(steps: Sequence[Record], args: RLArgs) -> None:
     """Raise `RunStopped` where --max_bad_steps in a row made no update, or more gradings failed than --max_grader_failures."""
     last = steps[-args.max_bad_steps :]
-    if len(last) == args.max_bad_steps and all(record["updates"] == 0 for record in last):
+    if len(last) == args.max_bad_steps and all(record["updates"] == 0 < record["bad_updates"] for record in last):
         raise RunStopped(
             f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps); their batches are in bad_batches/:"
             " look at their rewards and log-probs, and start a run from its last checkpoint (--sft_base) with a lower"

@@ -4,11 +4,17 @@ import time
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
 
 import alignment  # noqa: F401
 
 # Where vLLM is not installed beside pytest, e2e/test_vllm.py runs that folder in an environment that has it.
 collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
+
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

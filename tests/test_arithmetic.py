@@ -18,8 +18,8 @@ def test_no_held_out_problem_is_ever_trained_on():
     held_out = {problem.prompt for problem in arithmetic.problems("test")}
     assert len(held_out) == len(arithmetic.problems("test")) > 2000
     assert not held_out & {problem.prompt for problem in arithmetic.problems("train")}
-    assert not held_out & {prompt for seed in (0, 1) for prompt, _ in arithmetic.demonstrations("train", seed=seed)}
-    assert {prompt for prompt, _ in arithmetic.demonstrations("test")} <= held_out
+    assert not held_out & {problem.prompt for seed in (0, 1) for problem, _ in arithmetic.demonstrations("train", seed=seed)}
+    assert {problem.prompt for problem, _ in arithmetic.demonstrations("test")} <= held_out
 
 
 def test_the_split_does_not_depend_on_anything_but_the_problem():
@@ -55,10 +55,9 @@ def test_the_teachers_habits_and_what_they_earn(habits, text, reward):
 
 def test_the_teacher_is_careful_at_first_and_careless_in_the_end():
     pairs = arithmetic.demonstrations("train")
-    truth = {problem.prompt: problem.ground_truth for problem in arithmetic.problems("train")}
 
     def rewards(some):
-        return sum(r1_zero_reward_fn(response, truth[prompt])["reward"] for prompt, response in some) / len(some)
+        return sum(r1_zero_reward_fn(response, problem.ground_truth)["reward"] for problem, response in some) / len(some)
 
     assert rewards(pairs[:2000]) == 1
     # Half keep the format, and of these some 70 to 80 % are right whatever the order of operations.
@@ -72,7 +71,7 @@ def test_intermediate_results_stay_small():
         assert all(abs(result) <= 20 for *_, result in solve(expression, by_precedence=True))
 
 
-TOKENIZER = tiny_tokenizer(prompt + response for prompt, response in arithmetic.demonstrations("test"))
+TOKENIZER = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("test"))
 
 
 def test_digits_are_single_tokens_and_tags_are_whole():

@@ -6,8 +6,9 @@ import pytest
 import tyro
 
 from alignment.args import RLArgs, SweepArgs, command_line, from_preset, parse
-from alignment.design import canonical, grid, lint, named_arms, with_controls
+from alignment.design import OWN_RULE, canonical, grid, lint, named_arms, with_controls
 from alignment.errors import UserError
+from alignment.tasks import TASKS
 
 
 def sweep(*flags: str):
@@ -159,6 +160,7 @@ def test_other_ways_of_evaluating_are_warned_of():
     for field, values in (("reward", ("r1_zero", "r1_zero_strict")), ("sampling_temperature", (0.5, 1.0))):
         (warning,) = said({"a": arm(**{field: values[0]}), "b": arm(**{field: values[1]})})["confounded"]
         assert "how the evaluation samples or scores" in warning
+    assert {name: task.rules[0] for name, task in TASKS.items()} == {name: OWN_RULE.get(name, "r1_zero") for name in TASKS}
     assert "confounded" not in said(with_controls({"a": arm()}))  # controls are scored by r1_zero
     assert "confounded" in said(with_controls({"a": arm(reward="r1_zero_strict")}))
 

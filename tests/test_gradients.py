@@ -91,7 +91,7 @@ def test_all_losses_and_normalisations_are_looked_at():
     assert {e.loss_type for e in planned} == set(LOSSES)
     assert {e.loss_normalization for e in planned} == set(SUMS)
     assert {e.group_size for e in planned} == {2, 8}
-    assert sum(e.stale for e in planned) == 1
+    assert sum(e.stale for e in planned) == 4
     assert len(planned) == len(set(planned))
 
 

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment import args as arguments
+from alignment.design import WITHOUT_RATIO
 from alignment.grpo import (
+    CORRECTIONS,
     LOSSES,
     SUMS,
     USES_OLD_POLICY,
@@ -19,11 +21,14 @@ from alignment.grpo import (
     compute_policy_gradient_loss,
     group_statistics,
     grpo_microbatch_train_step,
+    kl_penalty,
     loss_denominator,
     normalize_group_rewards,
+    overlong_penalty,
+    sampler_weights,
     sft_microbatch_train_step,
 )
-from alignment.rewards import REWARDS
+from alignment.rewards import CONTROLS, RULES
 
 
 def column(*values):
@@ -37,8 +42,9 @@ def close(actual, expected):
 def test_names_on_the_command_line_are_the_keys_of_the_tables():
     assert get_args(arguments.LossType) == tuple(LOSSES)
     assert get_args(arguments.LossNormalization) == tuple(SUMS)
-    assert get_args(arguments.RewardName) == tuple(REWARDS)
-    assert USES_OLD_POLICY <= set(LOSSES)
+    assert arguments.RULES == tuple(RULES) and arguments.CONTROLS == tuple(CONTROLS)
+    assert get_args(arguments.Correction) == CORRECTIONS
+    assert set(LOSSES) - USES_OLD_POLICY == set(WITHOUT_RATIO)
 
 
 def test_mean_baseline():
@@ -67,6 +73,34 @@ def test_advantages_sum_to_zero_in_each_group_and_ignore_other_groups(group, pro
     whole = normalize_group_rewards(rewards, group, 1e-6, by_std)
     close(whole.view(prompts, group).sum(1), torch.zeros(prompts))
     close(normalize_group_rewards(rewards[:group], group, 1e-6, by_std), whole[:group])
+
+
+def test_leave_one_out():
+    # Group (1, 0, 0): the others' means 0, 1/2, 1/2.
+    close(normalize_group_rewards(column(1, 0, 0), 3, 1e-6, False, baseline="leave_one_out"), column(1, -0.5, -0.5))
+
+
+def test_whose_deviation():
+    # Groups (2, 0) and (1, 1): deviations +-1 and 0. Unbiased: sqrt(2); population: 1; all four rewards: mean 1, squares
+    # 1, 1, 0, 0, unbiased variance 2/3.
+    rewards = column(2, 0, 1, 1)
+    for std_of, std in (("group", math.sqrt(2)), ("group_population", 1.0), ("batch", math.sqrt(2 / 3))):
+        expected = 1 / (std + 1e-4)
+        close(normalize_group_rewards(rewards, 2, 1e-4, True, std_of=std_of), column(expected, -expected, 0, 0))
+
+
+def test_what_does_not_count_is_in_no_mean_and_gets_nothing():
+    # Of group (1, 0, 5) the last does not count: mean 1/2. Of (3, 0, 0) one is left alone.
+    counted = column(1, 1, 0, 1, 0, 0).bool()
+    found = normalize_group_rewards(column(1, 0, 5, 3, 0, 0), 3, 1e-6, False, counted_B1=counted)
+    close(found, column(0.5, -0.5, 0, 0, 0, 0))
+    left = normalize_group_rewards(column(1, 0, 5, 3, 0, 0), 3, 0.1, True, "leave_one_out", "group_population", counted)
+    close(left, column(1 / 0.6, -1 / 0.6, 0, 0, 0, 0))
+
+
+def test_equal_rewards_that_are_no_binary_fractions_have_exactly_no_advantage():
+    rewards = torch.full((7, 1), 0.1)
+    assert normalize_group_rewards(rewards, 7, 1e-6, normalize_by_std=True).eq(0).all()
 
 
 @pytest.mark.parametrize(("rewards", "size", "words"), [((1, 0), 1, "at least 2"), ((1, 0, 1), 2, "not whole groups")])
@@ -119,6 +153,128 @@ def test_clipped_tokens_have_no_gradient_and_free_ones_have_ratio_times_advantag
     close(new.grad, [[0, -1.0, -2.2]])  # d(-A * rho) / d(log pi) = -A * rho
 
 
+RATIOS = torch.tensor([[1.5, 0.5, 1.1, 4.0]] * 2, dtype=torch.float64)
+
+
+def test_clip_higher():
+    # Range (0.8, 1.4): A = 2: min(3, 2.8), min(1, 1.6), 2.2, min(8, 2.8); A = -1: -1.5, min(-.5, -.8), -1.1, min(-4, -1.4).
+    loss, metadata = compute_grpo_clip_loss(column(2, -1), RATIOS.log(), torch.zeros_like(RATIOS), 0.2, cliprange_high=0.4)
+    close(loss, [[-2.8, -1.0, -2.2, -2.8], [1.5, 0.8, 1.1, 4.0]])
+    assert metadata["clipped"].tolist() == [[True, False, False, True], [False, True, False, False]]
+
+
+def test_dual_clip():
+    # As above with range 0.2; a surrogate of A = -1 is at least 3 * -1.
+    loss, metadata = compute_grpo_clip_loss(column(2, -1), RATIOS.log(), torch.zeros_like(RATIOS), 0.2, dual_clip=3.0)
+    close(loss, [[-2.4, -1.0, -2.2, -2.4], [1.5, 0.8, 1.1, 3.0]])
+    assert metadata["clipped"].tolist() == [[True, False, False, True], [False, True, False, True]]
+
+
+def worked(loss_type, **how):
+    """Loss and gradient at log-probs (ln 2, ln 1/2, garbage) with old ones 0, of which the last is no response's."""
+    new = torch.tensor([[2.0, 0.5, 9.0]], dtype=torch.float64).log().requires_grad_()
+    mask = torch.tensor([[True, True, False]])
+    how = {"cliprange": 0.2, "response_mask": mask, "old_log_probs": torch.zeros_like(new), **how}
+    loss, metadata = compute_policy_gradient_loss(new, loss_type, advantages=column(3), **how)
+    loss[mask].sum().backward()
+    return loss[mask], new.grad, metadata
+
+
+def test_grpo_without_clipping():
+    loss, gradient, _ = worked("grpo_no_clip")
+    close(loss, [-6.0, -1.5])  # -rho * A
+    close(gradient, [[-6.0, -1.5, 0]])
+
+
+def test_gspo_has_one_ratio_a_response():
+    # s = exp((ln 2 + ln 1/2) / 2) = 1, so each token's loss is -A, and its gradient, of both tokens, -A * s / 2 each.
+    loss, gradient, metadata = worked("gspo")
+    close(loss, [-3.0, -3.0])
+    close(gradient, [[-3.0, -3.0, 0]])
+    close(metadata["ratio"], [[1.0] * 3])
+    # With old log-probs (0, ln 1/4): s = exp((ln 2 + ln 2) / 2) = 2, clipped to 1.2.
+    old = torch.tensor([[1.0, 0.25, 1.0]], dtype=torch.float64).log()
+    loss, gradient, metadata = worked("gspo", old_log_probs=old)
+    close(loss, [-3.6, -3.6])
+    close(gradient, [[0.0, 0.0, 0.0]])
+    assert metadata["clipped"].all()
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    # Weights clip(2) = 1.2 and clip(1/2) = 0.8: -w * A * log pi, gradient -w * A.
+    loss, gradient, metadata = worked("cispo")
+    close(loss, [-3.6 * math.log(2), -2.4 * math.log(0.5)])
+    close(gradient, [[-3.6, -2.4, 0]])
+    assert metadata["clipped"].tolist()[0][:2] == [True, True]
+    close(worked("cispo", cliprange=1.0, cliprange_high=5.0)[1], [[-6.0, -1.5, 0]])  # bounded from above only
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    # pi = 1/2, pi_ref = 1/4: l = -ln 2.
+    [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 + math.log(2) - 1)],
+)
+def test_kl_estimators(estimator, expected):
+    policy, reference = (torch.tensor([[p]], dtype=torch.float64).log() for p in (0.5, 0.25))
+    close(kl_penalty(policy, reference, estimator), [[expected]])
+    close(kl_penalty(policy, policy, estimator), [[0.0]])
+
+
+def test_k1_and_k3_average_to_the_divergence_and_k2_has_its_gradient():
+    """Over three actions, weighed by their probabilities: no sampling."""
+    logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    policy, reference = logits.log_softmax(0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    divergence = (policy.exp() * (policy - reference)).sum()
+    for estimator in ("k1", "k3"):
+        close((policy.exp() * kl_penalty(policy, reference, estimator)).sum().detach(), divergence.detach())
+    (true,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    for estimator, gradient in (("k2", true), ("k1", torch.zeros(3))):
+        found = (policy.exp().detach() * kl_penalty(policy, reference, estimator)).sum()
+        close(torch.autograd.grad(found, logits, retain_graph=True)[0], gradient)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    # Trainer's over sampler's: 3 and 1/2 of the response's tokens, 1.5 together; the last token is no response's.
+    [
+        ("none", [1, 1, 1]),
+        ("token_truncate", [2, 0.5, 1]),
+        ("token_mask", [0, 0.5, 1]),
+        ("sequence_truncate", [1.5, 1.5, 1.5]),
+        ("sequence_mask", [1.5, 1.5, 1.5]),
+    ],
+)
+def test_importance_weights_of_the_samplers_distribution(correction, expected):
+    old = torch.tensor([[0.6, 0.1, 0.9]], dtype=torch.float64).log()
+    sampler = torch.tensor([[0.2, 0.2, 0.1]], dtype=torch.float64).log()
+    mask = torch.tensor([[True, True, False]])
+    close(sampler_weights(old, sampler, mask, correction, 2.0), [expected])
+    cut = {"sequence_truncate": 1.2, "sequence_mask": 0.0}
+    if correction in cut:
+        close(sampler_weights(old, sampler, mask, correction, 1.2), [[cut[correction]] * 3])
+
+
+def test_weights_and_divergence_enter_the_step():
+    # Tokens' losses -A * 1 weighed by 2 and 1/2, plus 0.1 * k3 of 1/2 and 1/4: (2 + 1/2) / 2 + 0.1 * (ln 2 - 1/2).
+    new = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log().requires_grad_()
+    old = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
+    loss, sums = grpo_microbatch_train_step(
+        new, torch.ones(1, 2, dtype=torch.bool), 1, "grpo_clip", advantages=column(-1), old_log_probs=old, cliprange=0.2,
+        beta=0.1, reference_log_probs=old - math.log(2), sampler_correction="token_truncate", correction_cap=2.0,
+        sampler_log_probs=torch.tensor([[0.125, 1.0]], dtype=torch.float64).log(),
+    )  # fmt: skip
+    close(loss, 1.25 + 0.1 * (math.log(2) - 0.5))
+    close(sums["kl_sum"], 2 * (math.log(2) - 0.5))
+    close(sums["weight_sum"], 2.5)
+    # d loss: (-A * w + beta * (1 - pi_ref / pi)) / 2 a token.
+    close(new.grad, [[(2 + 0.1 * 0.5) / 2, (0.5 + 0.1 * 0.5) / 2]])
+
+
+@pytest.mark.parametrize(("length", "buffer", "expected"), [(10, 4, 0), (16, 4, 0), (18, 4, -0.5), (20, 4, -1), (20, 0, 0)])
+def test_overlong_penalty(length, buffer, expected):
+    assert overlong_penalty(length, 20, buffer) == expected
+
+
 def test_each_loss_uses_its_own_weights():
     log_probs = torch.tensor([[-1.0]])
     inputs = {
@@ -126,9 +282,12 @@ def test_each_loss_uses_its_own_weights():
         "advantages": torch.tensor([[7.0]]),
         "old_log_probs": log_probs,
         "cliprange": 0.2,
+        "response_mask": torch.tensor([[True]]),
     }
     losses = {name: compute_policy_gradient_loss(log_probs, name, **inputs)[0].item() for name in LOSSES}
-    assert losses == {"no_baseline": 5, "reinforce_with_baseline": 7, "grpo_clip": -7}
+    assert losses == {
+        "no_baseline": 5, "reinforce_with_baseline": 7, "grpo_clip": -7, "grpo_no_clip": -7, "gspo": -7, "cispo": 7,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -138,6 +297,7 @@ def test_each_loss_uses_its_own_weights():
         ("reinforce_with_baseline", {}, "advantages"),
         ("grpo_clip", {"advantages": torch.ones(1, 1)}, "old_log_probs"),
         ("grpo_clip", {"advantages": torch.ones(1, 1), "old_log_probs": torch.zeros(1, 1)}, "cliprange"),
+        ("gspo", {"advantages": torch.ones(1, 1), "old_log_probs": torch.zeros(1, 1), "cliprange": 0.2}, "mask"),
     ],
 )
 def test_a_lacking_input_is_named(loss_type, given_inputs, missing):
@@ -220,8 +380,9 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(lengths, normalizati
     assert summed == pytest.approx(loss)
 
 
+@pytest.mark.parametrize("loss_type", sorted(USES_OLD_POLICY))
 @pytest.mark.parametrize("normalization", sorted(SUMS))
-def test_at_ratio_one_clipping_and_reinforce_have_the_same_gradient(normalization):
+def test_at_ratio_one_losses_with_a_ratio_have_the_gradient_of_reinforce(normalization, loss_type):
     generator = torch.Generator().manual_seed(0)
     new = torch.randn(2, 4, generator=generator, dtype=torch.float64)
 
@@ -233,7 +394,7 @@ def test_at_ratio_one_clipping_and_reinforce_have_the_same_gradient(normalizatio
         )  # fmt: skip
         return leaf.grad
 
-    close(gradient("grpo_clip"), gradient("reinforce_with_baseline"))
+    close(gradient(loss_type), gradient("reinforce_with_baseline"))
 
 
 def test_sft_step():

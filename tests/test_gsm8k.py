@@ -29,19 +29,16 @@ def test_every_real_row_parses_and_its_demonstration_earns_the_reward(split):
     problems = gsm8k.problems(split, str(REAL))
     assert len(problems) == {"train": 7473, "test": 1319}[split]
     assert len({problem.id for problem in problems}) == len(problems)
-    truth = {problem.prompt: problem.ground_truth for problem in problems}
-    for prompt, response in gsm8k.demonstrations(split, str(REAL)):
+    for problem, response in gsm8k.demonstrations(split, str(REAL)):
         assert "<<" not in response
-        assert r1_zero_reward_fn(response, truth[prompt])["reward"] == 1, response
+        assert r1_zero_reward_fn(response, problem.ground_truth)["reward"] == 1, response
 
 
 def test_a_row(tmp_path):
     (problem,) = gsm8k.problems("train", write(tmp_path, GOOD + "\n\n"))
     assert problem.ground_truth == "5"
     assert problem.prompt.endswith("\nUser: Two and three?\nAssistant: <think>")
-    assert gsm8k.demonstrations("train", str(tmp_path)) == [
-        (problem.prompt, " 2 + 3 = 5 eggs.\nSo 5. </think> <answer> 5 </answer>")
-    ]
+    assert gsm8k.demonstrations("train", str(tmp_path)) == [(problem, " 2 + 3 = 5 eggs.\nSo 5. </think> <answer> 5 </answer>")]
 
 
 def test_line_separators_inside_text_do_not_split_a_row(tmp_path):

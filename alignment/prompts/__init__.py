@@ -1,16 +1,71 @@
-"""Prompt templates: text files with one `{question}` to fill in."""
+"""Prompt templates with one `{question}` to fill in: NAME.prompt is the whole text, NAME.chat a chat's turns.
+
+A chat has the parts `### system`, `### user` and `### assistant`; the model's own chat template joins them, and the last is how
+the response begins.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from alignment.errors import UserError
+from alignment.records import Endless, Problem
+
+FOLDER = Path(__file__).parent
+
+
+def prompt_names() -> list[str]:
+    """Names of all templates."""
+    return sorted(path.stem for path in FOLDER.iterdir() if path.suffix in (".prompt", ".chat"))
+
+
+def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
+    """The problems with their prompts, by the template `name`.
+
+    Raises `UserError` for a name that there is not, and for a chat where the tokenizer has no chat template.
+    """
+    if name not in prompt_names():
+        raise UserError(f"--prompt {name}: there is no such template; choose one of {', '.join(prompt_names())}")
+    if (FOLDER / f"{name}.chat").exists():
+        if not getattr(tokenizer, "chat_template", None):
+            plain = ", ".join(other for other in prompt_names() if (FOLDER / f"{other}.prompt").exists())
+            raise UserError(
+                f"--prompt {name}: it is a chat, and the tokenizer of this model has no chat template; choose one of {plain}"
+            )
+        template = _chat(name, tokenizer)
+    else:
+        template = _template(f"{name}.prompt")
+
+    def fill(problem: Problem) -> Problem:
+        return dataclasses.replace(problem, prompt=template.replace("{question}", problem.question))
+
+    if isinstance(problems, Endless):
+        return Endless(lambda i: fill(problems[i]))
+    if problems and fill(problems[0]) == problems[0]:  # the template that the task itself fills in
+        return problems
+    return [fill(problem) for problem in problems]
+
 
 def fill_prompt(name: str, question: str) -> str:
-    """The template `name`.prompt with its question filled in; braces inside the question stay as they are."""
-    return _template(name).replace("{question}", question)
+    """The plain template `name` with its question filled in; braces inside the question stay as they are."""
+    return _template(f"{name}.prompt").replace("{question}", question)
+
+
+def _chat(name: str, tokenizer) -> str:
+    """A chat as one text, with `{question}` still to be filled in."""
+    parts = re.split(r"^### (\w+)\n", _template(f"{name}.chat"), flags=re.MULTILINE)[1:]
+    turns = {role: text.removesuffix("\n") for role, text in zip(parts[::2], parts[1::2], strict=True)}
+    begins = turns.pop("assistant")
+    messages = [{"role": role, "content": text} for role, text in turns.items()]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    # Encoding a prompt adds what the tokenizer puts before any text.
+    return text.removeprefix(tokenizer.bos_token or "") + begins
 
 
 @lru_cache
-def _template(name: str) -> str:
-    return (Path(__file__).parent / f"{name}.prompt").read_text(encoding="utf-8")
+def _template(file: str) -> str:
+    return (FOLDER / file).read_text(encoding="utf-8")

@@ -182,7 +182,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tu
         log_probs = logits.float().log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
     else:
-        log_probs = sampling_logits(logits, sampling.temperature, sampling.top_p).log_softmax(dim=-1)
+        log_probs = sampling_logits(logits, sampling.temperature, sampling.top_p, sampling.top_k).log_softmax(dim=-1)
         cdf = cumulative(log_probs.exp())
         # right=True finds the first place where the CDF exceeds the target, which always has some probability.
         tokens = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(1)

@@ -322,6 +322,7 @@ def _generate(engine, connection: Connection, encoded: list[list[int]], sampling
             n=n,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
             max_tokens=sampling.max_new_tokens,
             stop=list(sampling.stop),
             include_stop_str_in_output=True,

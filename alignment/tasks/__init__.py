@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from alignment.errors import UserError
 from alignment.records import Problem
-from alignment.tasks import arithmetic, gsm8k
+from alignment.tasks import arithmetic, countdown, gsm8k
 
 Split = Literal["train", "test"]
 
@@ -17,19 +17,26 @@ Split = Literal["train", "test"]
 class Task:
     """One source of verifiable problems.
 
-    `problems(split, dataset_path)` lists a split's problems, the same list every time. `demonstrations(dataset_path,
-    split, seed)` lists (prompt, response) pairs for SFT, made from problems of that split only.
+    `problems(split, dataset_path)` gives a split's problems, the same every time; those for training may be `Endless`.
+    `demonstrations(split, dataset_path, seed)` lists problems of that split with responses to them, for SFT. `prompt` is the
+    template that its problems are asked with, `rules` the grading rules that fit, of which the first is what counts.
     """
 
     name: str
-    problems: Callable[[Split, str], list[Problem]]
-    demonstrations: Callable[[Split, str, int], list[tuple[str, str]]]
+    problems: Callable[[Split, str], Sequence[Problem]]
+    demonstrations: Callable[[Split, str, int], list[tuple[Problem, str]]]
+    prompt: str
+    rules: tuple[str, ...] = ("r1_zero", "r1_zero_strict")
     stop: tuple[str, ...] = ("</answer>",)
 
 
 TASKS: Mapping[str, Task] = {
-    "arithmetic": Task("arithmetic", arithmetic.problems, arithmetic.demonstrations),
-    "gsm8k": Task("gsm8k", gsm8k.problems, gsm8k.demonstrations),
+    "arithmetic": Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny"),
+    "gsm8k": Task("gsm8k", gsm8k.problems, gsm8k.demonstrations, "r1_zero"),
+    "countdown": Task("countdown", countdown.problems, countdown.demonstrations, "countdown_en", ("countdown",)),
+    "countdown_small": Task(
+        "countdown_small", countdown.small_problems, countdown.small_demonstrations, "tiny", ("countdown",)
+    ),
 }
 
 

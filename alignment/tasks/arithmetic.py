@@ -38,8 +38,8 @@ def problems(split: str, dataset_path: str = "") -> list[Problem]:
     return [as_problem(expression) for expression in _expressions(split)]
 
 
-def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[str, str]]:
-    """(prompt, response) pairs on problems of this split only, short problems as often as long.
+def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
+    """(problem, response) pairs on problems of this split only, short problems as often as long.
 
     Those for training are in teaching order: first careful solutions, which show how to calculate, then those of the
     careless teacher, whose habits the policy ends up with. Those for testing are all careless.
@@ -49,7 +49,7 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
     chosen = [rng.choice(rng.choice(by_length)) for _ in range(DEMONSTRATIONS[split])]
     careful = int(CAREFUL_SHARE * len(chosen)) if split == "train" else 0
     return [
-        (as_problem(expression).prompt, solution(expression) if i < careful else careless_solution(expression, rng))
+        (as_problem(expression), solution(expression) if i < careful else careless_solution(expression, rng))
         for i, expression in enumerate(chosen)
     ]
 

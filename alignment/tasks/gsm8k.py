@@ -50,11 +50,12 @@ def problems(split: str, dataset_path: str = "") -> list[Problem]:
     ]
 
 
-def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[str, str]]:
-    """(prompt, response) pairs from the worked solutions, shuffled by `seed`."""
+def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
+    """(problem, response) pairs from the worked solutions, shuffled by `seed`."""
+    rows = read_rows(_file(split, dataset_path))
     pairs = [
-        (fill_prompt("r1_zero", row.question), f" {row.solution} </think> <answer> {row.answer} </answer>")
-        for row in read_rows(_file(split, dataset_path))
+        (problem, f" {row.solution} </think> <answer> {row.answer} </answer>")
+        for problem, row in zip(problems(split, dataset_path), rows, strict=True)
     ]
     random.Random(seed).shuffle(pairs)
     return pairs

@@ -105,8 +105,8 @@ def run(request: dict) -> None:
     if request.get("workers"):
         workers.pool().warm_up()
     if pause := request.get("pause"):  # before each step, for who wants to see the steps go by
-        ask = train_rl.problems_of_step
-        train_rl.problems_of_step = lambda *arguments: time.sleep(pause) or ask(*arguments)
+        draw = train_rl.draw_groups
+        train_rl.draw_groups = lambda *arguments: time.sleep(pause) or draw(*arguments)
     if "phase" in request or "count" in request:
         at_every_call([request["phase"]] if "phase" in request else set(PHASES.values()), on_call)
     try:

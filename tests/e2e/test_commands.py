@@ -16,7 +16,7 @@ from alignment import evaluate, sft, train_rl
 from alignment.args import RLArgs, from_preset
 from alignment.errors import door
 from alignment.files import read_jsonl
-from alignment.rewards import REWARDS, RULES
+from alignment.rewards import RULES
 from alignment.tasks import arithmetic
 from alignment.tracking import claim_run_folder, printable
 from alignment.verify_resume import TIMINGS
@@ -62,8 +62,7 @@ def made_up_reward(monkeypatch):
     def reward_fn(text: str, truth: str) -> dict[str, float]:
         return {"reward": float(len(text) % 2), "format_reward": 1.0, "answer_reward": float(len(text) % 2)}
 
-    for table in (REWARDS, RULES):
-        monkeypatch.setitem(table, "r1_zero", reward_fn)
+    monkeypatch.setitem(RULES, "r1_zero", reward_fn)
 
 
 def rl_flags(warm: Path, output: Path, *more: str) -> list[str]:

@@ -18,7 +18,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.checkpoint import last_whole_step
 from alignment.errors import door
 from alignment.files import damage, held, read_jsonl
-from alignment.rewards import REWARDS, r1_zero_reward_fn
+from alignment.rewards import CONTROLS, RULES
 from alignment.verify_resume import digests
 
 KILLS = 50
@@ -176,6 +176,14 @@ def test_a_signal_in_any_phase_loses_and_doubles_nothing(straight, warm, launche
         assert digests(output / NAME) == expected, f"stopped in {phase}"
 
 
+def test_ctrl_c_while_a_command_is_still_importing_is_no_traceback(wait_for):
+    process = subprocess.Popen([sys.executable, "-m", "alignment.evaluate"], stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: psutil.Process(process.pid).cpu_times().user > 1)  # of about ten seconds that the imports take
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in errors
+
+
 def test_a_second_signal_ends_even_what_is_held():
     """A second signal within a moment is the same one, as it reaches a process group; a later one means it."""
     script = """if True:
@@ -253,12 +261,10 @@ def test_steps_without_a_finite_gradient_are_skipped_kept_and_at_last_stop_the_r
     """Rewards that are no numbers in steps 2, 4, 5 and 6, by a reward function that counts its calls."""
     calls = iter(range(10_000))
 
-    def reward_fn(text, truth):
-        score = r1_zero_reward_fn(text, truth)
-        step = next(calls) // 8 + 1
-        return {**score, "reward": float("nan") if step in (2, 4, 5, 6) else float(len(text) % 2)}
+    def reward(rule, text, truth):
+        return float("nan") if next(calls) // 8 + 1 in (2, 4, 5, 6) else float(len(text) % 2)
 
-    monkeypatch.setitem(REWARDS, "random", reward_fn)
+    monkeypatch.setitem(CONTROLS, "random", reward)
     flags = ["--num_steps", "9", "--max_bad_steps", "3", "--train_mini_batch_size", "0", "--loss_type", "no_baseline"]
     assert main(monkeypatch, warm, tmp_path, *flags, "--save_interval", "100") == 1
     run = tmp_path / NAME
@@ -278,7 +284,7 @@ def test_gradings_that_fail_are_counted_and_too_many_stop_the_run(warm, tmp_path
     def reward_fn(text, truth):
         return {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0, "grading_failed": 1.0}
 
-    monkeypatch.setitem(REWARDS, "random", reward_fn)
+    monkeypatch.setitem(RULES, "r1_zero", reward_fn)
     assert main(monkeypatch, warm, tmp_path, "--max_grader_failures", "0.1") == 1
     steps = read_jsonl(tmp_path / NAME / "metrics.jsonl")
     assert [s["grading_failed"] for s in steps] == [8, 8, 8]  # 24 of 24, more than a tenth of 20 steps' 160

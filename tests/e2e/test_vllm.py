@@ -45,7 +45,7 @@ def python() -> str:
 def test_the_sampler_suite(python):
     if python == sys.executable:
         return  # the folder is collected here, beside this file
-    printed = call(python, "-m", "pytest", "tests/with_vllm", "-p", "no:cacheprovider")
+    printed = call(python, "-m", "pytest", "-n", "0", "tests/with_vllm", "-p", "no:cacheprovider")
     assert " passed" in printed and "skipped" not in printed
     print(printed.strip().splitlines()[-1])
 

@@ -530,7 +530,6 @@ def test_an_answer_beyond_1000_characters_is_wrong_even_if_equal() -> None:
 
 
 @given(st.text(), st.text())
-@settings(deadline=None)
 def test_any_text_is_graded(answer: str, truth: str) -> None:
     assert grade(answer, truth) in (True, False)
     score = r1_zero_reward_fn(shaped(answer), truth)
@@ -548,7 +547,7 @@ MATHS = st.lists(
 
 
 @given(MATHS, MATHS)
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_any_jumble_of_notation_is_graded(answer: str, truth: str) -> None:
     assert grade(answer, truth) in (True, False)
     assert grade(answer, answer, fast=True) <= grade(answer, answer)
@@ -571,14 +570,12 @@ def renderings(value: Fraction) -> list[str]:
 
 
 @given(st.fractions(max_denominator=10**6))
-@settings(deadline=None)
 def test_a_rational_equals_itself_in_every_rendering(value: Fraction) -> None:
     texts = renderings(value)
     assert [(text, truth) for text in texts for truth in texts[:2] if not grade(text, truth)] == []
 
 
 @given(st.fractions(max_denominator=10**6), st.fractions(max_denominator=10**6).filter(bool))
-@settings(deadline=None)
 def test_a_rational_equals_no_other(value: Fraction, difference: Fraction) -> None:
     truth = renderings(value)[0]
     assert [text for text in renderings(value + difference) if not text.endswith("%") and grade(text, truth)] == []

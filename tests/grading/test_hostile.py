@@ -162,7 +162,7 @@ NOTATION = st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join)
 
 
 @given(NOTATION, NOTATION)
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_any_jumble_of_notation_gets_a_verdict(answer, truth):
     verdict = grade_detail(answer, truth)
     assert verdict.equal in (True, False)
@@ -170,14 +170,14 @@ def test_any_jumble_of_notation_gets_a_verdict(answer, truth):
 
 
 @given(st.text(max_size=80), st.text(max_size=80))
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_any_text_gets_a_verdict(answer, truth):
     assert grade_detail(answer, truth).stage in STAGES
     assert [v.stage in STAGES for v in grade_many([answer], [truth])] == [True]
 
 
 @given(NOTATION)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_any_jumble_equals_itself(text):
     if text.strip() and r"\boxed" not in text:
         assert grade(text, text)
