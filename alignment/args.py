@@ -45,7 +45,7 @@ class Args:
     dataset_path: str = ""
     """Folder of the task's files; empty: where the task's download command puts them."""
     model: str = "tiny"
-    """Base model: "tiny" or "smollm2" (built here, no download), a local Hugging Face folder, or a hub name."""
+    """Base model: "tiny", "tiny_student" or "smollm2" (built here, no download), a local Hugging Face folder, or a hub name."""
     sft_base: str = "checkpoints/tiny_sft"
     """Folder of the warmed-up model: `sft` writes it, `train_rl` starts from it; empty: start from --model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -105,10 +105,13 @@ class EvaluateArgs(Args):
 
     num_samples: int = 1
     """Samples a problem; above 1 adds pass@k and maj@k."""
+    compare: tuple[str, ...] = ()
+    """Two models, instead of --model: the same problems, and the paired difference of the second to the first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self.num_samples >= 1, "--num_samples", self.num_samples, "at least 1")
+        _require(len(self.compare) in (0, 2), "--compare", " ".join(self.compare), "two models")
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ class SFTArgs(Args):
     """Sequences an optimiser step."""
     micro_batch_tokens: int = 16384
     """Tokens, padding included, in one forward and backward. Changes memory and speed, never the gradient."""
+    demonstrations: tuple[str, ...] = ()
+    """JSONL files of questions (or prompts) with responses; by default the task's own worked solutions."""
     curriculum: bool = False
     """Take the demonstrations in the task's own order instead of shuffling them."""
     learning_rate: float = 3e-3
@@ -429,7 +434,7 @@ def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
     values = tomllib.loads(path.read_text())
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
     tables = {EvaluateArgs: "evaluate", SFTArgs: "sft", RLArgs: "train_rl", PlanArgs: "plan"}
-    own = values.get(next(table for kind, table in tables.items() if issubclass(cls, kind)), {})
+    own = values.get(next((table for kind, table in tables.items() if issubclass(cls, kind)), ""), {})
     return cls(**{"preset": name, **shared, **own, **overrides})
 
 

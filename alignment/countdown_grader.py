@@ -20,7 +20,8 @@ TOLERANCE = Fraction(1, 100_000)
 
 
 def countdown_reward_fn(response: str, ground_truth: str) -> Score:
-    """0.1 * format + answer, for the continuation of a prompt that ends in `<think>`.
+    """Graded format, and whether the answer is right, which is the reward; for the continuation of a prompt that ends in
+    `<think>`.
 
     Format: 1 for exactly `...</think>\\n<answer>...</answer>`, else 0.1 for a closed thought and 0.5 for an answer in its
     tags. Answer: 1 where the last answer is right (`is_right`), else 0.
@@ -29,7 +30,7 @@ def countdown_reward_fn(response: str, ground_truth: str) -> Score:
     answers = ANSWER.findall(turn)
     graded = 1.0 if WHOLE.fullmatch(turn) else 0.1 * ("</think>" in turn) + 0.5 * bool(answers)
     answer = float(bool(answers) and is_right(answers[-1], ground_truth))
-    return {"reward": 0.1 * graded + answer, "format_reward": graded, "answer_reward": answer}
+    return {"reward": answer, "format_reward": graded, "answer_reward": answer}
 
 
 def is_right(expression: str, ground_truth: str) -> bool:

@@ -20,7 +20,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def embedded_model(name: str, output_dir: str) -> Path | None:
     """The folder of the embedded model `name`, built on first use; None for any other name."""
-    builders = {"tiny": build_tiny, "smollm2": build_smollm2}
+    builders = {"tiny": build_tiny, "tiny_student": build_tiny_student, "smollm2": build_smollm2}
     if name not in builders:
         return None
     folder = Path(output_dir) / f"{name}_base"
@@ -34,16 +34,21 @@ def embedded_model(name: str, output_dir: str) -> Path | None:
     return folder
 
 
-def build_tiny(folder: Path) -> None:
+def build_tiny_student(folder: Path) -> None:
+    """Save a smaller policy, of about 0.15 million parameters, with the same tokenizer: a student to distil into."""
+    build_tiny(folder, hidden_size=64)
+
+
+def build_tiny(folder: Path, hidden_size: int = 128) -> None:
     """Save a randomly initialised Qwen2 policy of about 0.5 million parameters, and its tokenizer."""
     tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("train")[:2000])
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
+        hidden_size=hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        intermediate_size=384,
+        intermediate_size=3 * hidden_size,
         max_position_embeddings=TINY_CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -1,6 +1,7 @@
 """Evaluate a model on verifiable problems.
 
 uv run -m alignment.evaluate --model checkpoints/tiny_sft --num_samples 4
+uv run -m alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from alignment.args import Args, EvaluateArgs, parse
+from alignment.comparison import PairedDifference, paired_difference, write_comparison
 from alignment.drgrpo_grader import extract_answer
 from alignment.errors import UserError, door
 from alignment.models import load_tokenizer, resolve_model, roles_of, sampler_kind
 from alignment.prompts import prompted
 from alignment.records import Group, Problem, Sampling, Score
 from alignment.rewards import evaluation_reward, grading_report, score_groups
-from alignment.samplers import Sampler, make_sampler
+from alignment.samplers import Sampler, make_sampler, refuse_missing_engine
 from alignment.tasks import Task, find_task
-from alignment.tracking import RunFolder, claim_run_folder, refuse_taken_name
+from alignment.tracking import RunFolder, claim_run_folder, printable, refuse_taken_name
 
 AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
 CATEGORIES = ("format and answer", "format only", "neither")
@@ -190,30 +193,73 @@ def _powers_of_two(most: int) -> list[int]:
     return sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i <= most)})
 
 
-def main() -> None:
-    args = parse(EvaluateArgs)
-    console = Console()
+def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluation:
+    """Load a model, have it answer the problems, and grade the answers."""
+    refuse_missing_engine(args)
     task = find_task(args.task)
     rule = evaluation_reward(args.reward, task.rules)
     questions = eval_problems(task, args)
     roles = roles_of(args)
-    model_path = resolve_model(args.model, args.output_dir)
+    model_path = resolve_model(model, args.output_dir)
     tokenizer = load_tokenizer(model_path)
     problems = prompted(questions, args.prompt or task.prompt, tokenizer)
-    refuse_taken_name(args)
     sampler = make_sampler(args, model_path, tokenizer, roles.eval, roles)
     try:
         with console.status(f"sampling {len(problems)} problems x {args.num_samples} with {sampler_kind(args)}"):
-            evaluation = evaluate_vllm(sampler, rule, problems, eval_sampling(task, args, args.num_samples), task.rules)
+            return evaluate_vllm(sampler, rule, problems, eval_sampling(task, args, args.num_samples), task.rules)
     finally:
         sampler.close()
-    run = RunFolder(claim_run_folder(args, f"evaluate_{Path(args.model).name}_{args.task}"))
-    run.log_completions("eval", 0, evaluation.groups)
-    run.log_eval({"step": 0, **evaluation.record()})
-    run.log_summary(evaluation.record())
+
+
+def label(model: str) -> str:
+    """What to call a model: its folder, with the run's where that is "final" or a checkpoint."""
+    path = Path(model)
+    return f"{path.parent.name}_{path.name}" if path.parent.name else path.name
+
+
+def main() -> None:
+    args = parse(EvaluateArgs)
+    console = Console()
+    refuse_taken_name(args)
+    models = args.compare or (args.model,)
+    for model in models:
+        resolve_model(model, args.output_dir)  # before the first of two is asked for an hour
+    evaluations = [evaluate_model(args, model, console) for model in models]
+    names = list(map(label, models))
+    run = RunFolder(claim_run_folder(args, "_".join(["compare" if args.compare else "evaluate", *names, args.task])[:150]))
+    for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
+        run.log_completions("eval", number, evaluation.groups)
+        run.log_eval({"step": number, "model": model, **evaluation.record()})
+        console.print(model, style="bold", markup=False)
+        print_evaluation(evaluation, console)
+    if args.compare:
+        found = paired_difference(*(e.groups for e in evaluations), *(e.intervals["avg_all_rewards"] for e in evaluations))
+        run.log_summary({"compare": list(models), "difference": found.difference, "interval": list(found.interval)})
+        print_comparison(found, names, console)
+        console.print(f"all of them, side by side: {write_comparison(found, names, run.path)}", markup=False, soft_wrap=True)
+    else:
+        run.log_summary(evaluations[0].record())
     run.close()
-    print_evaluation(evaluation, console)
-    console.print(f"every completion: {run.path}/completions/eval_000000.jsonl", markup=False)
+    console.print(f"every completion: {run.path}/completions/", markup=False, soft_wrap=True)
+
+
+def print_comparison(found: PairedDifference, names: Sequence[str], console: Console) -> None:
+    """Print the difference with its interval, and the first problem that was won and the first that was lost."""
+    low, high = found.interval
+    console.print(
+        f"{names[1]} - {names[0]}: {found.difference:+.4f} (95 %: {low:+.4f} .. {high:+.4f}); {len(found.won)} problems won,"
+        f" {len(found.lost)} lost",
+        style="bold",
+        markup=False,
+    )
+    table = Table(show_lines=True)
+    for heading in ("", *names):
+        table.add_column(heading, overflow="fold")
+    for kind, outcomes in (("won", found.won), ("lost", found.lost)):
+        for outcome in outcomes[:1]:
+            cells = (f"{kind}: {outcome.question}", outcome.a_text, outcome.b_text)
+            table.add_row(*(Text(printable(cell)) for cell in cells))
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ ATTENTION = "causal_sdpa"
 AttentionInterface.register(ATTENTION, ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def resolve_model(name: str, output_dir: str) -> str:
+def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
     """A name that `from_pretrained` takes: embedded models are built on first use, folders must hold a model."""
     embedded = embedded_model(name, output_dir)
     if embedded is not None:
@@ -41,11 +41,11 @@ def resolve_model(name: str, output_dir: str) -> str:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists()
     if looks_local and not (Path(name).expanduser() / "config.json").is_file():
         raise UserError(
-            f'--model {name}: no model folder (with a config.json) is there; give "tiny", "smollm2", a Hugging Face folder,'
+            f'{flag} {name}: no model folder (with a config.json) is there; give "tiny", "smollm2", a Hugging Face folder,'
             " or a hub name such as Qwen/Qwen2.5-Math-1.5B"
         )
     if looks_local and (Path(name).expanduser() / MANIFEST).exists() and (wrong := damage(Path(name).expanduser())):
-        raise UserError(f"--model {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}")
+        raise UserError(f"{flag} {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}")
     return str(Path(name).expanduser()) if looks_local else name
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from alignment import interrupts
 from alignment.args import SFTArgs, parse
@@ -37,10 +36,10 @@ from alignment.models import (
 )
 from alignment.prompts import prompted
 from alignment.rewards import evaluation_reward
-from alignment.samplers import encode_prompts, make_sampler
-from alignment.tasks import find_task
+from alignment.samplers import encode_prompts, make_sampler, refuse_missing_engine
+from alignment.tasks import find_task, jsonl
 from alignment.tokens import collate, cut_by_tokens, pad_token_id
-from alignment.tracking import RunFolder, write_args
+from alignment.tracking import RunFolder, progress_line, write_args
 
 Example = tuple[list[int], list[int]]  # prompt ids, response ids
 
@@ -53,10 +52,16 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     target = Path(args.sft_base)
     if target.exists():
         raise UserError(f"--sft_base {target} exists already: delete it, or name another folder")
+    refuse_missing_engine(args)
     task = find_task(args.task)
     rule = evaluation_reward(args.reward, task.rules)
     problems = eval_problems(task, args)
-    demonstrations = {split: task.demonstrations(split, args.dataset_path, args.seed) for split in ("train", "test")}
+    demonstrations = {
+        split: jsonl.demonstrations(args.demonstrations, split, args.seed)
+        if args.demonstrations
+        else task.demonstrations(split, args.dataset_path, args.seed)
+        for split in ("train", "test")
+    }
     torch.manual_seed(args.seed)
     roles = roles_of(args)
     base = resolve_model(args.model, args.output_dir)
@@ -66,7 +71,8 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     problems = prompted(problems, template, tokenizer)
     examples = {}
     for split, shown in demonstrations.items():
-        asked = prompted([problem for problem, _ in shown], template, tokenizer)
+        filled = iter(prompted([problem for problem, _ in shown if problem.question], template, tokenizer))
+        asked = [next(filled) if problem.question else problem for problem, _ in shown]
         pairs = [(problem.prompt, response) for problem, (_, response) in zip(asked, shown, strict=True)]
         examples[split] = tokenise(pairs, tokenizer, context)
     encode_prompts(
@@ -140,9 +146,8 @@ def optimise(model, train_set, validation_set, pad: int, args: SFTArgs, run: Run
     optimizer = make_optimizer(model, args.learning_rate, args.weight_decay)
     dtype = compute_dtype(args, str(model.get_input_embeddings().weight.device))
     stream = batches(train_set, args)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("SFT", total=args.num_steps)
+    words = ""
+    with progress_line("SFT", args.num_steps, console) as progress:
         for step in range(1, args.num_steps + 1):
             set_learning_rate(optimizer, args.learning_rate * warmup_then_linear(step, args.warmup_steps, args.num_steps))
             model.train()
@@ -150,13 +155,13 @@ def optimise(model, train_set, validation_set, pad: int, args: SFTArgs, run: Run
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            progress.advance(bar)
             interrupts.release()  # where a library has swallowed the exception of a signal
             if step % args.eval_interval == 0 or step == args.num_steps:
                 validation = validation_loss(model, validation_set, pad, args.micro_batch_tokens, dtype)
                 record = {"loss": loss.item(), "grad_norm": grad_norm.item(), "validation_loss": validation}
                 run.log_step({"step": step, **record, "learning_rate": optimizer.param_groups[0]["lr"]})
-                progress.update(bar, description=f"SFT, validation loss {validation:.3f}")
+                words = f"validation loss {validation:.3f}"
+            progress(step, words)
 
 
 def warmup_then_linear(step: int, warmup_steps: int, num_steps: int) -> float:

@@ -9,10 +9,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from alignment.args import Args
 from alignment.errors import UserError
@@ -162,6 +165,22 @@ def resumed_run_name(args: Args, default: str) -> str:
     if not found:
         raise UserError(f"--resume: there is no run {output / names[0]}")
     return found[-1]
+
+
+@contextmanager
+def progress_line(name: str, total: int, console: Console) -> Iterator[Callable[[int, str], None]]:
+    """A line with the time left; gives the function that moves it on to a step, with words. Where output is no terminal, a
+    plain line is printed each tenth of the way."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(name, total=total)
+
+        def advance(step: int, words: str) -> None:
+            progress.update(bar, completed=step, description=f"{name}, {words}" if words else name)
+            if not console.is_terminal and step * 10 // total > (step - 1) * 10 // total:
+                console.print(f"{name}, step {step} of {total}{words and ', '}{words}", markup=False, soft_wrap=True)
+
+        yield advance
 
 
 def printable(text: str) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from safetensors.torch import save_file
 
@@ -66,7 +65,7 @@ from alignment.rollouts import (
     rollout_sampling,
     sampler_mismatch,
 )
-from alignment.samplers import encode_prompts, make_sampler
+from alignment.samplers import encode_prompts, make_sampler, refuse_missing_engine
 from alignment.tasks import find_task
 from alignment.tokens import pad_token_id, row_lengths, take_rows
 from alignment.tracking import (
@@ -74,6 +73,7 @@ from alignment.tracking import (
     claim_run_folder,
     plot_learning_curve,
     printable,
+    progress_line,
     refuse_taken_name,
     resumed_run_name,
     write_args,
@@ -83,6 +83,7 @@ from alignment.watch import Watch, concerns, refuse_lost_cause, slowness
 
 def train(args: RLArgs, console: Console) -> Path:
     """Run the whole of it; returns the run's folder. Raises `UserError` before any model loads where that can be known."""
+    refuse_missing_engine(args)
     task = find_task(args.task)
     problems, held_out = task.problems("train", args.dataset_path), eval_problems(task, args)
     reward, rule = find_reward(args.reward, task.rules), evaluation_reward(args.reward, task.rules)
@@ -147,7 +148,7 @@ def train(args: RLArgs, console: Console) -> Path:
         sampler.load_weights(policy.named_parameters(), done)
         counted, watch = 0, Watch(read_jsonl(path / "metrics.jsonl"), args)
         with (
-            progress_line(args, console) as progress,
+            progress_line("RL", args.num_steps, console) as progress,
             saved_when_stopped(path, args, lambda: watch.step, save, console),
         ):
             evaluate_if_due(done)
@@ -194,7 +195,7 @@ def train(args: RLArgs, console: Console) -> Path:
                 counted = restarts
                 run.log_step(watched(watch, {**record, **clock.report(rollout)}, console))
                 interrupts.release()
-                progress(record)
+                progress(step, f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}")
                 refuse_lost_cause(watch.last, args)
                 evaluate_if_due(step)
                 if step % args.save_interval == 0 or step == args.num_steps:
@@ -249,7 +250,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
         except sft.MadeMeanwhile:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)
-    return resolve_model(args.sft_base, args.output_dir)
+    return resolve_model(args.sft_base, args.output_dir, "--sft_base")
 
 
 def make_deterministic(args: RLArgs) -> None:
@@ -341,20 +342,6 @@ class Clock:
             "tokens_per_second_sample": sampled / self.seconds["sample"],
             "tokens_per_second_update": trained / self.seconds["update"],
         }
-
-
-@contextmanager
-def progress_line(args: RLArgs, console: Console):
-    """A line with the reward and the time left; gives the function that moves it on."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("RL", total=args.num_steps)
-
-        def advance(record: dict) -> None:
-            words = f"RL, reward {record['reward']:.2f}, format {record['format_reward']:.2f}"
-            progress.update(bar, completed=record["step"], description=words)
-
-        yield advance
 
 
 def report(path: Path, args: RLArgs, console: Console) -> None:

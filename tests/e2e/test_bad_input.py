@@ -13,7 +13,9 @@ from alignment import (
     download,
     evaluate,
     gradients,
+    pipeline,
     plan,
+    rejection_sample,
     report,
     sft,
     sweep,
@@ -24,7 +26,19 @@ from alignment.errors import door
 
 MAIN = {
     module.__name__.removeprefix("alignment."): module.main
-    for module in (audit_grader, evaluate, gradients, plan, report, sft, sweep, train_rl, verify_resume)
+    for module in (
+        audit_grader,
+        evaluate,
+        gradients,
+        pipeline,
+        plan,
+        rejection_sample,
+        report,
+        sft,
+        sweep,
+        train_rl,
+        verify_resume,
+    )
 }
 MAIN["download"] = lambda: __import__("tyro").cli(download.main, use_underscores=True)
 
@@ -88,6 +102,17 @@ def world(tiny_folder, tmp_path_factory):
     (folder / "sweep_damaged").mkdir()
     (folder / "sweep_damaged" / "sweep.json").write_text('{"arms": 1}')
     (folder / "a_file").write_text("")
+    for name, stage in {
+        "command": 'command = "dance"',
+        "unknown": 'command = "sft"\nmodel = "{b}"',
+        "argument": 'command = "sft"\nsteps = 3',
+        "value": 'command = "sft"\nnum_steps = 0',
+        "own": 'command = "sft"\nsft_base = "x"',
+    }.items():
+        (folder / f"stages_{name}.toml").write_text(f"[stages.a]\n{stage}\n")
+    shown = '{"prompt": "2 + 3 =", "response": " 5"}\n'
+    (folder / "shown_prompt.jsonl").write_text(shown)
+    (folder / "shown_cut.jsonl").write_text(shown + '{"prompt": ')
     (folder / "completions.jsonl").write_text('{"text": 7}\n')
     return folder
 
@@ -100,7 +125,7 @@ CASES = [
     ("train_rl", ["--prompts_per_rollout", "-3"], "--prompts_per_rollout -3"),
     ("train_rl", ["--num_steps", "0"], "--num_steps 0"),
     ("train_rl", ["--epochs_per_rollout", "0"], "--epochs_per_rollout 0"),
-    ("train_rl", ["--cliprange", "-0.2"], "--cliprange -0.2: must be between 0 and 1"),
+    ("train_rl", ["--cliprange", "-0.2"], "--cliprange -0.2: must be above 0 and at most 1"),
     ("train_rl", ["--train_mini_batch_size", "-1"], "--train_mini_batch_size -1"),
     ("train_rl", ["--micro_batch_tokens", "0"], "--micro_batch_tokens 0"),
     ("train_rl", ["--advantage_eps", "0"], "--advantage_eps 0.0"),
@@ -115,6 +140,17 @@ CASES = [
     ("train_rl", ["--max_new_tokens", "0"], "--max_new_tokens 0"),
     ("train_rl", ["--max_new_tokens", "250"], "do not fit in the model's context of 256"),
     ("train_rl", ["--max_bad_steps", "0"], "--max_bad_steps 0"),
+    ("train_rl", ["--cliprange_high", "0"], "--cliprange_high 0.0"),
+    ("train_rl", ["--dual_clip", "1"], "--dual_clip 1.0: must be 0 (none) or above 1"),
+    ("train_rl", ["--beta", "-1"], "--beta -1.0"),
+    ("train_rl", ["--overlong_buffer", "49"], "--overlong_buffer 49: must be from 0 (none) to --max_new_tokens"),
+    ("train_rl", ["--max_refills", "-1"], "--max_refills -1"),
+    ("train_rl", ["--sampling_top_k", "-1"], "--sampling_top_k -1"),
+    ("train_rl", ["--correction_cap", "0"], "--correction_cap 0.0"),
+    ("train_rl", ["--eval_max_new_tokens", "250"], "do not fit in the model's context of 256"),
+    ("evaluate", ["--compare", "tiny"], "--compare tiny: must be two models"),
+    ("rejection_sample", ["--output", "x.jsonl", "--num_samples", "0"], "--num_samples 0: both must be at least 1"),
+    ("rejection_sample", ["--output", "x.jsonl", "--min_consistency", "2"], "--min_consistency 2.0: must be from 0 to 1"),
     ("train_rl", ["--max_grader_failures", "2"], "--max_grader_failures 2.0"),
     ("train_rl", ["--sampler_timeout", "0"], "--sampler_timeout 0.0"),
     ("train_rl", ["--keep_checkpoints", "-1"], "--keep_checkpoints -1"),
@@ -136,6 +172,18 @@ CASES = [
     ("train_rl", ["--run_name", "größe/ü"], "--run_name größe/ü: must be a plain folder name"),
     ("train_rl", ["--run_name", "n" * 300], "a plain folder name without slashes, of at most 150 bytes"),
     ("train_rl", ["--resume"], "--resume: there is no run"),
+    ("train_rl", ["--reward", "praise"], "--reward praise: there is no such reward; choose of"),
+    ("train_rl", ["--reward", "format:0.5,format:1"], "--reward format:0.5,format:1: a part is named twice"),
+    ("train_rl", ["--reward", "no_module:f"], "--reward no_module:f: cannot be imported"),
+    ("train_rl", ["--reward", "countdown"], "--reward countdown: it does not fit this --task"),
+    ("evaluate", ["--prompt", "ode"], "--prompt ode: there is no such template; choose one of"),
+    ("evaluate", ["--prompt", "countdown_zh"], "--prompt countdown_zh: it is a chat, and the tokenizer of this model has no chat"),
+    ("sft", ["--task", "countdown", "--sft_base", "x"], "--task countdown has no worked solutions to learn from"),
+    ("rejection_sample", [], "--output: name the file to write"),
+    ("rejection_sample", ["--output", "{world}/a_file"], "a_file exists already"),
+    ("rejection_sample", ["--output", "x.jsonl", "--few_shot", "nowhere"], "nowhere does not exist"),
+    ("rejection_sample", ["--output", "x.jsonl", "--few_shot", "{world}/shown_prompt.jsonl"], 'every example needs a "question"'),
+    ("train_rl", ["--sft_base", "{world}/a_file"], "--sft_base {world}/a_file: no model folder"),
     ("train_rl", ["--no_auto_sft", "--sft_base", "nowhere"], "--sft_base nowhere does not exist: make it with"),
     ("sft", ["--sft_base", ""], "--sft_base"),
     ("sft", ["--sft_base", "{world}/whole"], "exists already: delete it, or name another folder"),
@@ -175,6 +223,20 @@ CASES = [
     ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_deep"], "test.jsonl:1"),
     ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_giant"], "do not fit in the model's context of 256"),
     ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_binary"], "test.jsonl: not UTF-8 text"),
+    ("evaluate", ["--task", "countdown", "--dataset_path", "{world}", "--prompt", "tiny"], "holds no .parquet file"),
+    ("sft", ["--sft_base", "x", "--demonstrations", "nowhere"], "nowhere does not exist"),
+    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/data_cut/train.jsonl"], 'train.jsonl:1: needs a "response"'),
+    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_cut.jsonl"], "shown_cut.jsonl:2: not a JSON object"),
+    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_prompt.jsonl"], "1 rows are too few to train on"),
+    # stages
+    ("pipeline", ["--file", "none.toml"], "--file none.toml: does not exist"),
+    ("pipeline", ["--file", "{world}/arms_cut.toml"], "is no TOML"),
+    ("pipeline", ["--file", "{world}/arms_no_arms.toml"], "has no [stages.NAME]"),
+    ("pipeline", ["--file", "{world}/stages_command.toml"], "stage a: command 'dance': must be one of"),
+    ("pipeline", ["--file", "{world}/stages_unknown.toml"], "stage a: {b} is no earlier stage"),
+    ("pipeline", ["--file", "{world}/stages_argument.toml"], "stage a: sft has no argument steps"),
+    ("pipeline", ["--file", "{world}/stages_value.toml"], "stage a: --num_steps 0"),
+    ("pipeline", ["--file", "{world}/stages_own.toml"], "stage a: sft_base: the pipeline sets it itself"),
     # arms
     ("sweep", ["--sweep_file", "none.toml"], "--sweep_file none.toml: there is no such file"),
     ("sweep", ["--sweep_file", "{world}/arms_cut.toml"], "arms_cut.toml: "),
@@ -203,7 +265,7 @@ def test_one_clear_line_exit_2_and_nothing_written(command, flags, message, worl
         door(MAIN[command])
     said = capsys.readouterr().err
     assert stop.value.code == 2, said
-    assert message in said and said.startswith("error: ") and said.count("\n") == 1
+    assert message.replace("{world}", str(world)) in said and said.startswith("error: ") and said.count("\n") == 1
     written = [path for path in tmp_path.rglob("*") if path.is_file() and "tiny_base" not in path.parts]
     assert written == [] and sorted(world.rglob("*")) == before
 

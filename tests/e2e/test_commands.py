@@ -177,7 +177,7 @@ def test_unknown_flags_exit_with_2_and_help_with_0(monkeypatch, capsys):
     assert run(monkeypatch, "train_rl", "--los_type", "grpo_clip") == 2
     assert "--los_type" in capsys.readouterr().err
     assert run(monkeypatch, "train_rl", "--help") == 0
-    assert "--loss_type {no_baseline,reinforce_with_baseline,grpo_clip}" in capsys.readouterr().out
+    assert "--loss_type {no_baseline,reinforce_with_baseline,grpo_clip," in capsys.readouterr().out
 
 
 def test_a_second_run_gets_a_folder_of_its_own_and_a_taken_name_is_refused(warm, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,229 @@
+"""Stages in a row from one TOML file: data kept from a model's own answers, SFT, RL, and the accuracy after each.
+
+uv run -m alignment.pipeline --file alignment/pipelines/r1_tiny.toml
+
+A stage is a command with its flags; `{name}` in a flag is what the stage of that name has made (a model, or a file):
+
+    preset = "tiny"
+
+    [stages.kept]
+    command = "rejection_sample"
+    model = "{rl}"
+
+    [stages.student]
+    command = "sft"
+    demonstrations = ["{kept}"]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from alignment.args import EvaluateArgs, RLArgs, SFTArgs, parse, preset_names
+from alignment.errors import RunStopped, UserError, door
+from alignment.executors import Job, start
+from alignment.files import held, read_json, write_atomically
+from alignment.rejection_sample import RejectionArgs
+
+COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
+SET_HERE = {
+    "rejection_sample": ("output",),
+    "sft": ("sft_base",),
+    "train_rl": ("run_name", "resume"),
+    "evaluate": ("run_name",),
+}
+
+
+@dataclass(frozen=True)
+class PipelineArgs:
+    """Run the stages of a file, one after another; a pipeline that was stopped goes on at the stage it stopped in."""
+
+    file: str
+    """TOML file of the stages."""
+    name: str = ""
+    """Name of the pipeline's folder; empty: the file's."""
+    output_dir: str = "checkpoints"
+    """Folder that holds the pipeline's folder."""
+    dry_run: bool = False
+    """Print the commands, and run nothing."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command, its flags, what it makes (`result`), and what is there once it is done."""
+
+    name: str
+    command: str
+    flags: tuple[str, ...]
+    result: str
+    done: Path
+
+
+def read_stages(file: Path, folder: Path) -> list[Stage]:
+    """The stages of a file, each followed by the evaluation of the model it makes. Raises `UserError`, naming the stage."""
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--file {file}: does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--file {file}: is no TOML: {error}") from None
+    stages, made = [], {}
+    shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    shared.setdefault("preset", "tiny")
+    if shared["preset"] not in preset_names():
+        raise UserError(f"--file {file}: preset {shared['preset']!r}: choose one of {', '.join(preset_names())}")
+    tables = values.get("stages")
+    if not isinstance(tables, dict) or not tables:
+        raise UserError(f"--file {file}: has no [stages.NAME]")
+    for name, own in tables.items():
+        place = f"--file {file}: stage {name}"
+        if not re.fullmatch(r"\w[\w-]*", name) or not isinstance(own, dict):
+            raise UserError(f"{place}: must be a table with a plain name")
+        command = own.get("command")
+        if command not in COMMANDS:
+            raise UserError(f"{place}: command {command!r}: must be one of {', '.join(COMMANDS)}")
+        if taken := set(own) & {*SET_HERE[command], "output_dir"}:
+            raise UserError(f"{place}: {', '.join(sorted(taken))}: the pipeline sets it itself")
+        given = {key: _filled(value, made, place) for key, value in {**shared, **own}.items() if key != "command"}
+        stages += _stages(name, command, given, folder, place)
+        made[name] = stages[-1].result if command == "rejection_sample" else next(
+            stage.result for stage in stages if stage.name == name
+        )  # fmt: skip
+    return stages
+
+
+def _stages(name: str, command: str, given: Mapping[str, object], folder: Path, place: str) -> list[Stage]:
+    if command == "rejection_sample":
+        file = folder / f"{name}.jsonl"
+        return [Stage(name, command, _checked(command, {**given, "output": str(file)}, folder, place), str(file), file)]
+    if command == "sft":
+        model = folder / name
+        stage = Stage(name, command, _checked(command, {**given, "sft_base": str(model)}, folder, place), str(model), model)
+    else:
+        model = folder / name / "final"
+        flags = _checked(command, {**given, "run_name": name}, folder, place)
+        stage = Stage(name, command, flags, str(model), folder / name / "summary.json")
+    asked = {
+        key: value
+        for key, value in given.items()
+        if key in EvaluateArgs.__dataclass_fields__ and key not in ("sft_base", "reward")
+    }
+    evaluation = f"evaluation_of_{name}"
+    flags = _checked("evaluate", {**asked, "model": str(model), "run_name": evaluation}, folder, place)
+    return [stage, Stage(evaluation, "evaluate", flags, str(model), folder / evaluation / "summary.json")]
+
+
+def _filled(value: object, made: Mapping[str, str], place: str) -> object:
+    """A flag's value with the results of earlier stages. Raises `UserError` for a name that is none."""
+    if isinstance(value, list):
+        return [_filled(item, made, place) for item in value]
+    if not isinstance(value, str):
+        return value
+    unknown = [name for name in re.findall(r"\{(\w[\w-]*)\}", value) if name not in made]
+    if unknown:
+        raise UserError(f"{place}: {{{unknown[0]}}} is no earlier stage (there are: {', '.join(made) or 'none'})")
+    return re.sub(r"\{(\w[\w-]*)\}", lambda match: made[match[1]], value)
+
+
+def _checked(command: str, given: Mapping[str, object], folder: Path, place: str) -> tuple[str, ...]:
+    """The flags of a stage, read as the command itself will read them."""
+    cls = COMMANDS.get(command, EvaluateArgs)
+    flags: list[str] = []
+    for key, value in {**given, "output_dir": str(folder)}.items():
+        if key not in cls.__dataclass_fields__:
+            raise UserError(f"{place}: {command} has no argument {key}")
+        if isinstance(value, bool):
+            flags.append(f"--{key}" if value else f"--no_{key}")
+        else:
+            flags += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    try:
+        parse(cls, flags)
+    except (UserError, SystemExit) as error:
+        raise UserError(f"{place}: {error if isinstance(error, UserError) else 'a value is malformed (see above)'}") from None
+    return tuple(flags)
+
+
+def run(stages: list[Stage], folder: Path, console: Console) -> None:
+    """Run what is not done yet. Raises `RunStopped` where a stage fails; the same command goes on from there."""
+    for number, stage in enumerate(stages, start=1):
+        if stage.done.exists():
+            console.print(f"{number} of {len(stages)}, {stage.name}: done already", markup=False)
+            continue
+        resumed = ("--resume",) if stage.command == "train_rl" and (folder / stage.name / "args.json").exists() else ()
+        log = folder / "logs" / f"{stage.name}.log"
+        with console.status(f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})"):
+            process = start(Job(stage.name, f"alignment.{stage.command}", (*stage.flags, *resumed), str(log)), cpus=None)
+            try:
+                process.wait()
+            finally:  # also where a signal ends the wait
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+        if process.returncode:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            raise RunStopped(
+                f"stage {stage.name} ended with exit code {process.returncode}: {lines[-1] if lines else 'it said nothing'};"
+                f" all of its output: {log}. The same command goes on from there"
+            )
+        console.print(f"{number} of {len(stages)}, {stage.name}: done", markup=False)
+
+
+def accuracies(stages: list[Stage]) -> list[dict]:
+    """Accuracy, its interval, format and length after each stage that made a model."""
+    found = []
+    for stage in stages:
+        if stage.command == "evaluate":
+            record = read_json(stage.done)
+            found.append({"stage": stage.name.removeprefix("evaluation_of_"), "model": stage.result, **record})
+    return found
+
+
+def main() -> None:
+    args = tyro.cli(PipelineArgs, use_underscores=True)
+    console = Console()
+    folder = Path(args.output_dir) / (args.name or Path(args.file).stem)
+    stages = read_stages(Path(args.file), folder)
+    if args.dry_run:
+        for stage in stages:
+            console.print(f"uv run -m alignment.{stage.command} {' '.join(stage.flags)}", markup=False, soft_wrap=True)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with held(folder):
+        refuse_other_file(folder, stages)
+        run(stages, folder, console)
+    table = Table(title=f"{folder.name}: accuracy after each stage")
+    for heading in ("stage", "accuracy", "95 %", "format", "tokens"):
+        table.add_column(heading, justify="right" if heading != "stage" else "left")
+    rows = accuracies(stages)
+    for row in rows:
+        low, high = row["avg_all_rewards_ci"]
+        table.add_row(
+            row["stage"],
+            f"{row['avg_all_rewards']:.3f}",
+            f"{low:.3f} .. {high:.3f}",
+            f"{row['avg_format_rewards']:.3f}",
+            f"{row['response_length']:.1f}",
+        )
+    console.print(table)
+    write_atomically(folder / "summary.json", json.dumps(rows, indent=2) + "\n")
+
+
+def refuse_other_file(folder: Path, stages: list[Stage]) -> None:
+    """Raise `UserError` where the folder holds a pipeline of other stages."""
+    file, facts = folder / "pipeline.json", {"stages": [[s.name, s.command, *s.flags] for s in stages]}
+    if file.exists() and read_json(file) != facts:
+        raise UserError(f"{folder} holds a pipeline of other stages; give another --name")
+    write_atomically(file, json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    door(main)

@@ -1,0 +1,63 @@
+"""A pipeline of real stages, stopped in the middle and gone on with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from alignment.files import read_json, read_jsonl
+
+ROOT = Path(__file__).parents[2]
+STAGES = """
+preset = "tiny"
+max_problems = 16
+
+[stages.warm]
+command = "sft"
+num_steps = 300
+
+[stages.kept]
+command = "rejection_sample"
+model = "{warm}"
+num_problems = 64
+num_samples = 8
+
+[stages.student]
+command = "sft"
+model = "tiny_student"
+demonstrations = ["{kept}"]
+num_steps = 5
+curriculum = false
+"""
+
+
+def test_stages_run_in_a_row_and_go_on_where_they_were_stopped(tmp_path, wait_for):
+    (tmp_path / "stages.toml").write_text(STAGES)
+    command = [
+        sys.executable,
+        "-m",
+        "alignment.pipeline",
+        "--file",
+        str(tmp_path / "stages.toml"),
+        "--output_dir",
+        str(tmp_path),
+    ]
+    folder = tmp_path / "stages"
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for((folder / "logs" / "kept.log").exists)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == 143 and not (folder / "kept.jsonl").exists() and (folder / "warm").exists()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "warm: done already" in done.stdout and "student" in done.stdout
+    rows = read_jsonl(folder / "kept.jsonl")
+    assert rows and all(set(row) == {"id", "question", "ground_truth", "response"} for row in rows)
+    assert read_json(folder / "student" / "args.json")["args"]["demonstrations"] == [str(folder / "kept.jsonl")]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [row["stage"] for row in summary] == ["warm", "student"] and all(row["problems"] == 16 for row in summary)
+    (tmp_path / "stages.toml").write_text(STAGES.replace("num_problems = 64", "num_problems = 32"))
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert other.returncode == 2 and "holds a pipeline of other stages" in other.stderr
