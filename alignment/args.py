@@ -174,6 +174,10 @@ class RLArgs(Args):
     """Prompts sampled at each step; a rollout has prompts x group size responses."""
     num_steps: int = 60
     """Rollout steps."""
+    num_problems: int = 0
+    """Training problems, the first ones; 0: all."""
+    max_prompt_tokens: int = 0
+    """Longest prompt, in tokens, that is trained on; problems with longer ones are left out. 0: any length."""
     epochs_per_rollout: int = 1
     """Passes over each rollout."""
     train_mini_batch_size: int = 0
@@ -261,6 +265,8 @@ class RLArgs(Args):
         _require(high is None or 0 < high < math.inf, "--cliprange_high", high, "a number above 0")
         _require(self.dual_clip == 0 or 1 < self.dual_clip < math.inf, "--dual_clip", self.dual_clip, "0 (none) or above 1")
         _require(0 <= self.beta < math.inf, "--beta", self.beta, "0 (none) or more")
+        _require(self.num_problems >= 0, "--num_problems", self.num_problems, "0 (all) or more")
+        _require(self.max_prompt_tokens >= 0, "--max_prompt_tokens", self.max_prompt_tokens, "0 (any length) or more")
         _require(self.max_refills >= 0, "--max_refills", self.max_refills, "0 (never) or more")
         buffer = self.overlong_buffer
         _require(0 <= buffer <= self.max_new_tokens, "--overlong_buffer", buffer, "from 0 (none) to --max_new_tokens")

@@ -173,16 +173,24 @@ def start(job: Job, cpus: int | None) -> subprocess.Popen:
     threads = {"OMP_NUM_THREADS": str(cpus)} if cpus else {}
     file = Path(job.folder) / job.log  # a machine of a cluster has a working directory of its own
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", job.module, *job.flags],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=job.folder,
-            env={**os.environ, **threads, "PYTHONPATH": ROOT},
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-        )
+    process = None
+    try:
+        with file.open("ab") as log, interrupts.holding():  # Python drops what a handler raises while it forks
+            process = subprocess.Popen(
+                [sys.executable, "-m", job.module, *job.flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=job.folder,
+                env={**os.environ, **threads, "PYTHONPATH": ROOT},
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+    except interrupts.Interrupted:
+        if process is not None:
+            process.kill()
+            process.wait()
+        raise
+    return process
 
 
 def _die_with_parent() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from alignment.args import RLArgs
-from alignment.errors import RunStopped
+from alignment.errors import RunStopped, UserError
 from alignment.grpo import group_statistics, normalize_group_rewards, overlong_penalty
 from alignment.models import policy_log_probs
 from alignment.records import Batch, Completion, Endless, Group, Problem, Sampling
@@ -39,6 +39,18 @@ class Rollout:
     def lengths(self) -> list[int]:
         """Response tokens of each row."""
         return self.batch.response_mask.sum(dim=1).tolist()
+
+
+def training_problems(problems: Sequence[Problem], args: RLArgs, tokenizer) -> Sequence[Problem]:
+    """Those that --max_prompt_tokens and --num_problems leave. Raises `UserError` where these are none."""
+    if isinstance(problems, Endless):
+        return [problems[i] for i in range(args.num_problems)] if args.num_problems else problems
+    if args.max_prompt_tokens:
+        encoded = tokenizer([problem.prompt for problem in problems])["input_ids"]
+        problems = [p for p, ids in zip(problems, encoded, strict=True) if len(ids) <= args.max_prompt_tokens]
+        if not problems:
+            raise UserError(f"--max_prompt_tokens {args.max_prompt_tokens}: every prompt is longer")
+    return problems[: args.num_problems or None]
 
 
 def problems_of_step(problems: Sequence[Problem], args: RLArgs, step: int) -> list[Problem]:

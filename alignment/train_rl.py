@@ -64,6 +64,7 @@ from alignment.rollouts import (
     rollout_report,
     rollout_sampling,
     sampler_mismatch,
+    training_problems,
 )
 from alignment.samplers import encode_prompts, make_sampler, refuse_missing_engine
 from alignment.tasks import find_task
@@ -101,6 +102,7 @@ def train(args: RLArgs, console: Console) -> Path:
         tokenizer, context = load_tokenizer(base), context_length(load_config(base))
         template = args.prompt or task.prompt
         problems, held_out = (prompted(split, template, tokenizer) for split in (problems, held_out))
+        problems = training_problems(problems, args, tokenizer)
         longest = max(args.max_new_tokens, args.eval_max_new_tokens)
         known = held_out if isinstance(problems, Endless) else [*problems, *held_out]
         encode_prompts(tokenizer, [problem.prompt for problem in known], context, longest)  # all of them fit

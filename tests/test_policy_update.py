@@ -15,7 +15,7 @@ from alignment.errors import UserError
 from alignment.models import load_model, load_tokenizer, make_optimizer
 from alignment.placement import Roles
 from alignment.policy_update import OldPolicy, Reference, backward, learning_rate, needs_old_policy, update
-from alignment.records import Completion, Group, Problem, Sampling
+from alignment.records import Completion, Endless, Group, Problem, Sampling
 from alignment.rewards import score_groups
 from alignment.rollouts import (
     draw_groups,
@@ -25,6 +25,7 @@ from alignment.rollouts import (
     refill_problems,
     refuse_stale,
     sampler_mismatch,
+    training_problems,
 )
 from alignment.samplers.transformers import TransformersSampler
 from alignment.tasks import arithmetic
@@ -345,3 +346,17 @@ def test_the_samplers_mismatch_is_weighed_out(policy, sampler, correction):
     )
     report = update(copy.deepcopy(policy), make_optimizer(policy, 1e-6, 0.0), off, args, 1, torch.float32)[0]
     assert report["correction_mean"] == pytest.approx({"token_truncate": 2.0, "sequence_mask": 0.0}[correction], abs=1e-2)
+
+
+def test_training_problems_are_the_first_ones_with_short_enough_prompts(tiny_folder):
+    tokenizer, problems = load_tokenizer(str(tiny_folder)), arithmetic.problems("train")[:200]
+    args = dataclasses.replace(ARGS, max_prompt_tokens=22, num_problems=10)
+    kept = training_problems(problems, args, tokenizer)
+    short = [p for p in problems if len(tokenizer(p.prompt)["input_ids"]) <= 22]
+    assert kept == short[:10] and 10 < len(short) < 200
+    assert training_problems(problems, ARGS, tokenizer) == problems
+    endless = Endless(lambda i: problems[i % 200])
+    assert training_problems(endless, ARGS, tokenizer) is endless
+    assert training_problems(endless, dataclasses.replace(ARGS, num_problems=3), tokenizer) == problems[:3]
+    assert problems_of_step(endless, ARGS, 2) == problems[4:8]  # 4 prompts a step
+    assert problems_of_step(endless, dataclasses.replace(ARGS, data_seed=1), 2) != problems[4:8]

@@ -32,7 +32,7 @@ def group(*answers, problem=PROBLEM):
         (" word" * 500 + GOOD, "unreadable"),
         (" \x1b[2J" + GOOD, "unreadable"),
         (" 二加三 </think> <answer> 5 </answer>", "in several languages"),
-        (GOOD.replace(" ", "  "), "said already"),
+        (GOOD.replace(" and ", "  and "), "said already"),
     ],
 )
 def test_each_reason(answer, reason):

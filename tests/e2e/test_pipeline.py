@@ -16,7 +16,8 @@ max_problems = 16
 
 [stages.warm]
 command = "sft"
-num_steps = 300
+num_steps = 200
+batch_size = 32
 
 [stages.kept]
 command = "rejection_sample"
