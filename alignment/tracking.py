@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import html
 import itertools
 import json
 import shutil
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from alignment.args import Args
 from alignment.errors import UserError
-from alignment.files import atomic_folder, flush, read_records, remove_unfinished, write_atomically
+from alignment.files import atomic_folder, flush, read_jsonl, read_records, remove_unfinished, write_atomically
 from alignment.records import Group
 
 Record = Mapping[str, object]
@@ -47,6 +48,8 @@ class RunFolder:
         for prefix, records in (("", steps), ("eval/", evals)):
             for record in records:
                 self._scalars(prefix, record)
+        for file in sorted((path / "completions").glob("eval_*.jsonl")):
+            self._sample(int(file.stem.rpartition("_")[2]), read_jsonl(file)[0])
 
     def _keep(self, name: str, last_step: int) -> list[dict]:
         kept = [record for record in read_records(self.path / name) if record["step"] <= last_step]
@@ -82,6 +85,8 @@ class RunFolder:
                     record["trainer_log_probs"] = next(trainers)
                 lines.append(json.dumps(record) + "\n")
         write_atomically(self.path / "completions" / f"{kind}_{step:06d}.jsonl", "".join(lines))
+        if kind == "eval":
+            self._sample(step, json.loads(lines[0]))
 
     def flush(self) -> None:
         """Have the disk take what was logged so far, so that it is there whenever a later checkpoint is."""
@@ -100,6 +105,11 @@ class RunFolder:
     def _append(self, name: str, record: Record) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+    def _sample(self, step: int, record: Record) -> None:
+        """An evaluation's first completion, as text that no browser takes for anything else."""
+        shown = html.escape(printable(f"{record['question']}\n\n{record['text']}"))
+        self._tensorboard.add_text("eval/sample", f"<pre>{shown}</pre>", step)
 
     def _scalars(self, prefix: str, record: Record) -> None:
         for key, value in record.items():
