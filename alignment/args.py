@@ -209,7 +209,7 @@ class RLArgs(Args):
     beta: float = 0.0
     """Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How that divergence is estimated; k3 is GRPO's."""
+    """How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient."""
     sampler_correction: Correction = "none"
     """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
     correction_cap: float = 2.0
@@ -268,6 +268,10 @@ class RLArgs(Args):
         _require(self.num_problems >= 0, "--num_problems", self.num_problems, "0 (all) or more")
         _require(self.max_prompt_tokens >= 0, "--max_prompt_tokens", self.max_prompt_tokens, "0 (any length) or more")
         _require(self.max_refills >= 0, "--max_refills", self.max_refills, "0 (never) or more")
+        _require(
+            self.max_refills == 0 or self.loss_type != "no_baseline", "--max_refills", self.max_refills,
+            "0 with --loss_type no_baseline, which learns from groups of equal rewards too",
+        )  # fmt: skip
         buffer = self.overlong_buffer
         _require(0 <= buffer <= self.max_new_tokens, "--overlong_buffer", buffer, "from 0 (none) to --max_new_tokens")
         _require_positive(self, "correction_cap")

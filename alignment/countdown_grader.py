@@ -15,7 +15,7 @@ from alignment.records import Score
 LONGEST = 200  # characters of an expression
 ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-WHOLE = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>", re.DOTALL)
+WHOLE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n<answer>(?:(?!</?answer>).)*</answer>", re.DOTALL)
 TOLERANCE = Fraction(1, 100_000)
 
 

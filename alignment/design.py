@@ -156,7 +156,8 @@ def canonical(args: RLArgs) -> dict[str, object]:
     facts = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in BOOKKEEPING}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0
-    if facts["loss_type"] not in WITHOUT_RATIO and args.updates_per_rollout == 1:
+    apart = facts["loss_type"] == "gspo" and facts["sampler_correction"].startswith("token")  # weighs what gspo has averaged
+    if facts["loss_type"] not in WITHOUT_RATIO and args.updates_per_rollout == 1 and not apart:
         facts["loss_type"] = "reinforce_with_baseline"
     if facts["cliprange_high"] is None:
         facts["cliprange_high"] = facts["cliprange"]
@@ -210,7 +211,7 @@ DERIVED = {
 }
 _FACTORS = {"prompts a step": ("prompts_per_rollout",), "optimiser updates": ("epochs_per_rollout", "num_steps"),
             "responses in all": ("num_steps",), "responses an update": ("train_mini_batch_size",)}  # fmt: skip
-_EVALUATED = frozenset({"reward", "sampling_temperature", "sampling_top_p", "sampling_top_k", "max_new_tokens"})
+_EVALUATED = frozenset({"reward", "sampling_temperature", "sampling_top_p", "sampling_top_k", "max_new_tokens", "prompt"})
 
 
 def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:

@@ -161,7 +161,9 @@ def statistics(gradients_PD: torch.Tensor, weights_B1: torch.Tensor) -> Statisti
 def look(args: GradientsArgs, console: Console) -> list[tuple[Estimator, Statistics]]:
     """Sample the rollouts and look at every estimator. Raises `UserError` where no response is right, or memory is short."""
     rl = from_preset(RLArgs, args.preset, seed=args.seed, output_dir=args.output_dir)
-    rl = dataclasses.replace(rl, group_size=max(args.group_size), prompts_per_rollout=args.prompts)
+    # One loss by itself: what is added to it, or weighs it, is left out.
+    alone = dict(beta=0.0, sampler_correction="none", max_refills=0)
+    rl = dataclasses.replace(rl, group_size=max(args.group_size), prompts_per_rollout=args.prompts, **alone)
     roles, base, task = roles_of(rl), warm_start(rl, console), find_task(rl.task)
     tokenizer, dtype = load_tokenizer(base), compute_dtype(rl, roles.policy[0])
     reward = find_reward(rl.reward, task.rules)

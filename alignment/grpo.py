@@ -53,7 +53,7 @@ def normalize_group_rewards(
     `baseline`: "group_mean" (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the division Dr. GRPO, Liu et
     al. 2025, arXiv:2503.20783, section 3.2) or "leave_one_out", the mean of the group's other rewards (RLOO, Kool et al.
     2019; Ahmadian et al. 2024, arXiv:2402.14740, eq. 8). `std_of`: "group" (unbiased), "group_population" (divided by the
-    group's size), or "batch", the unbiased deviation of all rewards (REINFORCE++, Hu et al. 2025, arXiv:2501.03262).
+    group's size), or "batch", the unbiased deviation of all rewards (Liu et al. 2025, arXiv:2508.08221).
 
     Responses that `counted_B1` (bool) leaves out are in no mean or deviation, and get 0; so does one that is alone in its
     group. Raises ValueError where groups are not whole, and for groups of one, whose baseline is the reward itself.

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment.args import EvaluateArgs, RLArgs, SFTArgs, parse, preset_names
+from alignment.args import RULES, EvaluateArgs, RLArgs, SFTArgs, parse, preset_names
 from alignment.errors import RunStopped, UserError, door
 from alignment.executors import Job, start
 from alignment.files import held, read_json, write_atomically
@@ -86,8 +88,13 @@ def read_stages(file: Path, folder: Path) -> list[Stage]:
         raise UserError(f"--file {file}: has no [stages.NAME]")
     for name, own in tables.items():
         place = f"--file {file}: stage {name}"
-        if not re.fullmatch(r"\w[\w-]*", name) or not isinstance(own, dict):
-            raise UserError(f"{place}: must be a table with a plain name")
+        if (
+            not re.fullmatch(r"\w[\w-]*", name)
+            or name == "logs"
+            or name.startswith("evaluation_of_")
+            or not isinstance(own, dict)
+        ):
+            raise UserError(f"{place}: must be a table with a plain name, neither logs nor evaluation_of_...")
         command = own.get("command")
         if command not in COMMANDS:
             raise UserError(f"{place}: command {command!r}: must be one of {', '.join(COMMANDS)}")
@@ -112,11 +119,9 @@ def _stages(name: str, command: str, given: Mapping[str, object], folder: Path, 
         model = folder / name / "final"
         flags = _checked(command, {**given, "run_name": name}, folder, place)
         stage = Stage(name, command, flags, str(model), folder / name / "summary.json")
-    asked = {
-        key: value
-        for key, value in given.items()
-        if key in EvaluateArgs.__dataclass_fields__ and key not in ("sft_base", "reward")
-    }
+    asked = {key: value for key, value in given.items() if key in EvaluateArgs.__dataclass_fields__ and key != "sft_base"}
+    if asked.get("reward") not in RULES:
+        asked.pop("reward", None)  # evaluation is by the task's own rule
     evaluation = f"evaluation_of_{name}"
     flags = _checked("evaluate", {**asked, "model": str(model), "run_name": evaluation}, folder, place)
     return [stage, Stage(evaluation, "evaluate", flags, str(model), folder / evaluation / "summary.json")]
@@ -159,6 +164,8 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
             console.print(f"{number} of {len(stages)}, {stage.name}: done already", markup=False)
             continue
         resumed = ("--resume",) if stage.command == "train_rl" and (folder / stage.name / "args.json").exists() else ()
+        if stage.command == "evaluate":
+            shutil.rmtree(folder / stage.name, ignore_errors=True)  # of one that was stopped, which has no use
         log = folder / "logs" / f"{stage.name}.log"
         with console.status(f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})"):
             process = start(Job(stage.name, f"alignment.{stage.command}", (*stage.flags, *resumed), str(log)), cpus=None)
@@ -194,7 +201,7 @@ def main() -> None:
     stages = read_stages(Path(args.file), folder)
     if args.dry_run:
         for stage in stages:
-            console.print(f"uv run -m alignment.{stage.command} {' '.join(stage.flags)}", markup=False, soft_wrap=True)
+            console.print(f"uv run -m alignment.{stage.command} {shlex.join(stage.flags)}", markup=False, soft_wrap=True)
         return
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder):

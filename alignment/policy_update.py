@@ -18,8 +18,10 @@ from alignment.tokens import cut_by_tokens, row_lengths, take_rows
 
 
 def needs_old_policy(args: RLArgs) -> bool:
-    """Whether old log-probs can differ from the policy's own: the loss has a ratio, and a rollout has several updates."""
-    return args.loss_type in USES_OLD_POLICY and args.updates_per_rollout > 1
+    """Whether old log-probs are used and can differ from the policy's own: by the loss's ratio or the sampler's correction,
+    where a rollout has several updates."""
+    used = args.loss_type in USES_OLD_POLICY or args.sampler_correction != "none"
+    return used and args.updates_per_rollout > 1
 
 
 class OldPolicy:
@@ -137,7 +139,7 @@ def backward(
             loss_type=args.loss_type,
             raw_rewards=there(rollout.raw_rewards_B1),
             advantages=there(rollout.advantages_B1),
-            # Without old log-probs there is one update a rollout: the old policy is this one, and the ratio is 1.
+            # Where old log-probs are used and there are none, there is one update a rollout, so the old policy is this one.
             old_log_probs=log_probs.detach() if rollout.old_log_probs_BT is None else there(rollout.old_log_probs_BT),
             cliprange=args.cliprange,
             loss_normalization=args.loss_normalization,

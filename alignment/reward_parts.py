@@ -65,7 +65,10 @@ def _scripts(text: str) -> Counter[str]:
         letters = [unicodedata.name(letter, "OTHER").split()[0] for letter in word]
         ideographs = [script for script in letters if script in ("CJK", "HIRAGANA", "KATAKANA")]
         scripts.update(ideographs or letters[:1])
-    return scripts
+    if scripts["HIRAGANA"] or scripts["KATAKANA"]:  # Japanese, whatever the share of each
+        japanese = sum(scripts.pop(script, 0) for script in ("CJK", "HIRAGANA", "KATAKANA"))
+        scripts["JAPANESE"] = japanese
+    return +scripts
 
 
 def _of_turn(function: Callable[[str], float]) -> Part:

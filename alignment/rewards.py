@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from alignment.countdown_grader import countdown_reward_fn
 from alignment.drgrpo_grader import r1_zero_reward_fn, r1_zero_strict_reward_fn
-from alignment.errors import UserError
+from alignment.errors import RunStopped, UserError
 from alignment.records import Completion, Group, Problem, Score
 from alignment.reward_parts import PARTS, Part
 
@@ -97,6 +97,8 @@ def find_reward(name: str, rules: Sequence[str]) -> Reward:
     parts = []
     for item in name.split(","):
         head, _, last = item.strip().rpartition(":")
+        if head in (*RULES, *CONTROLS, *PARTS) and _as_weight(last) is None:
+            raise UserError(f"--reward {item.strip()}: the weight {last!r} is no number")
         weight = _as_weight(last) if head else None
         part = head if weight is not None else item.strip()
         parts.append((part.replace(":", "."), 1.0 if weight is None else weight, _find_part(part, rule)))
@@ -108,7 +110,7 @@ def find_reward(name: str, rules: Sequence[str]) -> Reward:
 
 def evaluation_reward(name: str, rules: Sequence[str]) -> RewardFn:
     """The rule that a run trained on `name` is evaluated by: its own, and the task's first for everything else."""
-    return RULES[name if name in RULES else rules[0]]
+    return RULES[name if name in rules else rules[0]]
 
 
 def _as_weight(text: str) -> float | None:
@@ -136,11 +138,9 @@ def _find_part(name: str, rule: RewardFn) -> Part:
         )
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module raises
+        takes = inspect.signature(found).parameters
+    except (Exception, SystemExit) as error:  # whatever the user's module raises, and what is no function
         raise UserError(f"--reward {name}: cannot be imported ({type(error).__name__}: {error})") from None
-    if not callable(found):
-        raise UserError(f"--reward {name}: is no function")
-    takes = inspect.signature(found).parameters
     return _of_trl(name, found, takes) if "completions" in takes else _by_pairs(name, found)
 
 
@@ -148,8 +148,12 @@ def _by_pairs(name: str, function: Callable) -> Part:
     """A part from a function of a response and its ground truth, which returns a number or a score."""
 
     def part(problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score]) -> list[float]:
-        found = _called(name, lambda: [function(text, p.ground_truth) for p, text in zip(problems, texts, strict=True)])
-        return _numbers(name, [value["reward"] if isinstance(value, Mapping) else value for value in found], len(texts))
+        def reward(text: str, ground_truth: str) -> object:
+            found = function(text, ground_truth)
+            return found["reward"] if isinstance(found, Mapping) else found
+
+        found = _called(name, lambda: [reward(text, p.ground_truth) for p, text in zip(problems, texts, strict=True)])
+        return _numbers(name, found, len(texts))
 
     return part
 
@@ -176,19 +180,24 @@ def _of_trl(name: str, function: Callable, takes: Mapping[str, inspect.Parameter
 def _called(name: str, call: Callable[[], Iterable]) -> list:
     try:
         return list(call())
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(f"--reward {name}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})") from None
+        raise RunStopped(f"--reward {name}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})") from None
 
 
 def _numbers(name: str, values: Sequence[object], wanted: int) -> list[float]:
-    """The values as numbers, None as 0. Raises `UserError` for another count, and for what is no number."""
+    """The values as numbers, None as 0. Raises `RunStopped` for another count, and for what is no finite number."""
     if len(values) != wanted:
-        raise UserError(f"--reward {name}: gave {len(values)} rewards for {wanted} completions")
-    try:
-        return [0.0 if value is None else float(value) for value in values]
-    except (TypeError, ValueError):
-        raise UserError(f"--reward {name}: gave {values[0]!r}, which is no number") from None
+        raise RunStopped(f"--reward {name}: gave {len(values)} rewards for {wanted} completions")
+    found = []
+    for value in values:
+        try:
+            found.append(0.0 if value is None else float(value))
+        except (TypeError, ValueError):
+            found.append(math.nan)
+        if not math.isfinite(found[-1]):
+            raise RunStopped(f"--reward {name}: gave {value!r}, which is no number")
+    return found
 
 
 def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], reward_fn: RewardFn) -> list[Group]:

@@ -94,24 +94,33 @@ def draw_groups(
     arXiv:2503.14476, section 3.2); what is lacking then is made up by the first of them.
     """
     groups = list(draw(problems_of_step(problems, args, step), 0))
-    telling, silent = _with_signal(groups)
+    telling, silent = _with_signal(groups, args)
     asked = len(groups)
     for refill in range(1, args.max_refills + 1):
         if not silent or len(telling) >= args.prompts_per_rollout:
             break
         drawn = draw(refill_problems(problems, args, step, refill, args.prompts_per_rollout - len(telling)), refill)
         asked += len(drawn)
-        telling += _with_signal(drawn)[0]
+        telling += _with_signal(drawn, args)[0]
     return (telling + silent)[: args.prompts_per_rollout] if args.max_refills else groups, asked
 
 
-def _with_signal(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """The groups whose rewards differ, and the others."""
-    differ = [len({score["reward"] for score in group.scores}) > 1 for group in groups]
-    return (
-        [group for group, differs in zip(groups, differ, strict=True) if differs],
-        [group for group, differs in zip(groups, differ, strict=True) if not differs],
-    )
+def _with_signal(groups: Sequence[Group], args: RLArgs) -> tuple[list[Group], list[Group]]:
+    """The groups whose rewards differ, fines included, among the responses that count; and the others."""
+    telling: list[Group] = []
+    silent: list[Group] = []
+    for group in groups:
+        rewards = {
+            score["reward"] + overlong_penalty(len(completion.token_ids), args.max_new_tokens, args.overlong_buffer)
+            for completion, score in zip(group.completions, group.scores, strict=True)
+            if _counts(completion, args)
+        }
+        (telling if len(rewards) > 1 else silent).append(group)
+    return telling, silent
+
+
+def _counts(completion: Completion, args: RLArgs) -> bool:
+    return not args.skip_unfinished or completion.finish_reason == "stop"
 
 
 def rollout_sampling(stop: tuple[str, ...], args: RLArgs, step: int, refill: int = 0) -> Sampling:
@@ -145,7 +154,7 @@ def make_rollout(groups: Sequence[Group], args: RLArgs, pad: int) -> Rollout:
     fines = [overlong_penalty(length, args.max_new_tokens, args.overlong_buffer) for length in rollout.lengths]
     raw_B1 = rollout.raw_rewards_B1 + torch.tensor(fines)[:, None]
     drawn = [completion for group in groups for completion in group.completions]
-    counted_B1 = torch.tensor([[not args.skip_unfinished or c.finish_reason == "stop"] for c in drawn])
+    counted_B1 = torch.tensor([[_counts(completion, args)] for completion in drawn])
     advantages_B1 = None
     if args.group_size > 1:
         advantages_B1 = normalize_group_rewards(

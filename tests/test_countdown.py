@@ -65,7 +65,8 @@ def test_no_text_breaks_it(text):
         ("</think> (3 + 4) * 2", 0.1, 0),
         ("<answer>(3 + 4) * 2</answer>", 0.5, 1),
         ("(3 + 4) * 2", 0, 0),
-        ("</think>\n<answer>1</answer><answer>(3 + 4) * 2</answer>", 1, 1),  # the last one counts
+        ("</think>\n<answer>1</answer><answer>(3 + 4) * 2</answer>", 0.6, 1),  # the last one counts
+        (" a </think> b </think>\n<answer>(3 + 4) * 2</answer>", 0.6, 1),
     ],
 )
 def test_graded_format_and_answer(response, format_reward, answer_reward):
@@ -132,7 +133,14 @@ def test_parquet_files(tmp_path):
     assert len(train) + len(test) == 60 and 0 < len(test) < 20
     assert as_problem([3, 4, 2], 14) in [*train, *test]
     parquet(tmp_path, "test-0.parquet", [[9, 9]], [18])
+    (tmp_path / "rows.parquet").rename(tmp_path / "latest.parquet")
+    both = {split: set(map(str, countdown.problems(split, folder))) for split in ("train", "test")}
+    assert (
+        not both["train"] & both["test"] and len(both["train"] | both["test"]) == 61
+    )  # one split is named, so none is by name
+    (tmp_path / "latest.parquet").rename(tmp_path / "train-00000-of-00001.parquet")
     assert countdown.problems("test", folder) == [as_problem([9, 9], 18)]
+    assert len(countdown.problems("train", folder)) == 60
 
 
 @pytest.mark.parametrize(

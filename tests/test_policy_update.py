@@ -360,3 +360,32 @@ def test_training_problems_are_the_first_ones_with_short_enough_prompts(tiny_fol
     assert training_problems(endless, dataclasses.replace(ARGS, num_problems=3), tokenizer) == problems[:3]
     assert problems_of_step(endless, ARGS, 2) == problems[4:8]  # 4 prompts a step
     assert problems_of_step(endless, dataclasses.replace(ARGS, data_seed=1), 2) != problems[4:8]
+
+
+def test_old_log_probs_are_taken_where_the_loss_or_the_samplers_correction_needs_them():
+    several = dataclasses.replace(ARGS, train_mini_batch_size=4)
+    plain = dataclasses.replace(several, loss_type="reinforce_with_baseline")
+    assert needs_old_policy(several) and not needs_old_policy(plain)
+    assert needs_old_policy(dataclasses.replace(plain, sampler_correction="token_truncate"))
+    assert not needs_old_policy(dataclasses.replace(ARGS, sampler_correction="token_truncate"))  # one update a rollout
+
+
+def test_signal_is_what_counts_after_fines():
+    """Unfinished responses that do not count tell nothing; fines tell something."""
+    cut = drawn_group(0, 1, 1, 0)
+    cut = dataclasses.replace(
+        cut, completions=(*cut.completions[:2], dataclasses.replace(cut.completions[2], finish_reason="length"))
+    )
+    longer = drawn_group(1, 1, 1)
+    longer = dataclasses.replace(
+        longer, completions=(longer.completions[0], dataclasses.replace(longer.completions[1], token_ids=(2,) * 48))
+    )
+
+    def kept(group, **how):
+        args = dataclasses.replace(ARGS, max_refills=1, prompts_per_rollout=1, **how)
+        return draw_groups(
+            arithmetic.problems("train"), args, 1, lambda problems, refill: [drawn_group(9, 1, 0)] if refill else [group]
+        )[1]
+
+    assert (kept(cut), kept(cut, skip_unfinished=True)) == (1, 2)
+    assert (kept(longer), kept(longer, overlong_buffer=8)) == (2, 1)

@@ -61,9 +61,14 @@ def _chat(name: str, tokenizer) -> str:
     turns = {role: text.removesuffix("\n") for role, text in zip(parts[::2], parts[1::2], strict=True)}
     begins = turns.pop("assistant")
     messages = [{"role": role, "content": text} for role, text in turns.items()]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # Encoding a prompt adds what the tokenizer puts before any text.
-    return text.removeprefix(tokenizer.bos_token or "") + begins
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # the template is the model's, and may refuse a system's turn
+        raise UserError(f"--prompt {name}: the chat template of this model refuses it ({error})") from None
+    first = tokenizer("a")["input_ids"][:1]
+    if first and first[0] == tokenizer.bos_token_id:  # which encoding the prompt adds once more
+        text = text.removeprefix(tokenizer.bos_token)
+    return text + begins
 
 
 @lru_cache

@@ -6,16 +6,17 @@ Problem: `3 4 2 -> 14`. A response combines two numbers at a time, and answers w
     <answer>(3 + 4) * 2</answer>
 
 Problems are made without end, every one from a solution of its own; or they are read from Parquet files with the columns
-`nums` and `target`, as the data set Countdown-Tasks-3to4 has them: files with "test" or "train" in their names are that split,
-and of others one row in eight is held out. `countdown_small` has three numbers up to 9 and targets up to 30, which a tiny
-policy can learn on a CPU; its demonstrations end with those of a careless teacher, who more often than not combines the numbers
-without a look at the target.
+`nums` and `target`, as the data set Countdown-Tasks-3to4 has them: where some files are named "train" and others "test", these
+are the splits, else one row in eight is held out. `countdown_small` has three numbers up to 9 and targets up to 30, which a
+tiny policy can learn on a CPU; its demonstrations end with those of a careless teacher, who more often than not combines the
+numbers without a look at the target.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -149,9 +150,10 @@ def _read(split: str, folder: Path) -> list[Problem]:
     files = sorted(folder.glob("**/*.parquet"))
     if not files:
         raise UserError(f"--dataset_path {folder}: holds no .parquet file with the columns nums and target")
-    named = [file for file in files if split in file.name]
-    rows = [row for file in named or files for row in _rows(file)]
-    if not named:
+    named = {each: [file for file in files if each in re.split(r"[^a-z]+", file.stem)] for each in ("train", "test")}
+    by_name = all(named.values())  # with files of one split alone, the other would be made of the same rows
+    rows = [row for file in (named[split] if by_name else files) for row in _rows(file)]
+    if not by_name:
         rows = [(numbers, target) for numbers, target in rows if _held_out(numbers, target) == (split == "test")]
     if not rows:
         raise UserError(f"--dataset_path {folder}: has no problem for the {split} split")

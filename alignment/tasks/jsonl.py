@@ -52,6 +52,10 @@ def _row(line: str, place: str) -> tuple[Problem, str]:
     if not isinstance(record, dict) or not isinstance(record.get("response"), str) or not record["response"]:
         raise UserError(f'{place}: needs a "response", which is text')
     asked = record.get("question") or record.get("prompt")
+    try:
+        f"{asked}{record['response']}".encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: holds half of a surrogate pair, which is no text") from None
     if not isinstance(asked, str):
         raise UserError(f'{place}: needs a "question" or a "prompt", which is text')
     question = asked if record.get("question") else ""

@@ -174,6 +174,8 @@ def test_the_language_is_the_questions_own():
     asked = Problem("b", "二加三等于几?", "", "5")
     assert rewarded("language_consistency", "答案是 five", asked)["reward"] == 0.75
     assert rewarded("language_consistency", "пять", asked)["reward"] == 0
+    japanese = Problem("c", "二たす三はいくつですか。", "", "5")
+    assert rewarded("language_consistency", "こたえは五です", japanese)["reward"] == 1
 
 
 def test_a_weighted_sum_and_its_parts():
@@ -203,6 +205,15 @@ def no_number(response, ground_truth):
 
 def breaks(response, ground_truth):
     return {}["missing"]
+
+def infinite(response, ground_truth):
+    return float("inf")
+
+def no_reward(response, ground_truth):
+    return {"score": 1}
+
+def leaves(response, ground_truth):
+    raise SystemExit(3)
 """
 
 
@@ -229,6 +240,11 @@ def test_functions_of_the_users_own(users, name, expected):
         ("users_rewards:missing", "cannot be imported"),
         ("no_module:f", "cannot be imported"),
         ("users_rewards:USERS", "cannot be imported"),
+        ("builtins:max", "cannot be imported"),
+        ("accuracy:half", "the weight 'half' is no number"),
+        ("users_rewards:infinite", "gave inf, which is no number"),
+        ("users_rewards:no_reward", "KeyError: 'reward'"),
+        ("users_rewards:leaves", "SystemExit"),
         ("users_rewards:too_few", "gave 0 rewards for 1 completions"),
         ("users_rewards:no_number", "gave 'much', which is no number"),
         ("users_rewards:breaks", r"KeyError: 'missing' \(.*users_rewards.py:19\)"),
