@@ -170,9 +170,8 @@ def test_without_ray_a_cluster_is_refused(monkeypatch):
 
 @pytest.fixture
 def cluster():
-    """A real cluster of two nodes with a core each, on this machine."""
+    """A real cluster on this machine, of one node with a core."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    made.second = made.add_node(num_cpus=1)
     yield made
     made.shutdown()
 
@@ -189,10 +188,11 @@ def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch
     design = make_design(arguments(warm, Path("on_a_cluster"), *flags))
     states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
     executor = RayExecutor(cluster.address, None, None)
+    second = cluster.add_node(num_cpus=1)  # only now, so that this process hangs on the first
 
     def kill_the_second_node() -> None:
         wait_for(lambda: len({checkpoint.parent for checkpoint in design.folder.glob("*/step_*")}) == 2)
-        cluster.remove_node(cluster.second, allow_graceful=False)
+        cluster.remove_node(second, allow_graceful=False)
 
     killer = threading.Thread(target=kill_the_second_node, daemon=True)
     killer.start()
