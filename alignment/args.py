@@ -305,6 +305,35 @@ class RLArgs(Args):
 
 
 @dataclass(frozen=True)
+class ReferenceServerArgs:
+    """Serve the log-probs of a frozen reference model over HTTP, to trainers on other GPUs or other machines.
+
+    With the environment variable ALIGNMENT_REFERENCE_TOKEN set here and for them, only they can use it.
+    """
+
+    model: str
+    """The model that training starts from: a Hugging Face folder, an embedded model, or a hub name."""
+    device: str | None = None
+    """cpu, or a GPU such as cuda:1; by default the first GPU, where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights and of matrix products; auto: bfloat16 on GPUs, float32 on CPUs."""
+    host: str = "127.0.0.1"
+    """Address to listen on; one that other machines can reach needs the token."""
+    port: int = 8765
+    """Port to listen on; 0: any that is free, which the line that is printed then tells."""
+    max_upload_mib: int = 64
+    """Largest upload, in MiB: 17 bytes for each of a rollout's places, padding included."""
+    max_pending: int = 32
+    """Batches that may wait, or have results that nobody has read; above it trainers are told to try again later."""
+
+    def __post_init__(self) -> None:
+        _require(self.host != "", "--host", "''", "an address, such as 127.0.0.1")
+        _require(0 <= self.port < 65536, "--port", self.port, "from 0 (any) to 65535")
+        for name in ("max_upload_mib", "max_pending"):
+            _require(0 < getattr(self, name) <= 1 << 16, f"--{name}", getattr(self, name), "from 1 to 65536")
+
+
+@dataclass(frozen=True)
 class SweepOptions:
     """Train every combination of the values given, with every seed, and say which choice made the difference.
 
