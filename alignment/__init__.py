@@ -1,5 +1,6 @@
 """Reinforcement-learning fine-tuning of language models on verifiable maths, with algorithm ablations."""
 
+import logging
 import os
 import signal
 import sys
@@ -8,6 +9,9 @@ import sys
 # make the work 4-9 times slower as soon as a second process (a sampler, a sibling run) wants the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Where torchao is installed, transformers imports it, and torch 2.13 warns of how torchao 0.18 registers its enums.
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 # While `python -m alignment.X` imports, which takes seconds, there is nothing to save: Ctrl-C ends it without a traceback.
 # Then `errors.door` takes over.

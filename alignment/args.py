@@ -7,6 +7,7 @@ import math
 import sys
 import tomllib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_type_hints
 
@@ -16,11 +17,12 @@ from alignment.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
 
-# The keys of tables in grpo and rewards, written out so that reading arguments does not load torch; a test
+# The keys of tables in grpo, rewards and optimizers, written out so that reading arguments does not load torch; a test
 # holds them equal.
 LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip", "grpo_no_clip", "gspo", "cispo"]
 LossNormalization = Literal["sequence_mean", "token_mean", "constant"]
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Optimizer = Literal["adamw", "adamw_cpu_offload", "adamw_8bit"]
 CONTROLS = ("random", "format_only", "inverted")
 """Rewards that have nothing to teach about answers: negative controls, which are evaluated by the task's own rule."""
 RULES = ("r1_zero", "r1_zero_strict", "countdown")
@@ -64,7 +66,7 @@ class Args:
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory that vLLM may take; by default 0.9 on a GPU of its own, 0.4 on a shared one."""
     sampler_timeout: float = 3600.0
-    """Seconds after which a vLLM engine that has not answered is taken to hang."""
+    """Seconds after which a vLLM engine, or a reference server, that has not answered is taken to hang."""
 
     max_new_tokens: int = 48
     """Longest response, in tokens."""
@@ -120,6 +122,8 @@ class PlanArgs(Args):
 
     num_gpus: int | None = None
     """GPUs to plan for; by default those of this machine."""
+    optimizer: Optimizer | None = None
+    """Optimiser to plan for; by default that of the preset's train_rl."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,6 +188,9 @@ class RLArgs(Args):
     """Responses an optimiser update, at most; 0: the whole rollout. Several updates a rollout make old log-probs needed."""
     micro_batch_tokens: int = 16384
     """Tokens, padding included, in one forward and backward. Changes memory and speed, never the gradient."""
+    optimizer: Optimizer = "adamw"
+    """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
+    moments of 2 bytes a parameter, rounded (extra "torchao")."""
     learning_rate: float = 2e-4
     """Peak learning rate of AdamW (betas 0.9, 0.95)."""
     warmup_steps: int = 5
@@ -210,6 +217,8 @@ class RLArgs(Args):
     """Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient."""
+    reference_url: str = ""
+    """A reference server elsewhere (`alignment.reference_server`) that computes that divergence's other half, http://HOST:PORT."""
     sampler_correction: Correction = "none"
     """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
     correction_cap: float = 2.0
@@ -222,6 +231,12 @@ class RLArgs(Args):
     """Leave responses that were cut off at --max_new_tokens out of baselines and updates."""
     loss_normalization: LossNormalization = "sequence_mean"
     """What weighs the same: each sequence, each token, or each token over a constant (sequences x --max_new_tokens)."""
+    rollouts: Literal["sync", "async"] = "sync"
+    """async: the sampler works ahead in a process of its own, with weights that are some steps old."""
+    max_staleness: int | None = None
+    """How many steps old, at most (and, once under way, as a rule); by default 1 with --rollouts async. 0 is as sync."""
+    sync_every: int = 1
+    """Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1."""
     max_sampler_mismatch: float = 0.1
     """Largest mean difference, in nats a token, between the sampler's log-probs and the trainer's; above it, stop."""
     eval_interval: int = 20
@@ -277,6 +292,8 @@ class RLArgs(Args):
         _require_positive(self, "correction_cap")
         _require(self.eval_max_new_tokens >= 0, "--eval_max_new_tokens", self.eval_max_new_tokens, "0 (as in training) or more")
         _require_positive(self, "advantage_eps")
+        if self.optimizer == "adamw_8bit" and not find_spec("torchao"):
+            raise UserError("--optimizer adamw_8bit needs torchao: start the command with `uv run --extra torchao ...`")
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
         _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
         _require(self.keep_checkpoints >= 0, "--keep_checkpoints", self.keep_checkpoints, "0 (all) or more")
@@ -285,7 +302,36 @@ class RLArgs(Args):
         for name in ("data_seed", "sampling_seed"):
             seed = getattr(self, name)
             _require(seed is None or 0 <= seed < 2**31, f"--{name}", seed, "from 0 to 2147483647")
+        _require(not self.reference_url or self.beta > 0, "--reference_url", self.reference_url, "empty without --beta")
+        self._check_rollouts()
         _require(self.train_mini_batch_size >= 0, "--train_mini_batch_size", self.train_mini_batch_size, "0 (all) or more")
+
+    def _check_rollouts(self) -> None:
+        stale, every = self.max_staleness, self.sync_every
+        _require(stale is None or stale >= 0, "--max_staleness", stale, "0 or more")
+        _require(every >= 1, "--sync_every", every, "at least 1")
+        asynchronous = self.rollouts == "async"
+        _require(asynchronous or not stale, "--max_staleness", stale, "0, or go with --rollouts async")
+        _require(
+            every <= self.staleness + 1, "--sync_every", every,
+            f"at most {self.staleness + 1}: later weights would come too late for --max_staleness {self.staleness}"
+            if asynchronous else "1, or go with --rollouts async",
+        )  # fmt: skip
+        _require(
+            self.sampler_correction == "none" or not self.trusts_sampler, "--sampler_correction", self.sampler_correction,
+            f"none with --max_staleness {self.staleness}: the ratio of --loss_type {self.loss_type} is to the sampler's"
+            " log-probs already",
+        )  # fmt: skip
+
+    @property
+    def staleness(self) -> int:
+        """Steps that the sampler's weights may be behind."""
+        return 0 if self.rollouts == "sync" else 1 if self.max_staleness is None else self.max_staleness
+
+    @property
+    def trusts_sampler(self) -> bool:
+        """Whether the sampler's log-probs serve as the old policy's: those of stale weights, which nobody else has any more."""
+        return self.staleness > 0 and self.loss_type not in ("no_baseline", "reinforce_with_baseline")
 
     @property
     def seeds(self) -> dict[str, int]:

@@ -1,16 +1,18 @@
 """Checkpoints: a Hugging Face folder with the trainer's state beside the weights, whole or absent.
 
-All randomness of a run is a function of its seed and the step number, so step, weights and optimiser are all there is
-to save for a resumed run to repeat the undisturbed one.
+All randomness of a run is a function of its seed and the step number, so step, weights, optimiser, and the rollouts that
+older weights have drawn ahead, are all there is to save for a resumed run to repeat the undisturbed one.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,10 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from alignment.errors import UserError
-from alignment.files import atomic_folder, damage, manifested
+from alignment.files import atomic_folder, damage, manifested, read_jsonl
+from alignment.records import Completion, Group, Problem, Score
+from alignment.rollouts import Drawn
 
 # Out of the top folder, where loaders take every *.safetensors file for model weights.
 OPTIMIZER = Path("trainer") / "optimizer.safetensors"
+ROLLOUTS = Path("trainer") / "rollouts.jsonl"
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -53,14 +58,17 @@ def put_aside(run: Path, after: int) -> None:
         folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
 
-def save_checkpoint(folder: Path, model, tokenizer, optimizer: torch.optim.Optimizer) -> None:
-    """Write model, tokenizer and optimiser state to `folder`, which appears only when all of it is on the disk."""
+def save_checkpoint(folder: Path, model, tokenizer, optimizer: torch.optim.Optimizer, ahead: Sequence[Drawn] = ()) -> None:
+    """Write model, tokenizer, optimiser state and the rollouts drawn ahead to `folder`, which appears only when all of it is
+    on the disk."""
     with atomic_folder(folder) as building, manifested(building), full_disk_is_an_os_error(folder):
         _save(building, model, tokenizer)
         (building / OPTIMIZER).parent.mkdir()
         state = optimizer.state_dict()["state"]
         tensors = {f"{index}.{key}": t.contiguous() for index, values in state.items() for key, t in values.items()}
         save_file(tensors, building / OPTIMIZER)
+        if ahead:
+            (building / ROLLOUTS).write_text("".join(json.dumps(asdict(drawn)) + "\n" for drawn in ahead))
 
 
 def save_model(folder: Path, model, tokenizer) -> None:
@@ -93,6 +101,17 @@ def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def load_rollouts(folder: Path) -> list[Drawn]:
+    """The rollouts that a whole checkpoint's run had drawn ahead."""
+    records = read_jsonl(folder / ROLLOUTS)
+    return [Drawn(**record | {"groups": [_group(**group) for group in record["groups"]]}) for record in records]
+
+
+def _group(problem: dict, completions: list[dict], scores: list[Score]) -> Group:
+    drawn = ({key: tuple(v) if isinstance(v, list) else v for key, v in completion.items()} for completion in completions)
+    return Group(Problem(**problem), tuple(Completion(**fields) for fields in drawn), tuple(scores))
 
 
 def drop_old_checkpoints(run: Path, keep: int, spared: int = 0) -> None:

@@ -18,7 +18,7 @@ from alignment.errors import UserError
 WITHOUT_RATIO = ("no_baseline", "reinforce_with_baseline")  # losses that no old policy plays a part in
 OWN_RULE = {"countdown": "countdown", "countdown_small": "countdown"}  # the first of a task's rules, where not r1_zero
 BOOKKEEPING = NOT_SWEPT | {
-    "seed", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints", "max_sampler_mismatch",
+    "seed", "reference_url", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints", "max_sampler_mismatch",
 }  # fmt: skip
 
 
@@ -150,14 +150,16 @@ def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[LintWarning]:
 def canonical(args: RLArgs) -> dict[str, object]:
     """The arguments that decide what is computed, with those left out that play no part beside the others.
 
-    With one update a rollout the ratio to the old policy is 1, where every loss with a ratio, clipped or not, of tokens or of
+    With one update a rollout, sampled by the present weights, the ratio to the old policy is 1, where every loss with a ratio, clipped or not, of tokens or of
     responses, has the gradient of -A log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3).
     """
     facts = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in BOOKKEEPING}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0
     apart = facts["loss_type"] == "gspo" and facts["sampler_correction"].startswith("token")  # weighs what gspo has averaged
-    if facts["loss_type"] not in WITHOUT_RATIO and args.updates_per_rollout == 1 and not apart:
+    facts["max_staleness"] = args.staleness
+    facts["rollouts"] = "async" if args.staleness else "sync"
+    if facts["loss_type"] not in WITHOUT_RATIO and args.updates_per_rollout == 1 and not args.staleness and not apart:
         facts["loss_type"] = "reinforce_with_baseline"
     if facts["cliprange_high"] is None:
         facts["cliprange_high"] = facts["cliprange"]
@@ -207,6 +209,7 @@ DERIVED = {
     "responses a step": lambda args: args.rollout_size,
     "responses in all": lambda args: args.rollout_size * args.num_steps,
     "optimiser updates": lambda args: args.updates_per_rollout * args.num_steps,
+    "draws of a group, at most": lambda args: 1 + args.max_refills,
     "responses an update": lambda args: min(args.train_mini_batch_size or args.rollout_size, args.rollout_size),
 }
 _FACTORS = {"prompts a step": ("prompts_per_rollout",), "optimiser updates": ("epochs_per_rollout", "num_steps"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from alignment.args import Args
+from alignment.args import Args, RLArgs
 from alignment.embedded import embedded_model
 from alignment.errors import UserError
 from alignment.files import MANIFEST, damage
 from alignment.log_probs import get_response_log_probs
+from alignment.optimizers import OPTIMIZERS
 from alignment.placement import ModelShape, Roles, assign_roles, partition_layers
 from alignment.records import Batch
+from alignment.tokens import cut_by_tokens, row_lengths, take_rows
 
 logging.set_verbosity_error()
 hub_logging.set_verbosity_error()  # its retries without a connection; what comes of them is said in one line
@@ -31,6 +34,14 @@ logging.disable_progress_bar()  # loading a model is a matter of seconds; the ba
 # on a split policy would keep micro-batches from overlapping.
 ATTENTION = "causal_sdpa"
 AttentionInterface.register(ATTENTION, ALL_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def make_deterministic(args: RLArgs) -> None:
+    """--deterministic: what torch has against kernels whose sums depend on timing."""
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first GPU matrix product is made
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
 
 def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
@@ -188,12 +199,26 @@ def policy_log_probs(model: PreTrainedModel, batch: Batch, dtype: torch.dtype, *
         )
 
 
-def make_optimizer(model: PreTrainedModel, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with betas 0.9 and 0.95; matrices alone decay."""
+@torch.no_grad()
+def batch_log_probs(
+    model: PreTrainedModel, batch: Batch, distribution: Mapping[str, float], micro_batch_tokens: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A model's log-probs [B, T] of a batch's responses, on the CPU, 0 elsewhere; `distribution` is what was sampled from."""
+    found_BT = torch.zeros(batch.labels.shape)
+    for rows in cut_by_tokens(row_lengths(batch), micro_batch_tokens):
+        part_BT = policy_log_probs(model, take_rows(batch, rows), dtype, **distribution)["log_probs"]
+        found_BT[rows, : part_BT.shape[1]] = part_BT.cpu()
+    return found_BT
+
+
+def make_optimizer(
+    model: PreTrainedModel, learning_rate: float, weight_decay: float, kind: str = "adamw"
+) -> torch.optim.Optimizer:
+    """The AdamW that --optimizer names, with betas 0.9 and 0.95; matrices alone decay."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+    return OPTIMIZERS[kind](groups, lr=learning_rate, betas=(0.9, 0.95))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

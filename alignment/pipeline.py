@@ -196,7 +196,7 @@ def accuracies(stages: list[Stage]) -> list[dict]:
 
 def main() -> None:
     args = tyro.cli(PipelineArgs, use_underscores=True)
-    console = Console()
+    console = Console(emoji=False)  # names hold colons
     folder = Path(args.output_dir) / (args.name or Path(args.file).stem)
     stages = read_stages(Path(args.file), folder)
     if args.dry_run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from alignment.args import PlanArgs, parse
+from alignment.args import PlanArgs, RLArgs, from_preset, parse
 from alignment.errors import door
 from alignment.models import load_config, resolve_model, roles_of
 from alignment.placement import ModelShape, place
@@ -20,13 +20,16 @@ def main() -> None:
     table = Table(title=f"{args.model} on {'this machine' if args.num_gpus is None else f'{args.num_gpus} GPUs'}")
     for heading in ("device", "role", "layers", "GB"):
         table.add_column(heading, justify="right" if heading == "GB" else "left")
-    for share in sorted(place(shape, roles_of(args, args.num_gpus)), key=lambda share: share.device):
+    optimizer = args.optimizer or from_preset(RLArgs, args.preset).optimizer
+    for share in sorted(place(shape, roles_of(args, args.num_gpus), optimizer), key=lambda share: share.device):
         ends = ("embeddings",) * ("model.embed_tokens" in share.modules) + ("head",) * ("lm_head" in share.modules)
         layers = (f"{share.layers[0]}-{share.layers[-1]}",) if share.layers else ()
         table.add_row(share.device, share.role, ", ".join(layers + ends), f"{share.bytes / 1e9:.2f}")
     console = Console()
     console.print(table)
-    console.print("GB: weights, and for the policy gradients and AdamW's moments too; activations and caches come on top")
+    console.print(
+        f"GB: weights, and for the policy gradients and the moments of {optimizer}; activations and caches come on top"
+    )
 
 
 if __name__ == "__main__":

@@ -6,22 +6,26 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 
 from alignment.args import RLArgs
+from alignment.errors import UserError
 from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator
-from alignment.models import load_model, policy_log_probs, send, set_learning_rate
+from alignment.models import batch_log_probs, load_config, load_model, policy_log_probs, send, set_learning_rate
 from alignment.placement import Roles
+from alignment.remote_reference import OwnReferenceServer, RemoteReference, reference_token, weights_digest
 from alignment.rollouts import Rollout, distribution
 from alignment.tokens import cut_by_tokens, row_lengths, take_rows
+from alignment.tracking import printable
 
 
 def needs_old_policy(args: RLArgs) -> bool:
     """Whether old log-probs are used and can differ from the policy's own: by the loss's ratio or the sampler's correction,
     where a rollout has several updates."""
     used = args.loss_type in USES_OLD_POLICY or args.sampler_correction != "none"
-    return used and args.updates_per_rollout > 1
+    return used and args.updates_per_rollout > 1 and not args.trusts_sampler
 
 
 class OldPolicy:
@@ -48,23 +52,43 @@ class OldPolicy:
 class Reference:
     """The model that training started from, frozen, on the reference device: the KL penalty keeps the policy near it."""
 
+    restarts = 0
+
     def __init__(self, start: str, roles: Roles, dtype: torch.dtype):
         self.dtype = dtype
         self.model = load_model(start, (roles.reference,), dtype)
 
-    def annotate(self, rollout: Rollout, args: RLArgs) -> Rollout:
+    def annotate(self, rollout: Rollout, args: RLArgs, key: str) -> Rollout:
         """The rollout with `reference_log_probs_BT`."""
         return dataclasses.replace(rollout, reference_log_probs_BT=rollout_log_probs(self.model, rollout, args, self.dtype))
 
 
-@torch.no_grad()
+def open_reference(
+    args: RLArgs, start: str, roles: Roles, dtype: torch.dtype, closing: ExitStack
+) -> Reference | RemoteReference | OwnReferenceServer | None:
+    """The reference model of a run that began with the model `start`: none without --beta, here, in a process of its own that
+    works while the trainer does, or at --reference_url."""
+    if not args.beta:
+        return None
+    if args.rollouts == "sync" and not args.reference_url:
+        return Reference(start, roles, dtype)
+    vocabulary = load_config(start).vocab_size
+    if args.reference_url:
+        remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
+        if weights_digest(load_model(start, ("cpu",), dtype), dtype) != remote.info["weights"]:
+            raise UserError(
+                f"--reference_url {args.reference_url}: its model {printable(remote.info['model'])} has other weights, or another"
+                f" dtype than {dtype}, than {start}, from which training starts: serve that one"
+            )
+        return remote
+    own = OwnReferenceServer(start, roles.reference, str(dtype).removeprefix("torch."), vocabulary, args)
+    closing.callback(own.close)
+    return own
+
+
 def rollout_log_probs(model, rollout: Rollout, args: RLArgs, dtype: torch.dtype) -> torch.Tensor:
     """A model's log-probs [B, T] of a rollout's responses, on the CPU."""
-    found_BT = torch.zeros(rollout.batch.labels.shape)
-    for rows in cut_by_tokens(row_lengths(rollout.batch), args.micro_batch_tokens):
-        part_BT = policy_log_probs(model, take_rows(rollout.batch, rows), dtype, **distribution(args))["log_probs"]
-        found_BT[rows, : part_BT.shape[1]] = part_BT.cpu()
-    return found_BT
+    return batch_log_probs(model, rollout.batch, distribution(args), args.micro_batch_tokens, dtype)
 
 
 def update(

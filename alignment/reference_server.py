@@ -20,6 +20,7 @@ import io
 import ipaddress
 import json
 import math
+import os
 import re
 import socket
 import sys
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import NamedTuple
 from urllib.parse import parse_qs
@@ -41,10 +43,9 @@ from transformers import PreTrainedModel
 from alignment import interrupts
 from alignment.args import Args, ReferenceServerArgs
 from alignment.errors import UserError, door
-from alignment.models import compute_dtype, context_length, load_model, policy_log_probs, resolve_model
+from alignment.models import batch_log_probs, compute_dtype, context_length, load_model, resolve_model
 from alignment.records import Batch
 from alignment.remote_reference import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, reference_token, weights_digest
-from alignment.tokens import cut_by_tokens, row_lengths, take_rows
 
 CONNECTIONS = 16  # at a time
 HEADER_SECONDS = 10.0  # that a client has to say what it wants
@@ -81,18 +82,6 @@ class Answer(NamedTuple):
 
 
 # --- computing --------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def batch_log_probs(
-    model: PreTrainedModel, batch: Batch, distribution: Mapping[str, float], micro_batch_tokens: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """A model's log-probs [B, T] of a batch's responses, on the CPU, 0 elsewhere; `distribution` is what was sampled from."""
-    found_BT = torch.zeros(batch.labels.shape)
-    for rows in cut_by_tokens(row_lengths(batch), micro_batch_tokens):
-        part_BT = policy_log_probs(model, take_rows(batch, rows), dtype, **distribution)["log_probs"]
-        found_BT[rows, : part_BT.shape[1]] = part_BT.cpu()
-    return found_BT
 
 
 def read_upload(body: bytes, vocabulary: int, context: int) -> Upload:
@@ -460,18 +449,39 @@ def facts(args: ReferenceServerArgs, model: PreTrainedModel, dtype: torch.dtype,
     }
 
 
+def serve_on(listener: socket.socket, args: ReferenceServerArgs, token: str, ready: Callable[[str], None]) -> None:
+    """Load the model and answer requests until a signal comes; `ready` is told the address."""
+    device = device_of(args)
+    dtype = compute_dtype(args, device)
+    model = load_model(resolve_model(args.model, Args.output_dir), (device,), dtype)
+    desk = Desk(args.max_pending)
+    server = ReferenceServer(listener, desk, facts(args, model, dtype, device), token)
+    with server.running():
+        ready(server.url)
+        work(desk, model, dtype)  # in the main thread, which a signal can end between any two operations
+
+
+def serve(descriptor: int) -> None:
+    """The server of one run, which is its parent: what to serve comes through the pipe `descriptor`, the address goes back."""
+    connection = Connection(descriptor)
+    args, token = connection.recv()
+    with bound(args.host, args.port, token) as listener:
+        threading.Thread(target=_end_when_told, args=(connection,), daemon=True).start()
+        serve_on(listener, args, token, connection.send)
+
+
+def _end_when_told(connection: Connection) -> None:
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(0)
+
+
 def main() -> None:
     args = tyro.cli(ReferenceServerArgs, use_underscores=True)
-    token, device = reference_token(), device_of(args)
-    path = resolve_model(args.model, Args.output_dir)
+    token = reference_token()
     with bound(args.host, args.port, token) as listener:
-        dtype = compute_dtype(args, device)
-        model = load_model(path, (device,), dtype)
-        desk = Desk(args.max_pending)
-        server = ReferenceServer(listener, desk, facts(args, model, dtype, device), token)
-        with server.running():
-            print(f"reference model {args.model} on {device}: {server.url}", flush=True)
-            work(desk, model, dtype)  # in the main thread, which a signal can end between any two operations
+        name = f"reference model {args.model} on {device_of(args)}"
+        serve_on(listener, args, token, lambda url: print(f"{name}: {url}", flush=True))
 
 
 if __name__ == "__main__":

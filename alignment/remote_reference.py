@@ -9,14 +9,18 @@ import http.client
 import json
 import os
 import re
+import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping
 
 import safetensors.torch
 import torch
 
-from alignment.args import RLArgs
+from alignment.args import ReferenceServerArgs, RLArgs
 from alignment.errors import RunStopped, UserError
+from alignment.processes import START_SECONDS as PROCESS_START_SECONDS
+from alignment.processes import Child
 from alignment.rollouts import Rollout, distribution
 from alignment.tracking import printable
 
@@ -57,11 +61,13 @@ class RemoteReference:
     makes it impossible to go on is a `RunStopped`; no request is waited for longer than `timeout` seconds.
     """
 
+    restarts = 0
+
     def __init__(self, url: str, token: str, vocabulary: int, timeout: float):
         match = re.fullmatch(r"http://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})/?", url)
         if match is None or not 0 < int(match[2]) < 65536:
             raise UserError(f"--reference_url {printable(url)}: must be http://HOST:PORT, as the reference server prints it")
-        self.url, self._address = url, (match[1].strip("[]"), int(match[2]))
+        self.url, self.token, self._address = url, token, (match[1].strip("[]"), int(match[2]))
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.timeout = timeout
         self.info = self._ask_info()
@@ -183,6 +189,55 @@ class RemoteReference:
 
     def _stop(self, what: str) -> None:
         raise RunStopped(f"the reference server {self.url} {what}; then go on with --resume")
+
+
+class OwnReferenceServer:
+    """A reference server that one run starts on this machine, so that it works while the trainer does.
+
+    It serves the model of the folder `start`, on `device`. One that dies, hangs or answers what cannot be log-probs is
+    replaced, once a rollout; then `RunStopped` is raised.
+    """
+
+    def __init__(self, start: str, device: str, dtype: str, vocabulary: int, args: RLArgs):
+        self.token, self.restarts = secrets.token_urlsafe(), 0
+        self._vocabulary, self._timeout = vocabulary, args.sampler_timeout
+        # Room for all rollouts that can be ahead, of any size: nobody else can send it any.
+        self._args = ReferenceServerArgs(
+            model=start, device=device, dtype=dtype, port=0, max_upload_mib=1 << 12, max_pending=args.staleness + 4
+        )
+        self._start()
+
+    @property
+    def url(self) -> str:
+        """Where it is, also after it has been replaced."""
+        return self._client.url
+
+    def annotate(self, rollout: Rollout, args: RLArgs, key: str) -> Rollout:
+        """The rollout with `reference_log_probs_BT`."""
+        try:
+            return self._client.annotate(rollout, args, key)
+        except RunStopped as error:
+            print(f"the reference model is started again: {error}", file=sys.stderr)
+        self.restarts += 1
+        self._child.kill()
+        self._child.close()
+        self._args = dataclasses.replace(self._args, port=int(self.url.rpartition(":")[2]))  # which the sampler knows
+        self._start()
+        return self._client.annotate(rollout, args, key)
+
+    def close(self) -> None:
+        """End it."""
+        self._child.close()
+
+    def _start(self) -> None:
+        self._child = Child("reference model's process", f"{SERVICE}:serve", os.environ)
+        with self._child.time_limit(max(self._timeout, PROCESS_START_SECONDS)):
+            try:
+                self._child.connection.send((self._args, self.token))
+                url = self._child.connection.recv()
+            except (EOFError, OSError):
+                raise RunStopped(self._child.obituary()) from None
+        self._client = RemoteReference(url, self.token, self._vocabulary, self._timeout)
 
 
 def _question(rollout: Rollout, args: RLArgs) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -439,7 +439,7 @@ def _draw_metric(axes, study: Study, key: str, label: str) -> None:
 
 def main() -> None:
     args = tyro.cli(ReportArgs, use_underscores=True)
-    console = Console()
+    console = Console(emoji=False)  # names hold colons
     folders = [Path(run) for run in args.runs]
     study = read_study(folders, args.tie)
     if not study.runs:

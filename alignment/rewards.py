@@ -94,6 +94,10 @@ def find_reward(name: str, rules: Sequence[str]) -> Reward:
             raise UserError(f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}")
         return Reward(RULES[name])
     rule = RULES[rules[0]]
+    if "countdown" in rules and "signed_accuracy" in [item.strip().partition(":")[0] for item in name.split(",")]:
+        raise UserError(
+            "--reward signed_accuracy: it looks for a number that is the answer, which Countdown's are not; use accuracy"
+        )
     parts = []
     for item in name.split(","):
         head, _, last = item.strip().rpartition(":")

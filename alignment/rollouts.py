@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +15,15 @@ from alignment.args import RLArgs
 from alignment.errors import RunStopped, UserError
 from alignment.grpo import group_statistics, normalize_group_rewards, overlong_penalty
 from alignment.models import policy_log_probs
+from alignment.prompts import prompted
 from alignment.records import Batch, Completion, Endless, Group, Problem, Sampling
-from alignment.rewards import grading_report
+from alignment.rewards import Reward, find_reward, grading_report
+from alignment.samplers import Sampler
+from alignment.tasks import find_task
 from alignment.tokens import collate, take_rows
 
 MISMATCH_SAMPLE = 16  # completions of a rollout on which sampler and trainer are compared
+STALE_MISMATCH = 0.5  # nats a token that weights some steps old may differ; far less would be a long way for one update
 
 
 @dataclass(frozen=True)
@@ -87,20 +92,20 @@ def draw_groups(
     args: RLArgs,
     step: int,
     draw: Callable[[Sequence[Problem], int], Sequence[Group]],
-) -> tuple[list[Group], int]:
-    """The groups of a step, and how many prompts were asked for them. `draw(problems, refill)` samples and scores.
+) -> tuple[list[Group], list[Group]]:
+    """The groups of a step, and all that were drawn for them. `draw(problems, refill)` samples and scores.
 
     Groups of equal rewards are replaced by those of other prompts, --max_refills times (dynamic sampling of DAPO,
     arXiv:2503.14476, section 3.2); what is lacking then is made up by the first of them.
     """
     groups = list(draw(problems_of_step(problems, args, step), 0))
     telling, silent = _with_signal(groups, args)
-    asked = len(groups)
+    asked = list(groups)
     for refill in range(1, args.max_refills + 1):
         if not silent or len(telling) >= args.prompts_per_rollout:
             break
         drawn = draw(refill_problems(problems, args, step, refill, args.prompts_per_rollout - len(telling)), refill)
-        asked += len(drawn)
+        asked += drawn
         telling += _with_signal(drawn, args)[0]
     return (telling + silent)[: args.prompts_per_rollout] if args.max_refills else groups, asked
 
@@ -111,7 +116,7 @@ def _with_signal(groups: Sequence[Group], args: RLArgs) -> tuple[list[Group], li
     silent: list[Group] = []
     for group in groups:
         rewards = {
-            score["reward"] + overlong_penalty(len(completion.token_ids), args.max_new_tokens, args.overlong_buffer)
+            score["reward"] + overlong_fine(len(completion.token_ids), args)
             for completion, score in zip(group.completions, group.scores, strict=True)
             if _counts(completion, args)
         }
@@ -119,8 +124,86 @@ def _with_signal(groups: Sequence[Group], args: RLArgs) -> tuple[list[Group], li
     return telling, silent
 
 
+def overlong_fine(length: int, args: RLArgs) -> float:
+    """What is added to the reward of a response of so many tokens, 0 or less."""
+    return overlong_penalty(length, args.max_new_tokens, args.overlong_buffer)
+
+
 def _counts(completion: Completion, args: RLArgs) -> bool:
     return not args.skip_unfinished or completion.finish_reason == "stop"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What one step is made from: its groups, the version of the weights that sampled them, and what that took."""
+
+    step: int
+    policy_version: int
+    groups: list[Group]
+    prompts_asked: int
+    reward_asked: float
+    """Mean reward of all groups that were drawn, those that others have taken the place of too."""
+    seconds: dict[str, float]
+    restarts: int = 0
+    """Engines that the sampler has lost so far."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a step's groups are drawn from, and scored by."""
+
+    problems: Sequence[Problem]
+    reward: Reward
+    stop: tuple[str, ...]
+    args: RLArgs
+
+    def draw(self, step: int, sampler: Sampler) -> Drawn:
+        """Sample and score a step's groups with the weights that the sampler has."""
+        seconds, version = {"sample": 0.0, "score": 0.0}, sampler.policy_version
+
+        def draw(asked: Sequence[Problem], refill: int) -> list[Group]:
+            start = time.perf_counter()
+            how = rollout_sampling(self.stop, self.args, step, refill)
+            completions = sampler.sample([problem.prompt for problem in asked], how)
+            refuse_stale(completions, version)
+            sampled = time.perf_counter()
+            groups = self.reward.score(asked, completions)
+            seconds["sample"] += sampled - start
+            seconds["score"] += time.perf_counter() - sampled
+            return groups
+
+        torch.manual_seed(derived_seed(self.args.seed, step))
+        groups, asked = draw_groups(self.problems, self.args, step, draw)
+        rewards = [score["reward"] for group in asked for score in group.scores]
+        return Drawn(step, version, groups, len(asked), sum(rewards) / len(rewards), seconds, sampler.restarts)
+
+
+def training_source(args: RLArgs, tokenizer) -> Source:
+    """The source that the arguments name. Raises `UserError` where a name or a file is wrong, or no problem is left."""
+    task = find_task(args.task)
+    problems = prompted(task.problems("train", args.dataset_path), args.prompt or task.prompt, tokenizer)
+    return Source(training_problems(problems, args, tokenizer), find_reward(args.reward, task.rules), task.stop, args)
+
+
+class InlineRollouts:
+    """Rollouts that are drawn between the updates, by a sampler that has each step's weights."""
+
+    def __init__(self, source: Source, sampler: Sampler):
+        self.source, self.sampler = source, sampler
+        self.load_weights = sampler.load_weights
+
+    @property
+    def restarts(self) -> int:
+        """Engines that were lost so far."""
+        return self.sampler.restarts
+
+    def next(self, step: int) -> Drawn:
+        """The rollout of a step."""
+        return self.source.draw(step, self.sampler)
+
+    def ahead(self, step: int) -> list[Drawn]:
+        """The rollouts after a step that are drawn already: none."""
+        return []
 
 
 def rollout_sampling(stop: tuple[str, ...], args: RLArgs, step: int, refill: int = 0) -> Sampling:
@@ -145,13 +228,19 @@ def refuse_stale(completions: Sequence[Sequence[Completion]], policy_version: in
     """Raise RuntimeError for a completion that another version of the weights has sampled."""
     stale = {c.policy_version for drawn in completions for c in drawn} - {policy_version}
     if stale:
-        raise RuntimeError(f"the sampler answered with policy version {sorted(stale)}, the trainer is at {policy_version}")
+        raise RuntimeError(f"the sampler answered with policy version {sorted(stale)} where {policy_version} was asked for")
+
+
+def refuse_too_old(drawn: Drawn, staleness: int) -> None:
+    """Raise RuntimeError for a step's rollout by weights that are more steps behind than they may be."""
+    if not 0 <= drawn.step - 1 - drawn.policy_version <= staleness:
+        raise RuntimeError(f"step {drawn.step} got a rollout by version {drawn.policy_version}; --max_staleness is {staleness}")
 
 
 def make_rollout(groups: Sequence[Group], args: RLArgs, pad: int) -> Rollout:
     """Collate the completions, fine those that are too long, and normalise rewards within each group."""
     rollout = collate_groups(groups, pad)
-    fines = [overlong_penalty(length, args.max_new_tokens, args.overlong_buffer) for length in rollout.lengths]
+    fines = [overlong_fine(length, args) for length in rollout.lengths]
     raw_B1 = rollout.raw_rewards_B1 + torch.tensor(fines)[:, None]
     drawn = [completion for group in groups for completion in group.completions]
     counted_B1 = torch.tensor([[_counts(completion, args)] for completion in drawn])
@@ -175,12 +264,12 @@ def collate_groups(groups: Sequence[Group], pad: int) -> Rollout:
 
 
 @torch.no_grad()
-def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype) -> dict[str, float]:
+def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype, steps_old: int = 0) -> dict[str, float]:
     """Mean and largest difference, in nats a token, between the sampler's log-probs and the trainer's.
 
     Measured before the update, on completions spread over the rollout, under the distribution that was sampled from.
     Raises `RunStopped` where the mean exceeds --max_sampler_mismatch: the gradient would be of another policy than the
-    one that was sampled.
+    one that was sampled. Of a sampler whose weights are some steps old more is borne: what they have changed is in it.
     """
     rows = len(rollout.lengths)
     spread = range(0, rows, rows // MISMATCH_SAMPLE + 1)  # not a whole number of groups: each sample number gets its turn
@@ -189,12 +278,14 @@ def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype)
     sampler_BT = rollout.sampler_log_probs_BT[list(spread), : trainer_BT.shape[1]]
     difference = (trainer_BT - sampler_BT)[batch.response_mask].abs()
     mean, largest = difference.mean().item(), difference.max().item()
-    if not mean <= args.max_sampler_mismatch:
+    limit = max(args.max_sampler_mismatch, STALE_MISMATCH) if steps_old else args.max_sampler_mismatch
+    if not mean <= limit:
+        allowed = f"the {limit} that stale weights may be" if steps_old else f"--max_sampler_mismatch {limit}"
         raise RunStopped(
             f"the sampler's log-probs are {mean:.4g} nats a token from the trainer's (largest {largest:.4g}), more than"
-            f" --max_sampler_mismatch {args.max_sampler_mismatch}. Likely causes: weights that did not reach the sampler,"
-            " a prefix cache that outlived them, another dtype (see --dtype), or other temperature or top-p handling."
-            " Nothing was trained on these samples"
+            f" {allowed}. Likely causes: weights that did not reach the sampler, a prefix cache that outlived them, another"
+            " dtype (see --dtype), or other temperature or top-p handling"
+            f"{', or a --learning_rate too high for --max_staleness' * (steps_old > 0)}. Nothing was trained on these samples"
         )
     return {"sampler_mismatch": mean, "sampler_mismatch_max": largest}
 
@@ -213,6 +304,7 @@ def rollout_report(groups: Sequence[Group], args: RLArgs, rules: Sequence[str]) 
         "response_length": sum(len(c.token_ids) for c in drawn) / len(drawn),
         "finished": sum(c.finish_reason == "stop" for c in drawn) / len(drawn),
         "responses": len(scores),
+        **({"fine": sum(overlong_fine(len(c.token_ids), args) for c in drawn) / len(drawn)} if args.overlong_buffer else {}),
         **grading_report(groups, rules),
     }
 

@@ -39,6 +39,8 @@ from alignment.executors import LOST, Executor, Job, make_executor
 from alignment.files import LOCK, held, read_json, read_jsonl, write_atomically
 from alignment.interrupts import Interrupted
 from alignment.report import Study, decide, print_verdicts, read_study, write_report
+from alignment.rewards import find_reward
+from alignment.tasks import find_task
 from alignment.tracking import versions
 
 SEED_STD = 0.02  # of an arm's accuracy between seeds, questions aside: what the design's power is reckoned with
@@ -93,6 +95,7 @@ def make_design(args: SweepOptions) -> Design:
     for arm in arms.values():
         [dataclasses.replace(arm, seed=seed) for seed in seeds]  # which says what is wrong with a seed
         refuse_missing_warm_start(arm)
+        find_reward(arm.reward, find_task(arm.task).rules)
     refuse_what_cannot_be_compared(arms)
     warnings = tuple(lint(arms, seeds))
     if warnings and args.strict:
@@ -287,7 +290,7 @@ def next_runs(design: Design, states: Sequence[State], study: Study, most: int) 
 
 def main() -> None:
     args = tyro.cli(SweepArgs, use_underscores=True)
-    console = Console()
+    console = Console(emoji=False)  # names hold colons
     from_preset(RLArgs, args.preset)  # a preset that there is not is a mistake of this flag, not of an arm
     design = make_design(args)
     print_design(design, args, console)

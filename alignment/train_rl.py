@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shlex
 import shutil
 import time
@@ -24,12 +23,14 @@ from safetensors.torch import save_file
 
 from alignment import interrupts, sft
 from alignment.args import RLArgs, SFTArgs, as_command, command_line, parse, refuse_missing_warm_start
+from alignment.async_rollouts import AsyncRollouts
 from alignment.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
     full_disk_is_an_os_error,
     last_whole_step,
     load_optimizer,
+    load_rollouts,
     put_aside,
     save_checkpoint,
     save_model,
@@ -45,26 +46,27 @@ from alignment.models import (
     load_config,
     load_model,
     load_tokenizer,
+    make_deterministic,
     make_optimizer,
     resolve_model,
     roles_of,
 )
-from alignment.policy_update import OldPolicy, Reference, needs_old_policy, update
+from alignment.policy_update import OldPolicy, needs_old_policy, open_reference, update
 from alignment.prompts import prompted
-from alignment.records import Endless, Group, Problem
+from alignment.records import Endless
 from alignment.rewards import evaluation_reward, find_reward
 from alignment.rollouts import (
+    Drawn,
+    InlineRollouts,
     Rollout,
     collate_groups,
     derived_seed,
-    draw_groups,
     make_rollout,
     per_response,
-    refuse_stale,
+    refuse_too_old,
     rollout_report,
-    rollout_sampling,
     sampler_mismatch,
-    training_problems,
+    training_source,
 )
 from alignment.samplers import encode_prompts, make_sampler, refuse_missing_engine
 from alignment.tasks import find_task
@@ -86,8 +88,8 @@ def train(args: RLArgs, console: Console) -> Path:
     """Run the whole of it; returns the run's folder. Raises `UserError` before any model loads where that can be known."""
     refuse_missing_engine(args)
     task = find_task(args.task)
-    problems, held_out = task.problems("train", args.dataset_path), eval_problems(task, args)
-    reward, rule = find_reward(args.reward, task.rules), evaluation_reward(args.reward, task.rules)
+    held_out, rule = eval_problems(task, args), evaluation_reward(args.reward, task.rules)
+    task.problems("train", args.dataset_path), find_reward(args.reward, task.rules)  # what is wrong with them is said first
     roles = roles_of(args)
     name = f"{args.preset}_{args.loss_type}_seed{args.seed}"
     with contextlib.ExitStack() as closing:
@@ -100,27 +102,32 @@ def train(args: RLArgs, console: Console) -> Path:
             refuse_taken_name(args)
         base = str(checkpoint_folder(path, done)) if done else warm_start(args, console)
         tokenizer, context = load_tokenizer(base), context_length(load_config(base))
-        template = args.prompt or task.prompt
-        problems, held_out = (prompted(split, template, tokenizer) for split in (problems, held_out))
-        problems = training_problems(problems, args, tokenizer)
+        source, held_out = training_source(args, tokenizer), prompted(held_out, args.prompt or task.prompt, tokenizer)
         longest = max(args.max_new_tokens, args.eval_max_new_tokens)
-        known = held_out if isinstance(problems, Endless) else [*problems, *held_out]
+        known = held_out if isinstance(source.problems, Endless) else [*source.problems, *held_out]
         encode_prompts(tokenizer, [problem.prompt for problem in known], context, longest)  # all of them fit
         make_deterministic(args)
         policy = load_model(base, roles.policy, torch.float32)
-        optimizer = make_optimizer(policy, args.learning_rate, args.weight_decay)
+        optimizer = make_optimizer(policy, args.learning_rate, args.weight_decay, args.optimizer)
         if done:
             load_optimizer(checkpoint_folder(path, done), optimizer)
         dtype = compute_dtype(args, roles.policy[0])
         old_policy = OldPolicy(policy, base, roles, dtype) if needs_old_policy(args) else None
-        if args.loss_type in USES_OLD_POLICY and old_policy is None:
+        if args.loss_type in USES_OLD_POLICY and old_policy is None and not args.trusts_sampler:
             console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
-        reference = Reference(warm_start(args, console) if done else base, roles, dtype) if args.beta else None
-        sampler = make_sampler(args, base, tokenizer, roles.sample, roles, policy)
-        closing.callback(sampler.close)
-        shared = roles.eval == roles.sample
-        eval_sampler = sampler if shared else make_sampler(args, base, tokenizer, roles.eval, roles, policy)
+        start = warm_start(args, console) if done and args.beta else base
+        reference = open_reference(args, start, roles, dtype, closing)
+        eval_sampler = make_sampler(args, base, tokenizer, roles.eval, roles, policy, policy_version=done)
         closing.callback(eval_sampler.close)
+        if args.rollouts == "async":
+            rollouts = AsyncRollouts(args, base, done, load_rollouts(Path(base)) if done else [], dtype, reference)
+            closing.callback(rollouts.close)
+        else:
+            sampler = eval_sampler
+            if roles.sample != roles.eval:
+                sampler = make_sampler(args, base, tokenizer, roles.sample, roles, policy, policy_version=done)
+                closing.callback(sampler.close)
+            rollouts = InlineRollouts(source, sampler)
         if path is None:
             path = claim_run_folder(args, name)
             closing.enter_context(held(path))
@@ -133,21 +140,20 @@ def train(args: RLArgs, console: Console) -> Path:
             """A run may have been stopped between a step and its evaluation, so what counts is whether there is one."""
             if step in run.evaluated or (step % args.eval_interval and step < args.num_steps):
                 return
-            if eval_sampler is not sampler:
+            if eval_sampler.policy_version != step:
                 eval_sampler.load_weights(policy.named_parameters(), step)
             how = eval_sampling(task, args, max_new_tokens=args.eval_max_new_tokens)
             evaluation = evaluate_vllm(eval_sampler, rule, held_out, how, task.rules)
-            if eval_sampler is not sampler:
+            if eval_sampler is not rollouts.sampler:
                 sampler_mismatch(policy, collate_groups(evaluation.groups, pad_token_id(tokenizer)), args, dtype)
             run.log_completions("eval", step, evaluation.groups)
             run.log_eval({"step": step, **evaluation.record()})
 
         def save(step: int) -> None:
             run.flush()
-            save_checkpoint(checkpoint_folder(path, step), policy, tokenizer, optimizer)
+            save_checkpoint(checkpoint_folder(path, step), policy, tokenizer, optimizer, rollouts.ahead(step))
             drop_old_checkpoints(path, args.keep_checkpoints, spared=done)  # from which a lost sampler may be started again
 
-        sampler.load_weights(policy.named_parameters(), done)
         counted, watch = 0, Watch(read_jsonl(path / "metrics.jsonl"), args)
         with (
             progress_line("RL", args.num_steps, console) as progress,
@@ -156,46 +162,43 @@ def train(args: RLArgs, console: Console) -> Path:
             evaluate_if_due(done)
             for step in range(done + 1, args.num_steps + 1):
                 clock = Clock()
+                drawn = rollouts.next(step)
+                refuse_too_old(drawn, args.staleness)
+                clock.seconds |= drawn.seconds if args.rollouts == "sync" else {"wait": clock.elapsed()}
                 torch.manual_seed(derived_seed(args.seed, step))
-
-                def draw(asked: Sequence[Problem], refill: int, clock: Clock = clock, step: int = step) -> list[Group]:
-                    with clock("sample"):
-                        how = rollout_sampling(task.stop, args, step, refill)
-                        completions = sampler.sample([problem.prompt for problem in asked], how)
-                    refuse_stale(completions, policy_version=step - 1)
-                    with clock("score"):
-                        return reward.score(asked, completions)
-
-                groups, prompts_asked = draw_groups(problems, args, step, draw)
-                rollout = make_rollout(groups, args, pad_token_id(tokenizer))
+                rollout = make_rollout(drawn.groups, args, pad_token_id(tokenizer))
                 with clock("gate"):
-                    mismatch = sampler_mismatch(policy, rollout, args, dtype)
+                    steps_old = step - 1 - drawn.policy_version
+                    mismatch = sampler_mismatch(policy, rollout, args, dtype, steps_old)
+                if args.trusts_sampler:
+                    rollout = dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
                 if old_policy is not None:
                     with clock("old_log_probs"):
                         rollout = old_policy.annotate(rollout, args)
                 if reference is not None:
                     with clock("reference"):
-                        rollout = reference.annotate(rollout, args)
+                        rollout = reference.annotate(rollout, args, f"step-{step}")
                 with clock("update"):
                     # A signal waits from the first update on: until the step is logged, the weights are between two steps.
                     updates, first_pass_BT, bad = update(policy, optimizer, rollout, args, step, dtype, interrupts.hold)
                 interrupts.hold()
                 with clock("sync"):
-                    sampler.load_weights(policy.named_parameters(), step)
+                    rollouts.load_weights(policy.named_parameters(), step)
                 trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
-                run.log_completions("rollout", step, groups, per_response(trainer_BT, rollout))
+                run.log_completions("rollout", step, drawn.groups, per_response(trainer_BT, rollout))
                 save_bad_batches(path, rollout, step, bad)
-                restarts = sum(each.restarts for each in {sampler, eval_sampler})
+                restarts = sum(each.restarts for each in {rollouts.sampler or rollouts, eval_sampler, reference} - {None})
                 record = {
                     "step": step,
                     **updates,
-                    **rollout_report(groups, args, task.rules),
+                    **rollout_report(drawn.groups, args, task.rules),
                     **mismatch,
                     "restarts": restarts - counted,
                 }
-                record |= {"prompts_asked": prompts_asked} if args.max_refills else {}
+                record |= {"prompts_asked": drawn.prompts_asked, "reward_asked": drawn.reward_asked} if args.max_refills else {}
+                record |= {"staleness": steps_old} if args.rollouts == "async" else {}
                 counted = restarts
-                run.log_step(watched(watch, {**record, **clock.report(rollout)}, console))
+                run.log_step(watched(watch, {**record, **clock.report(rollout, drawn)}, console))
                 interrupts.release()
                 progress(step, f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}")
                 refuse_lost_cause(watch.last, args)
@@ -253,14 +256,6 @@ def warm_start(args: RLArgs, console: Console) -> str:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)
     return resolve_model(args.sft_base, args.output_dir, "--sft_base")
-
-
-def make_deterministic(args: RLArgs) -> None:
-    """--deterministic: what torch has against kernels whose sums depend on timing."""
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first GPU matrix product is made
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
 
 
 # --- around the loop ------------------------------------------------------------------------------------------------
@@ -335,13 +330,17 @@ class Clock:
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def report(self, rollout: Rollout) -> dict[str, float]:
+    def elapsed(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self.start
+
+    def report(self, rollout: Rollout, drawn: Drawn) -> dict[str, float]:
         """Seconds by phase, and tokens a second: those sampled, and those, prompts included, that an update went over."""
         sampled, trained = sum(rollout.lengths), sum(row_lengths(rollout.batch))
         return {
             **{f"seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
-            "seconds": time.perf_counter() - self.start,
-            "tokens_per_second_sample": sampled / self.seconds["sample"],
+            "seconds": self.elapsed(),
+            "tokens_per_second_sample": sampled / drawn.seconds["sample"],
             "tokens_per_second_update": trained / self.seconds["update"],
         }
 

@@ -53,6 +53,8 @@ def concerns(first: Sequence[Record], steps: Sequence[Record], args: RLArgs) -> 
     flat = _mean(steps[-WINDOW:], "flat_groups")
     if flat is not None and flat > 0.95:
         found["equal_rewards"] = f"in {flat:.0%} of the groups all rewards are equal, which teaches nothing"
+    if all(record["updates"] == 0 == record["bad_updates"] for record in steps[-WINDOW:]):
+        found["nothing_trained"] = f"in {WINDOW} steps no response was left to train on (--skip_unfinished)"
     length, length_before = _mean(steps[-WINDOW:], "response_length"), _mean(first, "response_length")
     finished = _mean(steps[-WINDOW:], "finished")
     if None not in (length, length_before, finished) and length > 2 * length_before and finished < 0.8:

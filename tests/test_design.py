@@ -53,6 +53,19 @@ def test_an_arm_that_cannot_work_is_refused():
         grid(sweep("--cliprange", "0.2", "2"))
 
 
+def test_stale_rollouts_are_another_thing():
+    """The ratio is to older weights, so that a clipped loss is no REINFORCE even with one update; k = 0 is the synchronous run."""
+    plain, stale = arm(train_mini_batch_size=0), arm(train_mini_batch_size=0, rollouts="async")
+    assert canonical(plain)["loss_type"] == "reinforce_with_baseline" != canonical(stale)["loss_type"]
+    assert canonical(arm(rollouts="async", max_staleness=0)) == canonical(arm())
+    assert canonical(arm(rollouts="async", max_staleness=1)) == canonical(arm(rollouts="async"))
+
+
+def test_refills_cost_samples():
+    (warning,) = [each for each in lint({"a": arm(), "b": arm(max_refills=4)}, (0, 1)) if each.kind == "confounded"]
+    assert "--max_refills also changes draws of a group, at most" in str(warning)
+
+
 def test_every_arm_survives_its_command_line():
     for args in grid(sweep("--loss_type", "no_baseline", "grpo_clip", "--normalize_by_std", "True", "False")).values():
         placed = dataclasses.replace(args, run_name="x", resume=True, policy_devices=("cuda:0", "cuda:1"))

@@ -24,7 +24,8 @@ from alignment import reference_server, remote_reference
 from alignment.args import ReferenceServerArgs, RLArgs, from_preset
 from alignment.errors import RunStopped, UserError, door
 from alignment.models import load_model
-from alignment.policy_update import rollout_log_probs
+from alignment.placement import Roles
+from alignment.policy_update import open_reference, rollout_log_probs
 from alignment.reference_server import Desk, ReferenceServer, bound, facts, main, work
 from alignment.remote_reference import RemoteReference
 from alignment.rollouts import Rollout
@@ -671,3 +672,32 @@ def test_the_command_serves_until_sigterm(command, tiny_folder, model):
         rest, said = command.communicate(timeout=20)
     assert (command.returncode, rest) == (143, "")
     assert said.splitlines()[-1] == "interrupted by SIGTERM" and "Traceback" not in said  # after what libraries may say
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_replaces_its_own_server_when_that_dies(tiny_folder, model, capsys):
+    rollout, other = make_rollout(), make_rollout(seed=1)
+    own = remote_reference.OwnReferenceServer(str(tiny_folder), "cpu", "float32", VOCABULARY, ARGS)
+    try:
+        url = own.url
+        own._child.kill()
+        found = own.annotate(rollout, ARGS, "step-1")
+        assert torch.equal(found.reference_log_probs_BT, rollout_log_probs(model, rollout, ARGS, torch.float32))
+        assert (own.restarts, own.url) == (1, url) and "the reference model is started again" in capsys.readouterr().err
+        assert own.annotate(other, ARGS, "step-2").reference_log_probs_BT is not None and own.restarts == 1
+    finally:
+        own.close()
+    assert not own._child.is_open and own._child.process.returncode is not None
+
+
+def test_a_served_model_that_training_does_not_start_from_is_refused(server, tiny_folder, monkeypatch):
+    args = dataclasses.replace(ARGS, beta=0.1, reference_url=server.url)
+    roles = Roles(("cpu",), "cpu", "cpu", "cpu")
+    monkeypatch.setenv(remote_reference.TOKEN_VARIABLE, "secret")
+    with contextlib.ExitStack() as closing:
+        remote = open_reference(args, str(tiny_folder), roles, torch.float32, closing)
+        assert remote.annotate(make_rollout(), args, "step-1").reference_log_probs_BT.shape == make_rollout().batch.labels.shape
+        with pytest.raises(UserError, match="has other weights, or another dtype than torch.bfloat16"):
+            open_reference(args, str(tiny_folder), roles, torch.bfloat16, closing)

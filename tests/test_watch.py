@@ -40,7 +40,9 @@ def said(records: list[dict]) -> dict[str, str]:
         ({"response_length": 21.0}, []),  # longer, but they end
         ({"response_length": 21.0, "finished": 0.7}, ["runaway_length"]),
         ({"response_length": 19.0, "finished": 0.7}, []),
-        ({"entropy": None}, []),  # no update was made
+        ({"entropy": None}, []),
+        ({"entropy": None, "updates": 0}, ["nothing_trained"]),
+        ({"entropy": None, "updates": 0, "bad_updates": 2}, []),  # which is said of each such step
     ],
 )
 def test_what_three_steps_say(change, names):

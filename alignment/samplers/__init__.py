@@ -147,11 +147,21 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
     return encoded
 
 
-def make_sampler(args: Args, model_path: str, tokenizer, device: str, roles: Roles, policy=None) -> Sampler:
+def make_sampler(
+    args: Args,
+    model_path: str,
+    tokenizer,
+    device: str,
+    roles: Roles,
+    policy=None,
+    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None,
+    policy_version: int = 0,
+) -> Sampler:
     """The sampler that --sampler names, on `device`, with the weights of `model_path`.
 
     A `policy` that already sits whole on that device in the sampler's own type is read in place; otherwise the
-    sampler has a copy of its own.
+    sampler has a copy of its own. `weights` gives the present ones to an engine that takes the place of a lost one; by default
+    the policy's.
     """
     dtype = compute_dtype(args, device)
     context = context_length(load_config(model_path))
@@ -169,10 +179,12 @@ def make_sampler(args: Args, model_path: str, tokenizer, device: str, roles: Rol
             context=context,
             gpu_memory_utilization=share,
             timeout=args.sampler_timeout,
+            policy_version=policy_version,
         )
-        return Restarted(start, None if policy is None else policy.named_parameters, load_config(model_path).vocab_size)
+        weights = weights or (None if policy is None else policy.named_parameters)
+        return Restarted(start, weights, load_config(model_path).vocab_size)
     from alignment.samplers.transformers import TransformersSampler
 
     in_place = policy is not None and set(roles.policy) == {device} and policy.dtype == dtype
     model = policy if in_place else load_model(model_path, (device,), dtype)
-    return TransformersSampler(model, tokenizer, context)
+    return TransformersSampler(model, tokenizer, context, policy_version)

@@ -11,46 +11,16 @@ import math
 import os
 import pickle
 import random
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import IO
 
 import torch
 
 from alignment.errors import UserError
+from alignment.processes import POLL_SECONDS, START_SECONDS, Child, received_tensors, send_tensors
 from alignment.records import Completion, Sampling
 from alignment.samplers import SamplerLost, encode_prompts
-
-POLL_SECONDS = 0.5  # how soon a death on one side is noticed on the other where the pipe does not tell
-START_SECONDS = 1800  # at least, for an engine to load a model, whatever --sampler_timeout says
-GRACE_SECONDS = 10  # for the engine to free its device before it is killed
-
-# What the worker runs. A parent that was killed cannot stop it, so it watches over its parent, from before the imports,
-# which take many seconds. The parent's id tells more than the pipe, which forks of the parent may hold open.
-WORKER = f"""
-import os, signal, sys, threading, time
-
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: when to end is the parent's to say
-
-def die_with(parent):
-    while os.getppid() == parent:
-        time.sleep({POLL_SECONDS})
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-descriptor, parent = map(int, sys.argv[1:])
-threading.Thread(target=die_with, args=(parent,), daemon=True).start()
-from alignment.samplers.vllm import serve
-serve(descriptor)
-"""
 
 
 class VLLMSampler:
@@ -84,9 +54,8 @@ class VLLMSampler:
         self._timeout = timeout
         self._device = device
         self._dtype = getattr(torch, dtype)
-        self._log_start = 0
-        self._process, self._connection, self._log = _start_worker(worker_environment(device, os.environ))
-        self._stop = weakref.finalize(self, _stop_worker, self._process, self._connection, os.getpid())
+        entry = "alignment.samplers.vllm:serve"
+        self._worker = Child(f"vLLM process on {device}", entry, worker_environment(device, os.environ))
         options = dict(
             model=str(model_path),
             dtype=dtype,
@@ -98,7 +67,7 @@ class VLLMSampler:
             self._ask("start", torch.device(device).type, options, timeout=max(self._timeout, START_SECONDS))
         except RuntimeError as error:
             raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}") from None
-        self._log_start = os.fstat(self._log.fileno()).st_size  # what it wrote so far has nothing to do with its end
+        self._worker.forget_log()
 
     def __enter__(self) -> VLLMSampler:
         return self
@@ -125,57 +94,37 @@ class VLLMSampler:
 
     def close(self) -> None:
         """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
-        self._stop()
+        self._worker.close()
 
     def _ask(
         self, verb: str, *arguments, tensors: Iterable[tuple[str, torch.Tensor]] | None = None, timeout: float | None = None
     ):
         """The worker's answer to a request. After any failure the two sides are out of step, so the worker is ended."""
-        if not self._stop.alive:
+        worker, limit = self._worker, self._timeout if timeout is None else timeout
+        if not worker.is_open:
             raise RuntimeError("the vLLM sampler is closed")
-        limit = self._timeout if timeout is None else timeout
-        hung = threading.Event()
-
-        def end_it() -> None:  # wherever it hangs: before it has read the request, or before it has sent the whole answer
-            hung.set()
-            self._process.kill()
-
-        watch = threading.Timer(min(limit, threading.TIMEOUT_MAX), end_it)
-        watch.daemon = True
-        watch.start()
-        try:
-            self._connection.send((verb, arguments))
-            if tensors is not None:
-                _send_tensors(self._connection, tensors, self._dtype)
-            while not self._connection.poll(POLL_SECONDS):
-                if self._process.poll() is not None and not self._connection.poll():
-                    raise EOFError
-            failure, answer = self._connection.recv()
-        except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
-            obituary = self._obituary()
-            if hung.is_set():
-                obituary = f"the vLLM process on {self._device} gave no answer within {limit:g} s"
-            raise SamplerLost(obituary) from None
-        except BaseException:  # Ctrl-C too: the engine may be busy for minutes with an answer that nobody will read
-            self._process.kill()
-            self.close()
-            raise
-        finally:
-            watch.cancel()
+        with worker.time_limit(limit) as hung:
+            try:
+                worker.connection.send((verb, arguments))
+                if tensors is not None:
+                    send_tensors(worker.connection, tensors, self._dtype)
+                while not worker.connection.poll(POLL_SECONDS):
+                    if worker.has_ended():
+                        raise EOFError
+                failure, answer = worker.connection.recv()
+            except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
+                obituary = worker.obituary()
+                if hung.is_set():
+                    obituary = f"the {worker.name} gave no answer within {limit:g} s"
+                raise SamplerLost(obituary) from None
+            except BaseException:  # Ctrl-C too: the engine may be busy for minutes with an answer that nobody will read
+                worker.kill()
+                self.close()
+                raise
         if failure:
             self.close()
             raise SamplerLost(failure)
         return answer
-
-    def _obituary(self) -> str:
-        """How the worker ended and the last lines that it wrote."""
-        self.close()
-        code = self._process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
-        self._log.seek(self._log_start)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return "\n".join([f"the vLLM process on {self._device} {how}{hint}", *lines[-10:]])
 
 
 def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -190,7 +139,6 @@ def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str,
         visible = _visible_gpu(place.index or 0, environment.get("CUDA_VISIBLE_DEVICES"))
     else:
         raise UserError(f"vLLM samples on cpu or cuda:<index>, not on {device}: choose --sampler transformers")
-    root = str(Path(__file__).parents[2])
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -203,7 +151,6 @@ def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str,
         "CUDA_VISIBLE_DEVICES": visible,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")])),
     }
 
 
@@ -215,50 +162,6 @@ def _visible_gpu(index: int, visible: str | None) -> str:
     if index >= len(entries):
         raise UserError(f"cuda:{index} was asked for, but CUDA_VISIBLE_DEVICES={visible!r} lists {len(entries)} GPUs")
     return entries[index]
-
-
-def _start_worker(environment: dict[str, str]) -> tuple[subprocess.Popen, Connection, IO[bytes]]:
-    """Start `serve` in a fresh interpreter: (process, our end of the pipe, what it writes to stdout and stderr).
-
-    Not `multiprocessing`'s spawn, which would import the caller's __main__ once more and take its environment from
-    this process at that moment. A session of its own keeps Ctrl-C away and makes its whole process group killable.
-    """
-    ours, theirs = Pipe()
-    log = tempfile.TemporaryFile()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", WORKER, str(theirs.fileno()), str(os.getpid())],
-        env=environment,
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-    theirs.close()
-    return process, ours, log
-
-
-def _stop_worker(process: subprocess.Popen, connection: Connection, owner: int) -> None:
-    """End the worker's process group, in peace if it answers in time."""
-    if os.getpid() != owner:  # a fork of the owner, such as a pool's worker, dropped its copy of the sampler
-        return
-    with suppress(OSError):
-        connection.send(None)
-    connection.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _send_tensors(connection: Connection, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
-    """A header and the bytes of each tensor, then None."""
-    for name, tensor in tensors:
-        local = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
-        connection.send((name, dtype, tuple(local.shape)))
-        connection.send_bytes(memoryview(local.flatten().view(torch.uint8).numpy()))
-    connection.send(None)
 
 
 # The worker's side.
@@ -339,7 +242,7 @@ def _fields(child) -> dict:
 
 
 def _reload(engine, connection: Connection) -> None:
-    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _received_tensors(connection)})
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": received_tensors(connection)})
     engine.collective_rpc(_repack_output_embedding)
 
 
@@ -351,11 +254,6 @@ def _repack_output_embedding(worker) -> None:
     for module in worker.get_model().modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
-
-
-def _received_tensors(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, dtype, shape in iter(connection.recv, None):
-        yield name, torch.frombuffer(bytearray(connection.recv_bytes()), dtype=dtype).view(shape)
 
 
 VERBS = {"generate": _generate, "reload": _reload}

@@ -27,14 +27,20 @@ def demonstrations(files: Sequence[str], split: str, seed: int) -> list[tuple[Pr
     if len(rows) < 2:
         raise UserError(f"--demonstrations {' '.join(files)}: {len(rows)} rows are too few to train on")
     random.Random(f"demonstrations {seed}").shuffle(rows)
-    held_out = max(1, len(rows) // VALIDATION_SHARE)
-    return rows[:held_out] if split == "test" else rows[held_out:]
+    asked = list(dict.fromkeys(question_of(row) for row in rows))
+    held_out = set(asked[: max(1, len(asked) // VALIDATION_SHARE)]) if len(asked) > 1 else set()
+    return [row for row in rows if (question_of(row) in held_out) == (split == "test")] or rows
+
+
+def question_of(row: tuple[Problem, str]) -> str:
+    """What a demonstration answers; no question is on both sides of the split, unless there is one only."""
+    return row[0].question or row[0].prompt
 
 
 def read_demonstrations(file: Path) -> list[tuple[Problem, str]]:
     """The rows of one file."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise UserError(f"{file} does not exist") from None
     except UnicodeDecodeError as error:

@@ -2,7 +2,8 @@
 
 It reads requests as JSON lines: {"argv": [...], "log": file} and, to be killed, "phase" and "nth": the command sends itself
 SIGKILL, or "signal", at the nth call that is made in that phase; or "count": a file to write the number of calls in each phase
-to; "workers": start a grading worker too; "file_limit": bytes that a file may have; "pause": seconds before each step.
+to; "workers": start a grading worker too; "file_limit": bytes that a file may have; "pause": seconds before each step;
+"path": a folder to import from.
 It answers with {"pid": ...}, and with {"pid": ..., "status": ...} when that has ended.
 """
 
@@ -20,7 +21,7 @@ from collections.abc import Callable, Container
 import matplotlib.pyplot  # noqa: F401  what a run imports late, imported once for all forks
 import torch.utils.tensorboard  # noqa: F401
 
-from alignment import train_rl
+from alignment import rollouts, train_rl
 from alignment.errors import door
 from alignment.grading import workers
 from alignment.rewards import Reward
@@ -101,13 +102,15 @@ def run(request: dict) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.argv = ["alignment.train_rl", *request["argv"]]
+    if folder := request.get("path"):
+        sys.path.insert(0, folder)
     if limit := request.get("file_limit"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if request.get("workers"):
         workers.pool().warm_up()
     if pause := request.get("pause"):  # before each step, for who wants to see the steps go by
-        draw = train_rl.draw_groups
-        train_rl.draw_groups = lambda *arguments: time.sleep(pause) or draw(*arguments)
+        draw = rollouts.draw_groups
+        rollouts.draw_groups = lambda *arguments: time.sleep(pause) or draw(*arguments)
     if "phase" in request or "count" in request:
         at_every_call([request["phase"]] if "phase" in request else set(PHASES.values()), on_call)
     try:

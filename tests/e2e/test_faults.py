@@ -20,54 +20,9 @@ from alignment.errors import door
 from alignment.files import damage, held, read_jsonl
 from alignment.rewards import CONTROLS, RULES
 from alignment.verify_resume import digests
+from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 
 KILLS = 50
-STEPS = 4
-NAME = "run"
-SMALL = ["--reward", "random", "--prompts_per_rollout", "2", "--group_size", "4", "--train_mini_batch_size", "4"]
-SMALL += ["--max_new_tokens", "16", "--max_problems", "4", "--num_steps", str(STEPS), "--eval_interval", "2"]
-SMALL += ["--save_interval", "1", "--run_name", NAME]
-
-
-class Launcher:
-    """Starts `train_rl` in forks of a process that has imported it (launcher.py), so that fifty starts take little time."""
-
-    def __init__(self):
-        script = Path(__file__).with_name("launcher.py")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def start(self, output: Path, *flags: str, **request) -> int:
-        """Start a run in the folder `output`; returns its process's id."""
-        output.mkdir(exist_ok=True)
-        argv = [*SMALL, "--output_dir", str(output), *flags]
-        self.process.stdin.write(json.dumps({"argv": argv, "log": str(output / "log"), **request}) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())["pid"]
-
-    def wait(self) -> int:
-        """The exit code of the run that was started last; negative for a signal."""
-        return json.loads(self.process.stdout.readline())["status"]
-
-    def run(self, output: Path, *flags: str, **request) -> int:
-        self.start(output, *flags, **request)
-        return self.wait()
-
-
-@pytest.fixture(scope="module")
-def launcher():
-    made = Launcher()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def warm(tiny_folder):
-    """--sft_base."""
-    return tiny_folder
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +32,6 @@ def straight(warm, launcher, tmp_path_factory):
     code = launcher.run(output, "--sft_base", str(warm), count=str(output / "counts.json"))
     assert code == 0, (output / "log").read_text()
     return output / NAME, json.loads((output / "counts.json").read_text())
-
-
-def said(output: Path) -> str:
-    return (output / "log").read_text()
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.errors import UserError
 from alignment.records import Sampling
 from alignment.samplers import Restarted, refuse_missing_engine
-from alignment.samplers.vllm import VLLMSampler, worker_environment
+from alignment.samplers.vllm import worker_environment
 from tests.with_vllm.conftest import CONTEXT, VOCABULARY, WORDS, tiny_llama
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,65 @@
+"""torchao's 8-bit AdamW, made to look like any other optimiser. The one module that imports torchao."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import torchao.optim
+from torchao.optim.subclass_8bit import OptimState8bit
+
+
+class AdamW8bit(torchao.optim.AdamW8bit):
+    """AdamW whose moments are 8-bit codes with an fp32 scale for each block of 256 (Dettmers et al. 2022, arXiv:2110.02861):
+    2.03 bytes a parameter instead of 8. Moments of fewer than 4096 numbers, or of no whole blocks, stay in fp32.
+
+    On GPUs torch.compile makes a kernel for each shape of parameter at the first step; on a CPU this would take a C++
+    compiler and half a minute, so there the step runs uncompiled, which is slow: good to try it out.
+    """
+
+    def __init__(self, groups: list[dict], lr: float, **how):
+        super().__init__(groups, lr=lr, **how)
+        self._set_rates([lr] * len(self.param_groups))
+
+    def step(self, closure: None = None) -> None:
+        """Step every parameter that has a gradient."""
+        rates = [group["lr"] for group in self.param_groups]
+        on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+        # Compiled code takes the rate as a tensor, since a new number would be compiled anew; all else here takes numbers.
+        self._set_rates([torch.tensor(rate) for rate in rates])
+        with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
+            super().step()
+        self._set_rates(rates)
+
+    def _set_rates(self, rates: list) -> None:
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def state_dict(self) -> dict:
+        """As torch's, of plain tensors, which safetensors can hold: "exp_avg" is "exp_avg.codes", ".scale" and ".qmap"."""
+        whole = super().state_dict()
+        return {**whole, "state": {index: dict(_opened(values)) for index, values in whole["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over what `state_dict` gave, bit for bit."""
+        state = {index: _closed(values) for index, values in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state})
+
+
+def _opened(values: dict[str, torch.Tensor]):
+    for key, tensor in values.items():
+        if isinstance(tensor, OptimState8bit):
+            yield from ((f"{key}.{part}", getattr(tensor, part)) for part in tensor.tensor_attrs)
+        else:
+            yield key, tensor
+
+
+def _closed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in values.items():
+        key, _, part = name.partition(".")
+        parts[key][part] = tensor
+    return {
+        key: found[""] if "" in found else OptimState8bit(**found, signed=key == "exp_avg", dtype=torch.float32)
+        for key, found in parts.items()
+    }

@@ -1,0 +1,135 @@
+"""Rollouts drawn ahead, in whole runs: the same as drawn between updates, resumed as exactly, and never waited for in vain."""
+
+import math
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alignment.args import RLArgs, from_preset
+from alignment.async_rollouts import version_for
+from alignment.checkpoint import last_whole_step
+from alignment.files import read_jsonl
+from alignment.verify_resume import TIMINGS, digests
+from tests.e2e.conftest import NAME, said
+
+ASYNC = ["--rollouts", "async"]
+STALE = [*ASYNC, "--max_staleness", "2", "--sync_every", "2", "--num_steps", "7"]
+
+
+@given(st.integers(0, 20), st.data(), st.integers(1, 200))
+def test_each_rollout_has_the_oldest_weights_that_it_may_have(staleness, data, step):
+    every = data.draw(st.integers(1, staleness + 1))
+    args = from_preset(RLArgs, "tiny", rollouts="async", max_staleness=staleness, sync_every=every)
+    version = version_for(step, args)
+    assert version % every == 0 and 0 <= step - 1 - version <= staleness
+    assert version == 0 or step - 1 - (version - every) > staleness  # an older one would be too old
+    assert version_for(step + 1, args) in (version, version + every)  # none is skipped, none comes back
+
+
+def test_versions_by_hand():
+    def versions(**settings) -> list[int]:
+        args = from_preset(RLArgs, "tiny", rollouts="async", **settings)
+        return [version_for(step, args) for step in range(1, 9)]
+
+    assert versions(max_staleness=0) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert versions() == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert versions(max_staleness=2, sync_every=2) == [0, 0, 0, 2, 2, 4, 4, 6]
+
+
+def samplers_of(pid: int) -> list[psutil.Process]:
+    """The sampler's process of a run, which knows its parent's id; one or, when the run is over, none."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "alignment.async_rollouts:serve" in (process.info["cmdline"] or []) and process.info["cmdline"][-1] == str(pid)
+    ]
+
+
+def test_without_staleness_it_is_the_synchronous_run(warm, launcher, tmp_path):
+    """Several updates a rollout too, which the old policy's log-probs are needed for; and a reference model that is served."""
+    flags = ["--sft_base", str(warm), "--num_steps", "3", "--max_refills", "1", "--beta", "0.1"]
+    assert launcher.run(tmp_path / "sync", *flags) == 0, said(tmp_path / "sync")
+    assert launcher.run(tmp_path / "async", *flags, *ASYNC, "--max_staleness", "0") == 0, said(tmp_path / "async")
+    ours, theirs = (digests(tmp_path / kind / NAME) for kind in ("async", "sync"))
+    assert {name for name in ours if ours[name] != theirs[name]} == {"metrics", "TensorBoard"}  # which have `staleness`
+    ours, theirs = (read_jsonl(tmp_path / kind / NAME / "metrics.jsonl") for kind in ("async", "sync"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.pop("staleness") == 0
+        assert {k: v for k, v in one.items() if not k.startswith(TIMINGS)} == {
+            k: v for k, v in other.items() if not k.startswith(TIMINGS)
+        }
+
+
+@pytest.fixture(scope="module")
+def straight(warm, launcher, tmp_path_factory):
+    """The undisturbed run with stale rollouts."""
+    output = tmp_path_factory.mktemp("straight")
+    assert launcher.run(output, "--sft_base", str(warm), *STALE) == 0, said(output)
+    return output / NAME
+
+
+def test_what_was_sampled_is_trained_on_with_the_log_probs_it_was_sampled_with(straight):
+    steps = read_jsonl(straight / "metrics.jsonl")
+    assert [step["staleness"] for step in steps] == [0, 1, 2, 1, 2, 1, 2]
+    for step in steps:
+        drawn = read_jsonl(straight / "completions" / f"rollout_{step['step']:06d}.jsonl")
+        assert {completion["policy_version"] for completion in drawn} == {step["step"] - 1 - step["staleness"]}
+    assert steps[0]["sampler_mismatch"] < 1e-4 < steps[2]["sampler_mismatch"]  # the weights have moved on
+    # The ratio of the first pass is to the sampler's log-probs, which are of older weights than the trainer's.
+    drawn = read_jsonl(straight / "completions" / "rollout_000003.jsonl")
+    trainer, sampler = ([lp for each in drawn for lp in each[key]] for key in ("trainer_log_probs", "log_probs"))
+    ratios = [math.exp(one - other) for one, other in zip(trainer, sampler, strict=True)]
+    assert max(abs(ratio - 1) for ratio in ratios) > 1e-3
+
+
+@pytest.mark.parametrize("phase", ["update", "weight sync"])
+def test_killed_anywhere_it_ends_as_the_undisturbed_run(phase, straight, warm, launcher, tmp_path, wait_for):
+    flags = ["--sft_base", str(warm), *STALE]
+    pid = launcher.start(tmp_path, *flags, phase=phase, nth=30)
+    assert launcher.wait() == -signal.SIGKILL, said(tmp_path)
+    wait_for(lambda: not samplers_of(pid), 10)
+    resume = ["--resume"] if (tmp_path / NAME / "args.json").exists() else []
+    assert launcher.run(tmp_path, *flags, *resume) == 0, said(tmp_path)
+    assert digests(tmp_path / NAME) == digests(straight)
+
+
+def test_a_signal_keeps_the_rollouts_that_were_drawn_ahead(straight, warm, launcher, tmp_path, wait_for):
+    flags = ["--sft_base", str(warm), *STALE, "--save_interval", "100"]
+    pid = launcher.start(tmp_path, *flags)
+    wait_for(lambda: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= 3)
+    assert len(samplers_of(pid)) == 1
+    os.kill(pid, signal.SIGTERM)
+    assert launcher.wait() == 143, said(tmp_path)
+    assert samplers_of(pid) == []
+    done, wrong = last_whole_step(tmp_path / NAME)
+    assert done >= 3 and wrong == [] and "Traceback" not in said(tmp_path)
+    assert launcher.run(tmp_path, *flags, "--resume") == 0, said(tmp_path)
+    assert digests(tmp_path / NAME) == digests(straight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sampler_that_is_lost_stops_the_run_which_then_goes_on(number, straight, warm, launcher, tmp_path, wait_for):
+    flags = ["--sft_base", str(warm), *STALE]
+    pid = launcher.start(tmp_path, *flags, "--sampler_timeout", "15")
+    wait_for(lambda: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= 1)
+    start = time.monotonic()
+    samplers_of(pid)[0].send_signal(number)
+    assert launcher.wait() == 1, said(tmp_path)
+    assert time.monotonic() - start < 120
+    wanted = "sampler's process was killed by SIGKILL" if number == signal.SIGKILL else "within 30 s"
+    assert wanted in said(tmp_path).replace("\n", " ") and "Traceback" not in said(tmp_path)
+    assert samplers_of(pid) == []
+    assert launcher.run(tmp_path, *flags, "--resume") == 0, said(tmp_path)
+    assert digests(tmp_path / NAME) == digests(straight)
+
+
+def test_what_fails_in_the_sampler_is_said_as_it_is(warm, launcher, tmp_path):
+    (tmp_path / "mine.py").write_text("def reward(text, truth):\n    raise ValueError('no such column')\n")
+    flags = ["--sft_base", str(warm), *ASYNC, "--reward", "mine:reward"]
+    assert launcher.run(tmp_path, *flags, path=str(tmp_path)) == 1
+    assert "no such column" in said(tmp_path) and "Traceback" not in said(tmp_path)
