@@ -81,6 +81,7 @@ FORBIDDEN = {
     "rewards.py": {"alignment.tasks", "alignment.models", "alignment.samplers"},
     "models.py": {"alignment.samplers", "alignment.train_rl", "alignment.sft", "alignment.evaluate"},
     "tracking.py": {"alignment.models", "alignment.samplers", "transformers"},
+    "optimizers.py": {"alignment.models", "alignment.args", "transformers"},
     "checkpoint.py": {"alignment.models", "alignment.samplers", "transformers"},
     "ablation.py": {"alignment", "torch", "matplotlib"},
     "design.py": {"torch", "transformers", "alignment.models", "alignment.tracking"},
@@ -120,6 +121,11 @@ def test_sweeps_start_trainers_and_import_none():
 def test_only_the_vllm_sampler_imports_vllm():
     importers = {path.name for path in (ROOT / "alignment").rglob("*.py") if "vllm" in imported(path)}
     assert importers == {"vllm.py"}
+
+
+def test_only_the_8bit_optimizer_imports_torchao():
+    importers = {path.name for path in (ROOT / "alignment").rglob("*.py") if "torchao" in imported(path)}
+    assert importers == {"adamw_8bit.py"}
 
 
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "parse_latex", "loads", "load"}

@@ -458,3 +458,10 @@ def test_sampler_and_eval_on_one_gpu_are_one_copy():
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(1))) == {"cuda:0": (16 + 2) * ALL}  # the policy is the reference
     three = {"cuda:0": 16 * ALL, "cuda:2": 2 * ALL, "cuda:1": (2 + 4) * ALL}  # reference and eval share cuda:1
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(3))) == three
+
+
+def test_the_optimizer_decides_what_the_policy_takes():
+    offloaded = place(QWEN_1_5B, assign_roles(1), "adamw_cpu_offload")
+    assert bytes_by_device(offloaded) == {"cuda:0": (8 + 2) * ALL, "cpu": 8 * ALL}  # 15.4 GB, and 12.3 of moments
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(0), "adamw_cpu_offload")) == {"cpu": (16 + 2) * ALL}
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1), "adamw_8bit")) == {"cuda:0": (10 + 2) * ALL}
