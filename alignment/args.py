@@ -237,6 +237,8 @@ class RLArgs(Args):
     """How many steps old, at most (and, once under way, as a rule); by default 1 with --rollouts async. 0 is as sync."""
     sync_every: int = 1
     """Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1."""
+    sampler_url: str = ""
+    """A vLLM server that rollouts are drawn from, http://HOST:PORT, started as alignment/samplers/vllm_server.py says."""
     max_sampler_mismatch: float = 0.1
     """Largest mean difference, in nats a token, between the sampler's log-probs and the trainer's; above it, stop."""
     eval_interval: int = 20

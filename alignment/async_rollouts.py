@@ -27,7 +27,7 @@ from alignment.models import load_config, load_tokenizer, make_deterministic, ro
 from alignment.processes import GRACE_SECONDS, POLL_SECONDS, START_SECONDS, Child, received_tensors, send_tensors
 from alignment.remote_reference import OwnReferenceServer, RemoteReference
 from alignment.rollouts import Drawn, make_rollout, training_source
-from alignment.samplers import make_sampler
+from alignment.samplers import make_rollout_sampler
 from alignment.tokens import pad_token_id
 
 TIMEOUT = "--sampler_timeout"
@@ -180,7 +180,7 @@ def _draw_ahead(
     source = training_source(args, tokenizer)
     reference = RemoteReference(*served, load_config(base).vocab_size, args.sampler_timeout) if served else None
     present: list[tuple[str, torch.Tensor]] = []  # what a new engine needs where the first is lost
-    sampler = make_sampler(args, base, tokenizer, roles.sample, roles, weights=lambda: present, policy_version=done)
+    sampler = make_rollout_sampler(args, base, tokenizer, roles, lambda: present, policy_version=done)
     for step in range(first, args.num_steps + 1):
         while sampler.policy_version < version_for(step, args):
             version, present[:] = arriving.get()

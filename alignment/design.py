@@ -18,7 +18,8 @@ from alignment.errors import UserError
 WITHOUT_RATIO = ("no_baseline", "reinforce_with_baseline")  # losses that no old policy plays a part in
 OWN_RULE = {"countdown": "countdown", "countdown_small": "countdown"}  # the first of a task's rules, where not r1_zero
 BOOKKEEPING = NOT_SWEPT | {
-    "seed", "reference_url", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints", "max_sampler_mismatch",
+    "seed", "reference_url", "sampler_url", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints",
+    "max_sampler_mismatch",
 }  # fmt: skip
 
 
@@ -150,8 +151,8 @@ def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[LintWarning]:
 def canonical(args: RLArgs) -> dict[str, object]:
     """The arguments that decide what is computed, with those left out that play no part beside the others.
 
-    With one update a rollout, sampled by the present weights, the ratio to the old policy is 1, where every loss with a ratio, clipped or not, of tokens or of
-    responses, has the gradient of -A log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3).
+    With one update a rollout, sampled by the present weights, the ratio to the old policy is 1, where every loss with a ratio,
+    clipped or not, of tokens or of responses, has the gradient of -A log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3).
     """
     facts = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in BOOKKEEPING}
     if facts["train_mini_batch_size"] >= args.rollout_size:

@@ -77,8 +77,8 @@ def open_reference(
         remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
         if weights_digest(load_model(start, ("cpu",), dtype), dtype) != remote.info["weights"]:
             raise UserError(
-                f"--reference_url {args.reference_url}: its model {printable(remote.info['model'])} has other weights, or another"
-                f" dtype than {dtype}, than {start}, from which training starts: serve that one"
+                f"--reference_url {remote.url}: its model {printable(remote.info['model'])} has other weights, or another dtype"
+                f" than {dtype}, than {start}, from which training starts: serve that one"
             )
         return remote
     own = OwnReferenceServer(start, roles.reference, str(dtype).removeprefix("torch."), vocabulary, args)

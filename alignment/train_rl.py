@@ -68,7 +68,7 @@ from alignment.rollouts import (
     sampler_mismatch,
     training_source,
 )
-from alignment.samplers import encode_prompts, make_sampler, refuse_missing_engine
+from alignment.samplers import encode_prompts, make_rollout_sampler, make_sampler, refuse_missing_engine
 from alignment.tasks import find_task
 from alignment.tokens import pad_token_id, row_lengths, take_rows
 from alignment.tracking import (
@@ -124,8 +124,8 @@ def train(args: RLArgs, console: Console) -> Path:
             closing.callback(rollouts.close)
         else:
             sampler = eval_sampler
-            if roles.sample != roles.eval:
-                sampler = make_sampler(args, base, tokenizer, roles.sample, roles, policy, policy_version=done)
+            if roles.sample != roles.eval or args.sampler_url:
+                sampler = make_rollout_sampler(args, base, tokenizer, roles, policy.named_parameters, policy, done)
                 closing.callback(sampler.close)
             rollouts = InlineRollouts(source, sampler)
         if path is None:

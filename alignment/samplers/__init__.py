@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
-from alignment.args import Args
+from alignment.args import Args, RLArgs
 from alignment.errors import RunStopped, UserError
 from alignment.models import compute_dtype, context_length, load_config, load_model, sampler_kind
 from alignment.placement import Roles
@@ -145,6 +146,39 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
                 "an empty prompt cannot be continued: check the dataset, the prompt template and the model's tokenizer files"
             )
     return encoded
+
+
+def make_rollout_sampler(
+    args: RLArgs,
+    model_path: str,
+    tokenizer,
+    roles: Roles,
+    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    policy=None,
+    policy_version: int = 0,
+) -> Sampler:
+    """The sampler of the rollouts: the vLLM server at --sampler_url or, without one, `make_sampler`'s on its device.
+
+    `weights` gives the present ones to an engine that takes the place of a lost one.
+    """
+    if not args.sampler_url:
+        return make_sampler(args, model_path, tokenizer, roles.sample, roles, policy, weights, policy_version)
+    from alignment.samplers.vllm_server import VLLMServerSampler
+
+    config = load_config(model_path)
+    start = functools.partial(
+        VLLMServerSampler,
+        args.sampler_url,
+        model_path,
+        tokenizer,
+        context=context_length(config),
+        dtype=str(compute_dtype(args, roles.sample)).removeprefix("torch."),
+        weights_folder=args.output_dir,
+        timeout=args.sampler_timeout,
+        token=os.environ.get("ALIGNMENT_SAMPLER_TOKEN"),
+        policy_version=policy_version,
+    )
+    return Restarted(start, weights, config.vocab_size)
 
 
 def make_sampler(
