@@ -15,6 +15,7 @@ from alignment import (
     gradients,
     pipeline,
     plan,
+    reference_server,
     rejection_sample,
     report,
     sft,
@@ -32,6 +33,7 @@ MAIN = {
         gradients,
         pipeline,
         plan,
+        reference_server,
         rejection_sample,
         report,
         sft,
@@ -117,7 +119,8 @@ def world(tiny_folder, tmp_path_factory):
     return folder
 
 
-GSM8K = ["--task", "gsm8k"]
+GSM8K, ASYNC = ["--task", "gsm8k"], ["--rollouts", "async"]
+WHOLE = ["--sft_base", "{world}/whole"]
 CASES = [
     # numbers out of range, and what does not go together
     ("train_rl", ["--group_size", "1"], "--group_size 1: must be at least 2"),
@@ -156,6 +159,17 @@ CASES = [
     ("train_rl", ["--max_grader_failures", "2"], "--max_grader_failures 2.0"),
     ("train_rl", ["--sampler_timeout", "0"], "--sampler_timeout 0.0"),
     ("train_rl", ["--keep_checkpoints", "-1"], "--keep_checkpoints -1"),
+    ("train_rl", ["--max_staleness", "2"], "--max_staleness 2: must be 0, or go with --rollouts async"),
+    ("train_rl", ["--sync_every", "2"], "--sync_every 2: must be 1, or go with --rollouts async"),
+    ("train_rl", [*ASYNC, "--max_staleness", "-1"], "--max_staleness -1: must be 0 or more"),
+    ("train_rl", [*ASYNC, "--sync_every", "3"], "--sync_every 3: must be at most 2: later weights would come too late"),
+    ("train_rl", [*ASYNC, "--sampler_correction", "token_mask"], "--sampler_correction token_mask: must be none with"),
+    ("train_rl", ["--reference_url", "http://127.0.0.1:9"], "--reference_url http://127.0.0.1:9: must be empty without --beta"),
+    ("train_rl", [*WHOLE, "--beta", "1", "--reference_url", "http://127.0.0.1:9"], "http://127.0.0.1:9: cannot be reached"),
+    ("train_rl", [*WHOLE, "--beta", "1", "--reference_url", "here"], "--reference_url here: must be http://HOST:PORT"),
+    ("train_rl", [*WHOLE, "--sampler_url", "here"], "--sampler_url here: give it as http://HOST:PORT"),
+    ("train_rl", [*WHOLE, "--sampler_url", "http://127.0.0.1:9"], "--sampler_url: the vLLM server at http://127.0.0.1:9 cannot"),
+    ("train_rl", ["--reward", "signed_accuracy", "--task", "countdown_small"], "--reward signed_accuracy: it looks for a number"),
     ("train_rl", ["--gpu_memory_utilization", "1.2"], "--gpu_memory_utilization 1.2"),
     ("evaluate", ["--num_samples", "0"], "--num_samples 0"),
     ("evaluate", ["--max_problems", "-1"], "--max_problems -1"),
@@ -250,6 +264,10 @@ CASES = [
     ("sweep", ["--sweep_file", "{world}/arms_name.toml"], "use letters, digits"),
     ("sweep", ["--sweep_file", "{world}/arms_value.toml"], "--cliprange 7"),
     ("sweep", ["--sweep_file", "{world}/arms_binary.toml"], "arms_binary.toml: "),
+    ("sweep", ["--reward", "r1_zero", "praise"], "--reward praise: there is no such reward"),
+    ("reference_server", ["--model", "nowhere"], "--model nowhere: no model folder"),
+    ("reference_server", ["--model", "{world}/whole", "--host", "0.0.0.0"], "--host 0.0.0.0: other machines could use it there"),
+    ("reference_server", ["--model", "{world}/whole", "--max_pending", "0"], "--max_pending 0"),
     # the file system
     ("evaluate", ["--model", "{world}/whole", "--output_dir", "{world}/a_file"], "a_file"),
     ("evaluate", ["--model", "{world}/whole", "--output_dir", "/proc/nothing_is_written_here"], "/proc/nothing_is_written_here"),
