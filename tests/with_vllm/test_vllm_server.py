@@ -1,0 +1,221 @@
+"""The sampler of a vLLM server against vLLM within a process and a plain forward pass, with a real server on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from transformers import AutoConfig
+
+from alignment.errors import RunStopped, UserError
+from alignment.records import Sampling
+from alignment.samplers import Restarted, SamplerLost
+from alignment.samplers.vllm_server import VLLMServerSampler
+from tests.with_vllm.conftest import CONTEXT, VOCABULARY, tiny_llama
+from tests.with_vllm.test_vllm_sampler import LONG_PROMPT, OPEN_END, PROMPTS, ROOT, expected_log_probs, flat, happens_within
+
+KEY = "the key"
+READY_SECONDS = 400  # three processes, each of which takes ten seconds or more of a core to import what it needs
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, str]:
+    """Settings by which processes share what they compile, where Python is told to keep none of it: half of their start."""
+    return {"PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("compiled")), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+@pytest.fixture(scope="module")
+def starting(tmp_path_factory, tokenizer, compiled):
+    """(process, port) of a server that is on its way, with a model of its own weights."""
+    folder = tmp_path_factory.mktemp("server")
+    tiny_llama(seed=9).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = f"""
+        --model {folder} --dtype float32 --max-model-len {CONTEXT} --logprobs-mode processed_logprobs
+        --host 127.0.0.1 --port {port} --worker-extension-cls alignment.samplers.vllm_server.SamplerWorker
+        --middleware alignment.samplers.vllm_server.Guard
+        --no-enable-chunked-prefill --max-num-batched-tokens {CONTEXT} --enforce-eager"""
+    settings = {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    settings |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1"}
+    with (folder / "log").open("wb") as log:
+        process = psutil.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
+            env={**os.environ, **settings, **compiled},
+            cwd=ROOT,  # where -m finds this package
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    yield process, port
+    left = processes(process)
+    for each in left:
+        each.kill()
+    psutil.wait_procs(left, 10)
+    print((folder / "log").read_text(errors="replace")[-5000:])  # which pytest shows where a test failed
+
+
+@pytest.fixture(scope="module")
+def server(starting, sampler):
+    """The port of the server once it answers; the engine of this process starts meanwhile."""
+    process, port = starting
+    assert happens_within(READY_SECONDS, lambda: process.poll() is not None or status(port, "GET", "/health", KEY) == 200)
+    assert process.is_running()
+    return port
+
+
+@pytest.fixture
+def connect(server, model_path, tokenizer, tmp_path):
+    def connecting(model_path: str = model_path, **options) -> VLLMServerSampler:
+        options = {"context": CONTEXT, "timeout": 120.0, "token": KEY, "weights_folder": tmp_path / "weights"} | options
+        return VLLMServerSampler(f"http://127.0.0.1:{server}", model_path, tokenizer, dtype="float32", **options)
+
+    return connecting
+
+
+def processes(parent: psutil.Process) -> list[psutil.Process]:
+    return [*parent.children(recursive=True), parent] if parent.is_running() else []
+
+
+def status(port: int, method: str, path: str, key: str) -> int | None:
+    """The status that the server answers with; None where it does not answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, headers={"Authorization": f"Bearer {key}"})
+        return connection.getresponse().status
+    except OSError:
+        return None
+    finally:
+        connection.close()
+
+
+HOW = {
+    "as they are": OPEN_END,
+    "another temperature, nucleus and tokens": Sampling(n=4, temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=24, stop=()),
+    "greedy": Sampling(n=2, temperature=0.0, max_new_tokens=24, stop=()),
+    "to a stop string or EOS": Sampling(n=8, max_new_tokens=48, stop=(" ba", " fe ", "</answer>"), seed=2),
+}
+
+
+@pytest.mark.parametrize("sampling", HOW.values(), ids=HOW)
+def test_completions_are_those_of_vllm_within_a_process(sampling, connect, sampler):
+    prompts = [*PROMPTS, LONG_PROMPT]
+    ours, theirs = connect().sample(prompts, sampling), sampler.sample(prompts, sampling)
+    assert [len(group) for group in ours] == [sampling.n] * 4
+    for own, other in zip(flat(ours), flat(theirs), strict=True):
+        assert (own.prompt_ids, own.token_ids, own.text) == (other.prompt_ids, other.token_ids, other.text)
+        assert own.finish_reason == other.finish_reason and own.policy_version == other.policy_version
+        torch.testing.assert_close(own.log_probs, other.log_probs, rtol=0, atol=1e-4)
+    if sampling.stop:
+        assert {completion.finish_reason for completion in flat(ours)} == {"stop", "length"}
+
+
+def test_new_weights_replace_the_old_ones_and_their_cached_prefixes(connect, policy, tmp_path):
+    server, prompts = connect(), [LONG_PROMPT, PROMPTS[0]]
+    for seed, model in [(0, policy), (1, tiny_llama(seed=1)), (2, tiny_llama(seed=2))]:
+        server.load_weights(model.named_parameters(), version=seed)
+        assert list((tmp_path / "weights").iterdir()) == []
+        again = [server.sample(prompts, OPEN_END) for _ in range(2)]
+        assert again[0] == again[1]
+        for completion in flat(again[0]):
+            assert completion.policy_version == seed
+            assert (torch.tensor(completion.log_probs) - expected_log_probs(model, completion)).abs().max() < 1e-3
+
+
+def test_weights_that_another_command_has_replaced_are_brought_again(connect):
+    others = tiny_llama(seed=1)
+    ours = Restarted(connect, others.named_parameters, len(VOCABULARY))
+    ours.load_weights(others.named_parameters(), 4)
+    expected = ours.sample(PROMPTS, OPEN_END)
+    direct = ours._engine
+    connect()
+    with pytest.raises(SamplerLost, match="lost our weights"):
+        direct.sample(PROMPTS, OPEN_END)
+    assert ours.sample(PROMPTS, OPEN_END) == expected and ours.restarts == 1
+
+
+def test_without_the_key_nothing_is_answered(connect, server):
+    for token in (None, "another"):
+        with pytest.raises(UserError, match="--sampler_url: .*401. Set ALIGNMENT_SAMPLER_TOKEN"):
+            connect(token=token)
+    for method, path in [("POST", "/collective_rpc"), ("POST", "/reset_prefix_cache"), ("GET", "/server_info")]:
+        assert status(server, method, path, "another") == 401
+
+
+def test_a_server_that_does_not_fit_says_how_to_start_it(connect, model_path, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=f"a context of {CONTEXT} tokens and not 9999. Start it as: .* --max-model-len 9999 "):
+        connect(context=9999)
+    config = AutoConfig.from_pretrained(model_path)
+    config.hidden_size, config.tie_word_embeddings = 128, False
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match="another model, with hidden_size 64 and not 128, tie_word_embeddings True and not False"
+    ):
+        connect(str(tmp_path))
+    call = VLLMServerSampler._call  # as where the server has no such method
+    monkeypatch.setattr(VLLMServerSampler, "_call", lambda self, method, *rest: call(self, "no_such_method", *rest))
+    with pytest.raises(UserError, match="no attribute 'no_such_method'.* must be started as: .*--worker-extension-cls"):
+        connect()
+
+
+def test_a_folder_that_the_server_does_not_see(connect, monkeypatch):
+    monkeypatch.setattr("alignment.samplers.vllm_server._write_shards", lambda *arguments: None)
+    with pytest.raises(UserError, match="is not to be seen on .*It has to see .*weights, where"):
+        connect()
+
+
+def test_a_server_that_hangs_is_given_up_in_time_and_serves_again_after(connect, starting):
+    sampler = connect()
+    expected = sampler.sample(PROMPTS, OPEN_END)
+    sampler._timeout = 2.0
+    everyone = processes(starting[0])
+    for each in everyone:
+        each.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(SamplerLost, match="gave no answer within 2.0 s"):
+            sampler.sample(PROMPTS, OPEN_END)
+        assert time.monotonic() - began < 10
+    finally:
+        for each in everyone:
+            each.send_signal(signal.SIGCONT)
+    sampler._timeout = 120.0
+    assert sampler.sample(PROMPTS, OPEN_END) == expected
+
+
+def test_what_is_interrupted_is_dropped_by_the_server(connect):
+    sampler = connect()
+    expected = sampler.sample(PROMPTS, OPEN_END)
+    sampler._timeout = 1.0
+    with pytest.raises(SamplerLost, match="gave no answer within"):
+        sampler.sample(PROMPTS * 20, Sampling(n=32, max_new_tokens=480, stop=()))
+    sampler._timeout = 120.0
+    assert sampler.sample(PROMPTS, OPEN_END) == expected
+
+
+def test_a_server_that_is_killed_loses_the_sampler(connect, starting):
+    """The last test: it kills the server."""
+    sampler = Restarted(connect, None, len(VOCABULARY))
+    engine = processes(starting[0])[:-1]  # what is left is the process that listens, which then ends itself
+    threading.Timer(0.5, lambda: [each.kill() for each in engine]).start()
+    began = time.monotonic()
+    with pytest.raises(RunStopped, match="the sampler was lost .*, and once more after it was started again: --sampler_url: "):
+        sampler.sample(PROMPTS * 20, Sampling(n=32, max_new_tokens=480, stop=()))
+    assert time.monotonic() - began < 60
+    left = processes(starting[0])
+    for each in left:
+        each.kill()
+    psutil.wait_procs(left, 10)
+    with pytest.raises(UserError, match="--sampler_url: .* cannot be reached"):
+        connect()
