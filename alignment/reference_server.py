@@ -43,7 +43,7 @@ from transformers import PreTrainedModel
 from alignment import interrupts
 from alignment.args import Args, ReferenceServerArgs
 from alignment.errors import UserError, door
-from alignment.models import batch_log_probs, compute_dtype, context_length, load_model, resolve_model
+from alignment.models import batch_log_probs, compute_dtype, context_length, load_model, make_deterministic, resolve_model
 from alignment.records import Batch
 from alignment.remote_reference import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, reference_token, weights_digest
 
@@ -464,7 +464,8 @@ def serve_on(listener: socket.socket, args: ReferenceServerArgs, token: str, rea
 def serve(descriptor: int) -> None:
     """The server of one run, which is its parent: what to serve comes through the pipe `descriptor`, the address goes back."""
     connection = Connection(descriptor)
-    args, token = connection.recv()
+    args, token, run = connection.recv()
+    make_deterministic(run)
     with bound(args.host, args.port, token) as listener:
         threading.Thread(target=_end_when_told, args=(connection,), daemon=True).start()
         serve_on(listener, args, token, connection.send)

@@ -200,7 +200,7 @@ class OwnReferenceServer:
 
     def __init__(self, start: str, device: str, dtype: str, vocabulary: int, args: RLArgs):
         self.token, self.restarts = secrets.token_urlsafe(), 0
-        self._vocabulary, self._timeout = vocabulary, args.sampler_timeout
+        self._vocabulary, self._timeout, self._rl_args = vocabulary, args.sampler_timeout, args
         # Room for all rollouts that can be ahead, of any size: nobody else can send it any.
         self._args = ReferenceServerArgs(
             model=start, device=device, dtype=dtype, port=0, max_upload_mib=1 << 12, max_pending=args.staleness + 4
@@ -233,7 +233,7 @@ class OwnReferenceServer:
         self._child = Child("reference model's process", f"{SERVICE}:serve", os.environ)
         with self._child.time_limit(max(self._timeout, PROCESS_START_SECONDS)):
             try:
-                self._child.connection.send((self._args, self.token))
+                self._child.connection.send((self._args, self.token, self._rl_args))
                 url = self._child.connection.recv()
             except (EOFError, OSError):
                 raise RunStopped(self._child.obituary()) from None

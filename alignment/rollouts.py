@@ -19,7 +19,7 @@ from alignment.prompts import prompted
 from alignment.records import Batch, Completion, Endless, Group, Problem, Sampling
 from alignment.rewards import Reward, find_reward, grading_report
 from alignment.samplers import Sampler
-from alignment.tasks import find_task
+from alignment.tasks import Task, find_task
 from alignment.tokens import collate, take_rows
 
 MISMATCH_SAMPLE = 16  # completions of a rollout on which sampler and trainer are compared
@@ -140,12 +140,11 @@ class Drawn:
     step: int
     policy_version: int
     groups: list[Group]
-    prompts_asked: int
-    reward_asked: float
-    """Mean reward of all groups that were drawn, those that others have taken the place of too."""
+    report: dict[str, float]
+    """What `rollout_report` says, by whoever has graded it."""
     seconds: dict[str, float]
     restarts: int = 0
-    """Engines that the sampler has lost so far."""
+    """Engines that were lost since the rollout before, where nobody else counts them."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class Source:
 
     problems: Sequence[Problem]
     reward: Reward
-    stop: tuple[str, ...]
+    task: Task
     args: RLArgs
 
     def draw(self, step: int, sampler: Sampler) -> Drawn:
@@ -163,7 +162,7 @@ class Source:
 
         def draw(asked: Sequence[Problem], refill: int) -> list[Group]:
             start = time.perf_counter()
-            how = rollout_sampling(self.stop, self.args, step, refill)
+            how = rollout_sampling(self.task.stop, self.args, step, refill)
             completions = sampler.sample([problem.prompt for problem in asked], how)
             refuse_stale(completions, version)
             sampled = time.perf_counter()
@@ -174,15 +173,18 @@ class Source:
 
         torch.manual_seed(derived_seed(self.args.seed, step))
         groups, asked = draw_groups(self.problems, self.args, step, draw)
-        rewards = [score["reward"] for group in asked for score in group.scores]
-        return Drawn(step, version, groups, len(asked), sum(rewards) / len(rewards), seconds, sampler.restarts)
+        report = rollout_report(groups, self.args, self.task.rules)
+        if self.args.max_refills:
+            rewards = [score["reward"] for group in asked for score in group.scores]
+            report |= {"prompts_asked": len(asked), "reward_asked": sum(rewards) / len(rewards)}
+        return Drawn(step, version, groups, report, seconds)
 
 
 def training_source(args: RLArgs, tokenizer) -> Source:
     """The source that the arguments name. Raises `UserError` where a name or a file is wrong, or no problem is left."""
     task = find_task(args.task)
     problems = prompted(task.problems("train", args.dataset_path), args.prompt or task.prompt, tokenizer)
-    return Source(training_problems(problems, args, tokenizer), find_reward(args.reward, task.rules), task.stop, args)
+    return Source(training_problems(problems, args, tokenizer), find_reward(args.reward, task.rules), task, args)
 
 
 class InlineRollouts:

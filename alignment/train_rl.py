@@ -64,7 +64,6 @@ from alignment.rollouts import (
     make_rollout,
     per_response,
     refuse_too_old,
-    rollout_report,
     sampler_mismatch,
     training_source,
 )
@@ -191,11 +190,10 @@ def train(args: RLArgs, console: Console) -> Path:
                 record = {
                     "step": step,
                     **updates,
-                    **rollout_report(drawn.groups, args, task.rules),
+                    **drawn.report,
                     **mismatch,
                     "restarts": restarts - counted,
                 }
-                record |= {"prompts_asked": drawn.prompts_asked, "reward_asked": drawn.reward_asked} if args.max_refills else {}
                 record |= {"staleness": steps_old} if args.rollouts == "async" else {}
                 counted = restarts
                 run.log_step(watched(watch, {**record, **clock.report(rollout, drawn)}, console))
@@ -269,11 +267,14 @@ def saved_when_stopped(
     try:
         yield
     except (Interrupted, RunStopped) as stop:
-        if interrupts.is_held():
-            raise  # the weights are between two steps: the last checkpoint stands
         step = steps_done()
-        if step and not checkpoint_folder(path, step).exists():
-            save(step)
+        try:
+            if interrupts.is_held():  # the weights are between two steps: the last checkpoint stands
+                step, _ = last_whole_step(path)
+            elif step and not checkpoint_folder(path, step).exists():
+                save(step)
+        except RunStopped:  # a sampler that is lost has taken with it what older weights had drawn
+            step, _ = last_whole_step(path)
         again = command_line(dataclasses.replace(args, run_name=path.name, resume=True))
         command = f"uv run -m alignment.train_rl {shlex.join(again)}"
         console.print(f"stopped after step {step} ({stop}); go on with: {command}", markup=False, soft_wrap=True)

@@ -1,5 +1,7 @@
 """Imported before any test module, so that the package can set OpenMP's waiting policy before torch is loaded."""
 
+import os
+import sys
 import time
 from importlib.util import find_spec
 
@@ -7,6 +9,10 @@ import pytest
 from hypothesis import settings
 
 import alignment  # noqa: F401
+
+# Tests start some hundred interpreters; where none may keep what it has compiled, half of each start is compiling torch again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Where vLLM is not installed beside pytest, e2e/test_vllm.py runs that folder in an environment that has it.
 collect_ignore = [] if find_spec("vllm") else ["with_vllm"]

@@ -202,8 +202,10 @@ def make_sampler(
     if sampler_kind(args) == "vllm":
         from alignment.samplers.vllm import VLLMSampler
 
-        alone = device not in {*roles.policy, roles.reference}  # sampling and evaluation on one GPU share one engine
-        share = args.gpu_memory_utilization or (0.9 if alone else 0.4)
+        alone = device not in {*roles.policy, roles.reference}
+        # Sampling and evaluation on one GPU share one engine, unless they are in two processes.
+        engines = 2 if isinstance(args, RLArgs) and args.rollouts == "async" and roles.sample == roles.eval else 1
+        share = args.gpu_memory_utilization or (0.9 if alone else 0.4) / engines
         start = functools.partial(
             VLLMSampler,
             model_path,

@@ -87,10 +87,9 @@ def test_what_was_sampled_is_trained_on_with_the_log_probs_it_was_sampled_with(s
     assert max(abs(ratio - 1) for ratio in ratios) > 1e-3
 
 
-@pytest.mark.parametrize("phase", ["update", "weight sync"])
-def test_killed_anywhere_it_ends_as_the_undisturbed_run(phase, straight, warm, launcher, tmp_path, wait_for):
+def test_killed_anywhere_it_ends_as_the_undisturbed_run(straight, warm, launcher, tmp_path, wait_for):
     flags = ["--sft_base", str(warm), *STALE]
-    pid = launcher.start(tmp_path, *flags, phase=phase, nth=30)
+    pid = launcher.start(tmp_path, *flags, phase="weight sync", nth=30)
     assert launcher.wait() == -signal.SIGKILL, said(tmp_path)
     wait_for(lambda: not samplers_of(pid), 10)
     resume = ["--resume"] if (tmp_path / NAME / "args.json").exists() else []
@@ -123,9 +122,11 @@ def test_a_sampler_that_is_lost_stops_the_run_which_then_goes_on(number, straigh
     assert time.monotonic() - start < 120
     wanted = "sampler's process was killed by SIGKILL" if number == signal.SIGKILL else "within 30 s"
     assert wanted in said(tmp_path).replace("\n", " ") and "Traceback" not in said(tmp_path)
+    assert "go on with: uv run -m alignment.train_rl" in said(tmp_path)
     assert samplers_of(pid) == []
-    assert launcher.run(tmp_path, *flags, "--resume") == 0, said(tmp_path)
-    assert digests(tmp_path / NAME) == digests(straight)
+    if number == signal.SIGKILL:
+        assert launcher.run(tmp_path, *flags, "--resume") == 0, said(tmp_path)
+        assert digests(tmp_path / NAME) == digests(straight)
 
 
 def test_what_fails_in_the_sampler_is_said_as_it_is(warm, launcher, tmp_path):
