@@ -42,6 +42,7 @@ def python() -> str:
     return str(environment / "bin" / "python")
 
 
+@pytest.mark.timeout(1800)
 def test_the_sampler_suite(python):
     if python == sys.executable:
         return  # the folder is collected here, beside this file
