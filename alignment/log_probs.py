@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.checkpoint import checkpoint
+
+from alignment.packing import attention_by_layout, pack, send
+from alignment.tokens import split_rows
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
+LOGITS_IN_CACHE = {"cpu": 2**20}  # of which so many are gone over at a time, where passes over memory are what takes time
 
 
 def compute_entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -59,37 +62,117 @@ def get_response_log_probs(
 ) -> dict[str, torch.Tensor]:
     """log pi(label | prefix) in nats, fp32, for the positions in `response_mask` (everywhere when None), 0 elsewhere.
 
-    `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded. Give the mask on the CPU: reading positions
-    off a mask on a GPU would make the host wait for it. Returns {"log_probs": [batch, sequence]} on the output head's
-    device, with "token_entropy" [batch, sequence] (detached) when asked. The distribution is the tempered, truncated one
-    (`sampling_logits`). Logits exist for response positions only, and for a bounded number of them at a time; where
-    there are more, backward computes them again.
+    `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded. Give them on the CPU: where rows end and which
+    share a prompt is read off them, for which the host would wait for a GPU. Returns {"log_probs": [batch, sequence]} on the
+    output head's device, with "token_entropy" [batch, sequence] (detached) when asked. The distribution is the tempered,
+    truncated one (`sampling_logits`).
+
+    No padding is computed, a prompt of several rows once (`packing.Packing`), and logits for the mask's positions only, a
+    bounded number at a time. Raises ValueError for a model that does not hand on what its attention is told.
     """
-    mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask
-    places = mask.flatten().nonzero().squeeze(1)
-    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state.flatten(0, 1)
-    places = places.to(hidden.device, non_blocking=True)
-    hidden, targets = hidden.index_select(0, places), labels.to(hidden.device).flatten().index_select(0, places)
+    input_ids, labels = input_ids.cpu(), labels.cpu()
+    mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
+    packing = pack(split_rows(input_ids, mask))
+    device = model.get_input_embeddings().weight.device
+    with attention_by_layout(model, packing):
+        hidden = model.get_decoder()(
+            input_ids=send(packing.input_ids_1N, device),
+            position_ids=send(packing.position_ids_1N, device),
+            use_cache=False,
+            layout=packing,
+        ).last_hidden_state
     head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"{type(model).__name__} has a bias in its output head, which is not supported")
+    scored = mask.flatten().nonzero().squeeze(1)
+    spots_BT = torch.nn.functional.pad(packing.spots_BT, (0, mask.shape[1] - packing.spots_BT.shape[1]))
+    spots = spots_BT.flatten().index_select(0, scored)
+    hidden = hidden[0].index_select(0, send(spots, hidden.device)).to(head.weight.device)
+    targets = send(labels.flatten().index_select(0, scored), hidden.device)
+    found = LabelLogProbs.apply(hidden, head.weight, targets, (temperature, top_p, top_k), return_token_entropy)
+    scored = send(scored, hidden.device)
+    names = ("log_probs", "token_entropy")[: 1 + return_token_entropy]
+    return {
+        name: torch.zeros(labels.numel(), device=hidden.device).index_copy(0, scored, values).view(labels.shape)
+        for name, values in zip(names, found, strict=False)
+    }
 
-    def score(hidden_N, targets_N):
-        logits = head(hidden_N)
-        targets_N = targets_N.to(logits.device)
-        kept = sampling_logits(logits, temperature, top_p, top_k, keep=targets_N)
-        log_probs = kept.gather(-1, targets_N[:, None]).squeeze(-1) - kept.logsumexp(dim=-1)
-        with torch.no_grad():
-            entropy = compute_entropy(logits / temperature) if return_token_entropy else torch.zeros_like(log_probs)
-        return log_probs, entropy
 
-    rows = max(1, LOGITS_IN_MEMORY // head.weight.shape[0])
-    pieces = list(zip(hidden.split(rows), targets.split(rows), strict=True))
-    again = len(pieces) > 1 and torch.is_grad_enabled()
-    scored = [checkpoint(score, h, t, use_reentrant=False) if again else score(h, t) for h, t in pieces]
+class LabelLogProbs(torch.autograd.Function):
+    """log softmax(h W^T)[label] of the tempered, truncated distribution, and its entropy, without all logits in memory.
 
-    def everywhere(index: int) -> torch.Tensor:
-        values = torch.cat([piece[index] for piece in scored])
-        flat = torch.zeros(labels.numel(), dtype=values.dtype, device=values.device)
-        return flat.index_copy(0, places.to(values.device), values).view(labels.shape)
+    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropy is wanted) -> log-probs [N] and
+    entropies [N] (zeros unless wanted; without gradient), both fp32. With p = softmax of a row and g its incoming gradient,
+    d(log p_y)/dz = (1[y] - p) / temperature. Rows go through in pieces of `LOGITS_IN_MEMORY` logits; a single piece keeps p
+    for backward, several compute it again.
+    """
 
-    result = {"log_probs": everywhere(0)}
-    return result | {"token_entropy": everywhere(1)} if return_token_entropy else result
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, with_entropy):
+        kind = hidden_NH.device.type
+        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VH.dtype
+        ctx.distribution, ctx.probabilities = distribution, None
+        ctx.save_for_backward(hidden_NH, weight_VH, labels_N)
+        pieces = _pieces(len(hidden_NH), weight_VH.shape[0])
+        keep = len(pieces) == 1 and any(ctx.needs_input_grad[:2])
+        with torch.autocast(kind, enabled=False):
+            weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
+            log_probs_N, entropy_N = (torch.zeros(len(hidden), device=hidden.device) for _ in range(2))
+            for piece in pieces:
+                logits = (hidden[piece] @ weight.T).float()
+                score_in_place(logits, labels_N[piece], distribution, with_entropy, log_probs_N[piece], entropy_N[piece])
+            ctx.probabilities = logits if keep else None
+        ctx.mark_non_differentiable(entropy_N)
+        return log_probs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, gradient_N, _):
+        hidden_NH, weight_VH, labels_N = ctx.saved_tensors
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
+            to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+            to_weight = None
+            for piece in _pieces(len(hidden), len(weight)):
+                if (probabilities := ctx.probabilities) is None:
+                    probabilities = (hidden[piece] @ weight.T).float()
+                    score_in_place(probabilities, labels_N[piece], ctx.distribution, False)
+                ctx.probabilities = None  # which are written over here
+                scale = (gradient_N[piece] / ctx.distribution[0])[:, None]
+                by_logits = probabilities.mul_(-scale).scatter_add_(1, labels_N[piece][:, None], scale).to(ctx.dtype)
+                if to_hidden is not None:
+                    to_hidden[piece] = by_logits @ weight
+                if ctx.needs_input_grad[1]:
+                    part = by_logits.T @ hidden[piece]
+                    to_weight = part.to(weight_VH.dtype) if to_weight is None else to_weight.add_(part)
+        return None if to_hidden is None else to_hidden.to(hidden_NH.dtype), to_weight, None, None, None
+
+
+def _pieces(rows: int, vocabulary: int) -> list[slice]:
+    """Rows cut evenly into as few pieces as keep to `LOGITS_IN_MEMORY`."""
+    number = max(1, -(-rows * vocabulary // LOGITS_IN_MEMORY))
+    size = max(1, -(-rows // number))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]
+
+
+def score_in_place(logits_NV, labels_N, distribution, with_entropy, log_probs_N=None, entropy_N=None) -> None:
+    """Turn fp32 logits into the probabilities of the tempered, truncated distribution, and write down the labels' log-probs and
+    the entropies, which are of the tempered one alone."""
+    temperature, top_p, top_k = distribution
+    truncated = top_p < 1 or top_k
+    rows = max(1, LOGITS_IN_CACHE.get(logits_NV.device.type, LOGITS_IN_MEMORY) // logits_NV.shape[1])
+    for start in range(0, len(logits_NV), rows):
+        here = slice(start, start + rows)
+        z = logits_NV[here]
+        if with_entropy and truncated:
+            entropy_N[here] = compute_entropy(z / temperature)
+        kept = sampling_logits(z, temperature, top_p, top_k, keep=labels_N[here])
+        normaliser = kept.logsumexp(dim=-1, keepdim=True)
+        log_p = kept.sub_(normaliser)
+        if log_probs_N is not None:
+            log_probs_N[here] = log_p.gather(-1, labels_N[here][:, None]).squeeze(-1)
+        if with_entropy and not truncated:
+            p = log_p.exp()
+            entropy_N[here] = -(p * log_p).sum(dim=-1)
+            z.copy_(p)
+        else:
+            torch.exp(log_p, out=z)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from accelerate.utils import send_to_device
 from huggingface_hub.utils import logging as hub_logging
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from alignment.args import Args, RLArgs
@@ -21,19 +20,14 @@ from alignment.errors import UserError
 from alignment.files import MANIFEST, damage
 from alignment.log_probs import get_response_log_probs
 from alignment.optimizers import OPTIMIZERS
+from alignment.packing import ATTENTION
 from alignment.placement import ModelShape, Roles, assign_roles, partition_layers
 from alignment.records import Batch
-from alignment.tokens import cut_by_tokens, row_lengths, take_rows
+from alignment.tokens import cut_by_tokens, split_rows, take_rows
 
 logging.set_verbosity_error()
 hub_logging.set_verbosity_error()  # its retries without a connection; what comes of them is said in one line
 logging.disable_progress_bar()  # loading a model is a matter of seconds; the bars would break up our own
-
-# Scaled dot-product attention without the mask that transformers would build for it. Our sequences are right-padded, so
-# plain causal attention is exact; and building that mask reads a value from the device in every forward pass, which
-# on a split policy would keep micro-batches from overlapping.
-ATTENTION = "causal_sdpa"
-AttentionInterface.register(ATTENTION, ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def make_deterministic(args: RLArgs) -> None:
@@ -176,38 +170,30 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go in."""
-    return model.get_input_embeddings().weight.device
-
-
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on its way to a device; the host goes on meanwhile, which it can only where the memory is pinned."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 def policy_log_probs(model: PreTrainedModel, batch: Batch, dtype: torch.dtype, **how) -> dict[str, torch.Tensor]:
     """`get_response_log_probs` of a batch that is still on the CPU, in `dtype`."""
-    device = input_device(model)
-    with autocast(device, dtype):
-        return get_response_log_probs(
-            model,
-            send(batch.input_ids, device),
-            send(batch.labels, device),
-            response_mask=batch.response_mask,
-            **how,
-        )
+    with autocast(model.get_input_embeddings().weight.device, dtype):
+        return get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=batch.response_mask, **how)
 
 
 @torch.no_grad()
 def batch_log_probs(
-    model: PreTrainedModel, batch: Batch, distribution: Mapping[str, float], micro_batch_tokens: int, dtype: torch.dtype
+    model: PreTrainedModel,
+    batch: Batch,
+    distribution: Mapping[str, float],
+    micro_batch_tokens: int,
+    dtype: torch.dtype,
+    rows: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A model's log-probs [B, T] of a batch's responses, on the CPU, 0 elsewhere; `distribution` is what was sampled from."""
+    """A model's log-probs [B, T] of a batch's responses, on the CPU, 0 elsewhere and in rows that are not among `rows` (None:
+    all); `distribution` is what was sampled from."""
+    rows = range(len(batch.labels)) if rows is None else rows
     found_BT = torch.zeros(batch.labels.shape)
-    for rows in cut_by_tokens(row_lengths(batch), micro_batch_tokens):
-        part_BT = policy_log_probs(model, take_rows(batch, rows), dtype, **distribution)["log_probs"]
-        found_BT[rows, : part_BT.shape[1]] = part_BT.cpu()
+    split = split_rows(batch.input_ids, batch.response_mask)
+    for picked in cut_by_tokens([split[row] for row in rows], micro_batch_tokens):
+        chosen = [rows[i] for i in picked]
+        part_BT = policy_log_probs(model, take_rows(batch, chosen), dtype, **distribution)["log_probs"]
+        found_BT[chosen, : part_BT.shape[1]] = part_BT.cpu()
     return found_BT
 
 

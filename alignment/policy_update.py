@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -13,11 +14,12 @@ import torch
 from alignment.args import RLArgs
 from alignment.errors import UserError
 from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator
-from alignment.models import batch_log_probs, load_config, load_model, policy_log_probs, send, set_learning_rate
+from alignment.models import batch_log_probs, load_config, load_model, policy_log_probs, set_learning_rate
+from alignment.packing import send
 from alignment.placement import Roles
 from alignment.remote_reference import OwnReferenceServer, RemoteReference, reference_token, weights_digest
 from alignment.rollouts import Rollout, distribution
-from alignment.tokens import cut_by_tokens, row_lengths, take_rows
+from alignment.tokens import cut_by_tokens, packed_tokens, split_rows, take_rows
 from alignment.tracking import printable
 
 
@@ -26,6 +28,16 @@ def needs_old_policy(args: RLArgs) -> bool:
     where a rollout has several updates."""
     used = args.loss_type in USES_OLD_POLICY or args.sampler_correction != "none"
     return used and args.updates_per_rollout > 1 and not args.trusts_sampler
+
+
+Seen = Sequence[tuple[Sequence[int], torch.Tensor]]
+"""Rows, and their log-probs, of one micro-batch after another."""
+
+
+def rows_with_gradient(rollout: Rollout, args: RLArgs) -> list[int]:
+    """The trained rows whose loss depends on the policy: all with a KL penalty, else those whose weight is not zero."""
+    weights_B1 = rollout.raw_rewards_B1 if args.loss_type == "no_baseline" else rollout.advantages_B1
+    return [row for row in rollout.trained_rows if args.beta or weights_B1[row].item() != 0]
 
 
 class OldPolicy:
@@ -46,7 +58,8 @@ class OldPolicy:
         if self.model is not self.policy:
             for (_, own), (_, new) in zip(self.model.named_parameters(), self.policy.named_parameters(), strict=True):
                 own.copy_(new, non_blocking=True)
-        return dataclasses.replace(rollout, old_log_probs_BT=rollout_log_probs(self.model, rollout, args, self.dtype))
+        rows = rows_with_gradient(rollout, args)
+        return dataclasses.replace(rollout, old_log_probs_BT=rollout_log_probs(self.model, rollout, args, self.dtype, rows))
 
 
 class Reference:
@@ -86,9 +99,11 @@ def open_reference(
     return own
 
 
-def rollout_log_probs(model, rollout: Rollout, args: RLArgs, dtype: torch.dtype) -> torch.Tensor:
-    """A model's log-probs [B, T] of a rollout's responses, on the CPU."""
-    return batch_log_probs(model, rollout.batch, distribution(args), args.micro_batch_tokens, dtype)
+def rollout_log_probs(
+    model, rollout: Rollout, args: RLArgs, dtype: torch.dtype, rows: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A model's log-probs [B, T] of a rollout's responses, of all rows or of some, on the CPU."""
+    return batch_log_probs(model, rollout.batch, distribution(args), args.micro_batch_tokens, dtype, rows)
 
 
 def update(
@@ -98,10 +113,13 @@ def update(
     args: RLArgs,
     step: int,
     dtype: torch.dtype,
-    before_weights_change: Callable[[], None] = lambda: None,
+    before_weights_change: Callable[[Seen], None] = lambda seen: None,
 ) -> tuple[dict[str, float | None], torch.Tensor, list[Sequence[int]]]:
-    """All optimiser updates of one rollout. Returns their report, the log-probs [B, T] that the first pass saw, and the rows
-    of each mini-batch whose loss or gradient was not finite, for which no update was made.
+    """All optimiser updates of one rollout. Returns their report, the log-probs [B, T] that the first pass saw (of the rows
+    that carry a gradient), and the rows of each mini-batch whose loss or gradient was not finite, for which no update was made.
+
+    Rows without a gradient are counted in every denominator, but not computed. `before_weights_change` is called before each
+    optimiser step with the rows and log-probs that have been computed so far.
 
     Nothing in here waits for a device but the check of each gradient, so that on a split policy one micro-batch's late
     layers run beside the next one's early layers.
@@ -111,19 +129,24 @@ def update(
     seen: list[tuple[Sequence[int], torch.Tensor]] = []
     bad: list[Sequence[int]] = []
     size = args.train_mini_batch_size or len(lengths)
-    trained = rollout.trained_rows
+    telling = set(rows_with_gradient(rollout, args))
     for epoch in range(args.epochs_per_rollout):
-        order = random.Random(f"update {args.seeds['data']} {step} {epoch}").sample(trained, len(trained))
+        order = shuffled_groups(rollout.trained_rows, args.group_size, f"update {args.seeds['data']} {step} {epoch}")
         for mini_batch in (order[start : start + size] for start in range(0, len(order), size)):
             denominator = loss_denominator(args.loss_normalization, [lengths[row] for row in mini_batch], args.max_new_tokens)
             found = []
-            for rows, log_probs, sums in backward(policy, rollout, mini_batch, denominator, args, dtype):
+            for rows, log_probs, sums in backward(
+                policy, rollout, [row for row in mini_batch if row in telling], denominator, args, dtype
+            ):
                 found.append(sums)
                 seen.append((rows, log_probs))
+            if not found:  # a gradient of zeros, for which Adam's moments move all the same
+                for parameter in policy.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             set_learning_rate(optimizer, learning_rate(args, (step - 1) * args.updates_per_rollout + len(norms) + len(bad) + 1))
             if is_finite(norm, found):
-                before_weights_change()
+                before_weights_change(seen)
                 optimizer.step()
                 totals += found
                 norms.append(norm)
@@ -134,21 +157,32 @@ def update(
     for rows, log_probs in reversed(seen):
         first_pass_BT[rows, : log_probs.shape[1]] = log_probs.cpu()
     report = update_report(totals, norms, optimizer.param_groups[0]["lr"])
-    return {**report, "bad_updates": len(bad)}, first_pass_BT, bad
+    report |= {"rows_with_gradient": len(telling), "bad_updates": len(bad)}
+    padded = rollout.batch.labels.numel() * args.epochs_per_rollout
+    return {**report, "update_token_share": report["update_tokens"] / padded}, first_pass_BT, bad
+
+
+def shuffled_groups(rows: Sequence[int], group_size: int, seed: str) -> list[int]:
+    """The rows in a random order of their groups: a mini-batch that holds a group whole computes its prompt once."""
+    groups = [list(own) for _, own in itertools.groupby(rows, lambda row: row // group_size)]
+    return [row for group in random.Random(seed).sample(groups, len(groups)) for row in group]
 
 
 def is_finite(norm: torch.Tensor, sums: Sequence[dict[str, torch.Tensor]]) -> bool:
     """Whether a mini-batch's gradient norm and the losses of its micro-batches are numbers."""
-    losses = sum(part["loss"].to(norm.device) for part in sums)
+    losses = sum((part["loss"].to(norm.device) for part in sums), start=torch.zeros_like(norm))
     return bool((torch.isfinite(norm) & torch.isfinite(losses)).item())
 
 
 def backward(
     policy, rollout: Rollout, mini_batch: Sequence[int], denominator: float, args: RLArgs, dtype: torch.dtype
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, dict[str, torch.Tensor]]]:
-    """Add one mini-batch's gradient to the policy; yields each micro-batch's rows, log-probs and sums."""
-    lengths = row_lengths(rollout.batch)
-    for picked in cut_by_tokens([lengths[row] for row in mini_batch], args.micro_batch_tokens):
+    """Add some rows' gradient to the policy; yields each micro-batch's rows, log-probs and sums."""
+    if not mini_batch:
+        return
+    chosen = take_rows(rollout.batch, mini_batch)
+    split = split_rows(chosen.input_ids, chosen.response_mask)
+    for picked in cut_by_tokens(split, args.micro_batch_tokens):
         rows = [mini_batch[i] for i in picked]
         part = take_rows(rollout.batch, rows)
         found = policy_log_probs(policy, part, dtype, return_token_entropy=True, **distribution(args))
@@ -177,7 +211,8 @@ def backward(
             correction_cap=args.correction_cap,
             sampler_log_probs=there(rollout.sampler_log_probs_BT),
         )
-        yield rows, log_probs.detach(), {"loss": loss, "entropy_sum": found["token_entropy"].sum(), **sums}
+        tokens = packed_tokens([split[i] for i in picked])
+        yield rows, log_probs.detach(), {"loss": loss, "entropy_sum": found["token_entropy"].sum(), "tokens": tokens, **sums}
 
 
 def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -196,24 +231,24 @@ _MEANS = {"kl": "kl_sum", "correction_mean": "weight_sum"}  # over response toke
 def update_report(
     totals: Sequence[dict[str, torch.Tensor]], norms: Sequence[torch.Tensor], rate: float
 ) -> dict[str, float | None]:
-    """Losses averaged over updates; entropy, ratio and clip fraction over response tokens. None where no update was made."""
+    """Losses averaged over updates; entropy, ratio and clip fraction over the response tokens that carry a gradient; the tokens
+    that were computed, shared prompts once. None where no update was made, or no token carries a gradient."""
+    report = {"loss": None, "entropy": None, "grad_norm": None, "learning_rate": rate, "updates": len(norms)}
+    report["update_tokens"] = sum(sums["tokens"] for sums in totals)
     if not norms:
-        return {"loss": None, "entropy": None, "grad_norm": None, "learning_rate": rate, "updates": 0}
+        return report
+    report["loss"] = sum(sums["loss"].item() for sums in totals) / len(norms)
+    report["grad_norm"] = sum(norm.item() for norm in norms) / len(norms)
+    if not totals:
+        return report
     tokens = sum(sums["response_tokens"].item() for sums in totals)
 
-    def total(key: str) -> float:
-        return sum(sums[key].item() for sums in totals)
+    def mean(key: str) -> float:
+        return sum(sums[key].item() for sums in totals) / tokens
 
-    report = {
-        "loss": total("loss") / len(norms),
-        "entropy": total("entropy_sum") / tokens,
-        "grad_norm": sum(norm.item() for norm in norms) / len(norms),
-        "learning_rate": rate,
-        "updates": len(norms),
-    }
+    report["entropy"] = mean("entropy_sum")
     if "ratio_sum" in totals[0]:
-        report["clip_fraction"] = total("clipped_tokens") / tokens
-        report["ratio_mean"] = total("ratio_sum") / tokens
+        report["clip_fraction"] = mean("clipped_tokens")
+        report["ratio_mean"] = mean("ratio_sum")
         report["ratio_max"] = max(sums["ratio_max"].item() for sums in totals)
-    report |= {name: total(key) / tokens for name, key in _MEANS.items() if key in totals[0]}
-    return report
+    return report | {name: mean(key) for name, key in _MEANS.items() if key in totals[0]}

@@ -266,19 +266,31 @@ def collate_groups(groups: Sequence[Group], pad: int) -> Rollout:
 
 
 @torch.no_grad()
-def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype, steps_old: int = 0) -> dict[str, float]:
-    """Mean and largest difference, in nats a token, between the sampler's log-probs and the trainer's.
+def sampler_mismatch(policy, rollout: Rollout, args: RLArgs, dtype: torch.dtype) -> dict[str, float]:
+    """`mismatch` on completions spread over a rollout, by a forward pass over them."""
+    number = len(rollout.lengths)
+    # The step is not a whole number of groups: each sample number gets its turn.
+    rows = range(0, number, number // MISMATCH_SAMPLE + 1)
+    trainer_BT = policy_log_probs(policy, take_rows(rollout.batch, rows), dtype, **distribution(args))["log_probs"]
+    return mismatch([(list(rows), trainer_BT)], rollout, args)
 
-    Measured before the update, on completions spread over the rollout, under the distribution that was sampled from.
-    Raises `RunStopped` where the mean exceeds --max_sampler_mismatch: the gradient would be of another policy than the
-    one that was sampled. Of a sampler whose weights are some steps old more is borne: what they have changed is in it.
+
+def mismatch(
+    trainer: Sequence[tuple[Sequence[int], torch.Tensor]], rollout: Rollout, args: RLArgs, steps_old: int = 0
+) -> dict[str, float]:
+    """Mean and largest difference, in nats a token, between the sampler's log-probs and the trainer's, given as rows of the
+    rollout with their log-probs.
+
+    To be measured before the weights change, under the distribution that was sampled from. Raises `RunStopped` where the mean
+    exceeds --max_sampler_mismatch: the gradient would be of another policy than the one that was sampled. Of a sampler whose
+    weights are some steps old more is borne: what they have changed is in it.
     """
-    rows = len(rollout.lengths)
-    spread = range(0, rows, rows // MISMATCH_SAMPLE + 1)  # not a whole number of groups: each sample number gets its turn
-    batch = take_rows(rollout.batch, spread)
-    trainer_BT = policy_log_probs(policy, batch, dtype, **distribution(args))["log_probs"].cpu()
-    sampler_BT = rollout.sampler_log_probs_BT[list(spread), : trainer_BT.shape[1]]
-    difference = (trainer_BT - sampler_BT)[batch.response_mask].abs()
+    differences = []
+    for rows, trainer_BT in trainer:
+        width = trainer_BT.shape[1]
+        mask = rollout.batch.response_mask[rows, :width]
+        differences.append((trainer_BT.cpu() - rollout.sampler_log_probs_BT[rows, :width])[mask].abs())
+    difference = torch.cat(differences)
     mean, largest = difference.mean().item(), difference.max().item()
     limit = max(args.max_sampler_mismatch, STALE_MISMATCH) if steps_old else args.max_sampler_mismatch
     if not mean <= limit:
@@ -311,8 +323,8 @@ def rollout_report(groups: Sequence[Group], args: RLArgs, rules: Sequence[str]) 
     }
 
 
-def per_response(values_BT: torch.Tensor, rollout: Rollout) -> Iterable[list[float]]:
-    """Each row's values at its response tokens; none for rows that are not trained on."""
-    trained = set(rollout.trained_rows)
-    rows = enumerate(zip(values_BT, rollout.batch.response_mask, strict=True))
-    return (values[mask].tolist() if row in trained else [] for row, (values, mask) in rows)
+def per_response(values_BT: torch.Tensor, rollout: Rollout, rows: Iterable[int]) -> Iterable[list[float]]:
+    """Each row's values at its response tokens; none for those that are not among `rows`."""
+    chosen = set(rows)
+    every = enumerate(zip(values_BT, rollout.batch.response_mask, strict=True))
+    return (values[mask].tolist() if row in chosen else [] for row, (values, mask) in every)

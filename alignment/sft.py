@@ -31,9 +31,9 @@ from alignment.models import (
     policy_log_probs,
     resolve_model,
     roles_of,
-    send,
     set_learning_rate,
 )
+from alignment.packing import send
 from alignment.prompts import prompted
 from alignment.rewards import evaluation_reward
 from alignment.samplers import encode_prompts, make_sampler, refuse_missing_engine
@@ -41,7 +41,7 @@ from alignment.tasks import find_task, jsonl
 from alignment.tokens import collate, cut_by_tokens, pad_token_id
 from alignment.tracking import RunFolder, progress_line, write_args
 
-Example = tuple[list[int], list[int]]  # prompt ids, response ids
+Example = tuple[tuple[int, ...], tuple[int, ...]]  # prompt ids, response ids
 
 
 def train(args: SFTArgs, console: Console) -> Evaluation:
@@ -117,7 +117,7 @@ def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[
     """Token ids of (prompt, response) pairs, EOS after each response. Raises `UserError` for a pair beyond the context."""
     prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
     responses = tokenizer([response for _, response in pairs], add_special_tokens=False)["input_ids"]
-    examples = [(p, [*r, tokenizer.eos_token_id]) for p, r in zip(prompts, responses, strict=True)]
+    examples = [(tuple(p), (*r, tokenizer.eos_token_id)) for p, r in zip(prompts, responses, strict=True)]
     for number, (prompt, response) in enumerate(examples):
         if len(prompt) + len(response) > context:
             raise UserError(
@@ -174,7 +174,7 @@ def warmup_then_linear(step: int, warmup_steps: int, num_steps: int) -> float:
 def backward(model, examples: Sequence[Example], pad: int, micro_batch_tokens: int, dtype) -> Iterator[torch.Tensor]:
     """Add the batch's gradient to the model, micro-batch by micro-batch; yields the parts of the mean loss."""
     tokens = sum(len(response) for _, response in examples)
-    for rows in cut_by_tokens([sum(map(len, example)) for example in examples], micro_batch_tokens):
+    for rows in cut_by_tokens(examples, micro_batch_tokens):
         batch = collate([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad)
         log_probs = policy_log_probs(model, batch, dtype)["log_probs"]
         mask = send(batch.response_mask, log_probs.device)
@@ -189,7 +189,7 @@ def validation_loss(model, examples: Sequence[Example], pad: int, micro_batch_to
     model.eval()
     examples = examples[:256]
     total = 0.0
-    for rows in cut_by_tokens([sum(map(len, example)) for example in examples], micro_batch_tokens):
+    for rows in cut_by_tokens(examples, micro_batch_tokens):
         batch = collate([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad)
         total -= policy_log_probs(model, batch, dtype)["log_probs"].sum().item()
     return total / sum(len(response) for _, response in examples)

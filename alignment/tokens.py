@@ -41,24 +41,43 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     )
 
 
-def row_lengths(batch: Batch) -> list[int]:
-    """Tokens of each row, prompt and response together, less the one that is only ever a label."""
-    last = batch.response_mask.int().cumsum(dim=1).argmax(dim=1)
-    return (last + 1).tolist()
+Row = tuple[tuple[int, ...], tuple[int, ...]]
+"""The token ids that go into a model: the prompt's, and the response's without its last, which is only ever a label."""
 
 
-def cut_by_tokens(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
-    """Cut rows into micro-batches of similar length, of at most `most_tokens` tokens with padding (one row at least).
+def split_rows(input_ids: torch.Tensor, response_mask: torch.Tensor) -> list[Row]:
+    """The rows of a batch [batch, sequence] on the CPU, without padding: each ends with its last label in the mask."""
+    first = response_mask.int().argmax(dim=1).tolist()
+    last = response_mask.int().cumsum(dim=1).argmax(dim=1).tolist()
+    rows = zip(input_ids.tolist(), first, last, strict=True)
+    return [(tuple(ids[: start + 1]), tuple(ids[start + 1 : end + 1])) for ids, start, end in rows]
 
-    Returns the row numbers of each micro-batch, longest rows first, so that memory peaks at once rather than late.
+
+def packed_tokens(rows: Sequence[Row]) -> int:
+    """Tokens of these rows where rows of one prompt share it."""
+    return sum(len(prompt) for prompt in {prompt for prompt, _ in rows}) + sum(len(response) for _, response in rows)
+
+
+def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
+    """Cut rows into micro-batches of at most `most_tokens` packed tokens (one row at least).
+
+    Returns the row numbers of each: rows of one prompt together, and prompts of long responses first, so that memory peaks
+    at once rather than late and a micro-batch's responses are of similar length.
     """
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    families: dict[tuple[int, ...], list[int]] = {}
+    for row in sorted(range(len(rows)), key=lambda row: -len(rows[row][1])):
+        families.setdefault(rows[row][0], []).append(row)
     pieces: list[list[int]] = []
-    for row in order:
-        if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= most_tokens:
+    room = 0
+    for prompt, members in families.items():
+        unpaid = len(prompt)
+        for row in members:
+            tokens = len(rows[row][1])
+            if not pieces or unpaid + tokens > room:
+                pieces.append([])
+                room, unpaid = most_tokens, len(prompt)
             pieces[-1].append(row)
-        else:
-            pieces.append([row])
+            room, unpaid = room - unpaid - tokens, 0
     return pieces
 
 

@@ -51,7 +51,7 @@ from alignment.models import (
     resolve_model,
     roles_of,
 )
-from alignment.policy_update import OldPolicy, needs_old_policy, open_reference, update
+from alignment.policy_update import OldPolicy, Seen, needs_old_policy, open_reference, rows_with_gradient, update
 from alignment.prompts import prompted
 from alignment.records import Endless
 from alignment.rewards import evaluation_reward, find_reward
@@ -62,6 +62,7 @@ from alignment.rollouts import (
     collate_groups,
     derived_seed,
     make_rollout,
+    mismatch,
     per_response,
     refuse_too_old,
     sampler_mismatch,
@@ -69,7 +70,7 @@ from alignment.rollouts import (
 )
 from alignment.samplers import encode_prompts, make_rollout_sampler, make_sampler, refuse_missing_engine
 from alignment.tasks import find_task
-from alignment.tokens import pad_token_id, row_lengths, take_rows
+from alignment.tokens import pad_token_id, take_rows
 from alignment.tracking import (
     RunFolder,
     claim_run_folder,
@@ -166,9 +167,6 @@ def train(args: RLArgs, console: Console) -> Path:
                 clock.seconds |= drawn.seconds if args.rollouts == "sync" else {"wait": clock.elapsed()}
                 torch.manual_seed(derived_seed(args.seed, step))
                 rollout = make_rollout(drawn.groups, args, pad_token_id(tokenizer))
-                with clock("gate"):
-                    steps_old = step - 1 - drawn.policy_version
-                    mismatch = sampler_mismatch(policy, rollout, args, dtype, steps_old)
                 if args.trusts_sampler:
                     rollout = dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
                 if old_policy is not None:
@@ -178,25 +176,26 @@ def train(args: RLArgs, console: Console) -> Path:
                     with clock("reference"):
                         rollout = reference.annotate(rollout, args, f"step-{step}")
                 with clock("update"):
-                    # A signal waits from the first update on: until the step is logged, the weights are between two steps.
-                    updates, first_pass_BT, bad = update(policy, optimizer, rollout, args, step, dtype, interrupts.hold)
+                    gate = Gate(rollout, args, step - 1 - drawn.policy_version)
+                    updates, first_pass_BT, bad = update(policy, optimizer, rollout, args, step, dtype, gate.check)
                 interrupts.hold()
                 with clock("sync"):
                     rollouts.load_weights(policy.named_parameters(), step)
                 trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
-                run.log_completions("rollout", step, drawn.groups, per_response(trainer_BT, rollout))
+                computed = rows_with_gradient(rollout, args)
+                run.log_completions("rollout", step, drawn.groups, per_response(trainer_BT, rollout, computed))
                 save_bad_batches(path, rollout, step, bad)
                 restarts = sum(each.restarts for each in {rollouts.sampler or rollouts, eval_sampler, reference} - {None})
                 record = {
                     "step": step,
                     **updates,
                     **drawn.report,
-                    **mismatch,
+                    **gate.found,
                     "restarts": restarts - counted,
                 }
-                record |= {"staleness": steps_old} if args.rollouts == "async" else {}
+                record |= {"staleness": gate.steps_old} if args.rollouts == "async" else {}
                 counted = restarts
-                run.log_step(watched(watch, {**record, **clock.report(rollout, drawn)}, console))
+                run.log_step(watched(watch, {**record, **clock.report(rollout, drawn, updates)}, console))
                 interrupts.release()
                 progress(step, f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}")
                 refuse_lost_cause(watch.last, args)
@@ -318,6 +317,23 @@ def watched(watch: Watch, record: dict, console: Console) -> dict:
     return whole
 
 
+class Gate:
+    """Compares, before a step's weights first change, what its update has computed with what its sampler said."""
+
+    def __init__(self, rollout: Rollout, args: RLArgs, steps_old: int):
+        self.rollout, self.args, self.steps_old = rollout, args, steps_old
+        self.found: dict[str, float | None] = {"sampler_mismatch": None, "sampler_mismatch_max": None}
+        self.passed = False
+
+    def check(self, seen: Seen) -> None:
+        """Raises `RunStopped` as `mismatch`; compares nothing where the first mini-batch has no gradient. From then on a signal
+        waits: until the step is logged, its weights are between two steps."""
+        if not self.passed and seen:
+            self.found = mismatch(seen, self.rollout, self.args, self.steps_old)
+        self.passed = True
+        interrupts.hold()
+
+
 class Clock:
     """Seconds of each phase of a step."""
 
@@ -335,14 +351,14 @@ class Clock:
         """Seconds since the step began."""
         return time.perf_counter() - self.start
 
-    def report(self, rollout: Rollout, drawn: Drawn) -> dict[str, float]:
-        """Seconds by phase, and tokens a second: those sampled, and those, prompts included, that an update went over."""
-        sampled, trained = sum(rollout.lengths), sum(row_lengths(rollout.batch))
+    def report(self, rollout: Rollout, drawn: Drawn, updates: dict[str, float | None]) -> dict[str, float]:
+        """Seconds by phase, and tokens a second: those sampled, and those, prompts included, that updates computed."""
+        sampled = sum(rollout.lengths)
         return {
             **{f"seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
             "seconds": self.elapsed(),
             "tokens_per_second_sample": sampled / drawn.seconds["sample"],
-            "tokens_per_second_update": trained / self.seconds["update"],
+            "tokens_per_second_update": updates["update_tokens"] / self.seconds["update"],
         }
 
 

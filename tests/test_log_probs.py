@@ -61,6 +61,48 @@ def test_values_and_gradients_equal_the_plain_computation(model, batch, monkeypa
     torch.testing.assert_close(out["token_entropy"], entropy, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("distribution", [{"top_p": 0.7}, {"top_k": 5, "temperature": 1.3}])
+@pytest.mark.parametrize("at_a_time", [2**26, 61])
+def test_gradients_of_a_truncated_distribution(model, batch, monkeypatch, distribution, at_a_time):
+    """Against autograd through the very distribution that is sampled from."""
+    monkeypatch.setattr(module, "LOGITS_IN_MEMORY", at_a_time)
+    inputs, labels, mask = batch
+    how = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **distribution}
+    kept = sampling_logits(model(inputs).logits[mask], *how.values(), keep=labels[mask])
+    expected = kept.log_softmax(-1).gather(-1, labels[mask][:, None])[:, 0]
+    weights = torch.randn(len(expected))
+    (weights * expected).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    out = get_response_log_probs(model, inputs, labels, True, response_mask=mask, **how)
+    torch.testing.assert_close(out["log_probs"][mask], expected, rtol=0, atol=1e-5)
+    (weights * out["log_probs"][mask]).sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5)
+    entropy = compute_entropy(model(inputs).logits[mask] / how["temperature"])
+    torch.testing.assert_close(out["token_entropy"][mask], entropy, rtol=0, atol=1e-5)
+
+
+def test_a_second_backward_gives_the_same_gradient_again(model, batch):
+    """The probabilities that the first one has written over are computed anew."""
+    inputs, labels, mask = batch
+    total = get_response_log_probs(model, inputs, labels, response_mask=mask)["log_probs"].sum()
+    first = torch.autograd.grad(total, list(model.parameters()), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(total, list(model.parameters())), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-6)
+
+
+def test_under_autocast_it_is_what_autocast_makes_of_the_plain_computation(model, batch):
+    inputs, labels, mask = batch
+    model.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = plain(model, inputs, labels)[mask]
+        out = get_response_log_probs(model, inputs, labels, response_mask=mask)["log_probs"]
+    torch.testing.assert_close(out[mask], expected.float(), rtol=0, atol=0.03)
+    out.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
 def test_without_a_mask_every_position_is_scored(model, batch):
     inputs, labels, _ = batch
     out = get_response_log_probs(model, inputs, labels)

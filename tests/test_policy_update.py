@@ -2,8 +2,8 @@
 
 import copy
 import dataclasses
+import itertools
 import math
-import random
 
 import pytest
 import torch
@@ -14,7 +14,16 @@ from alignment.args import RLArgs, from_preset
 from alignment.errors import UserError
 from alignment.models import load_model, load_tokenizer, make_optimizer
 from alignment.placement import Roles
-from alignment.policy_update import OldPolicy, Reference, backward, learning_rate, needs_old_policy, update
+from alignment.policy_update import (
+    OldPolicy,
+    Reference,
+    backward,
+    learning_rate,
+    needs_old_policy,
+    rows_with_gradient,
+    shuffled_groups,
+    update,
+)
 from alignment.records import Completion, Endless, Group, Problem, Sampling
 from alignment.rewards import score_groups
 from alignment.rollouts import (
@@ -109,7 +118,13 @@ def test_a_reference_of_its_own_gives_the_same_old_log_probs(policy, sampler, ti
     assert apart.model is not policy
     ours, theirs = (old.annotate(rollout, ARGS).old_log_probs_BT for old in (apart, shared))
     assert torch.equal(ours, theirs)
-    assert theirs[rollout.batch.response_mask].lt(0).all()
+    # Rows without a gradient have no use for old log-probs.
+    telling = rows_with_gradient(rollout, ARGS)
+    assert 0 < len(telling) < 16
+    mask = rollout.batch.response_mask.clone()
+    assert theirs[telling][mask[telling]].lt(0).all()
+    mask[telling] = False
+    assert theirs[mask].eq(0).all()
 
 
 @pytest.mark.parametrize("loss_normalization", ["sequence_mean", "token_mean", "constant"])
@@ -144,14 +159,14 @@ def test_an_update_that_is_not_finite_is_left_out_and_the_others_are_made(policy
     rollout = dataclasses.replace(rollout, raw_rewards_B1=poisoned)
     changes = []
     report, _, bad = update(
-        policy, make_optimizer(policy, 1e-3, 0.0), rollout, args, 1, torch.float32, lambda: changes.append(1)
+        policy, make_optimizer(policy, 1e-3, 0.0), rollout, args, 1, torch.float32, lambda seen: changes.append(1)
     )
     assert report["updates"] == 1 and report["bad_updates"] == 1 and len(changes) == 1
     assert len(bad) == 1 and 3 in bad[0] and math.isfinite(report["loss"]) and math.isfinite(report["grad_norm"])
 
     optimizer = make_optimizer(other, args.learning_rate, 0.0)
-    good = [row for row in range(16) if row not in bad[0]]
-    order = random.Random(f"update {args.seed} 1 0").sample(range(16), 16)
+    good = [row for row in rows_with_gradient(rollout, args) if row not in bad[0]]
+    order = shuffled_groups(range(16), 4, f"update {args.seed} 1 0")
     good.sort(key=order.index)
     for _ in backward(other, rollout, good, 8.0, args, torch.float32):
         pass
@@ -169,6 +184,70 @@ def test_where_no_update_is_finite_the_weights_stay(policy, sampler):
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), before.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("loss_type", ["no_baseline", "grpo_clip"])
+def test_rows_without_gradient_are_left_out_of_the_pass_and_of_nothing_else(policy, sampler, loss_type):
+    """The weights after an update equal those of a pass over all rows; so does the loss."""
+    args = dataclasses.replace(ARGS, loss_type=loss_type, warmup_steps=0)
+    rollout, other = sample(sampler), copy.deepcopy(policy)
+    telling = rows_with_gradient(rollout, args)
+    weights = rollout.raw_rewards_B1 if loss_type == "no_baseline" else rollout.advantages_B1
+    assert 0 < len(telling) < 16 and telling == [row for row in range(16) if weights[row] != 0]
+
+    whole, every = copy.deepcopy(policy), range(16)
+    losses = [sums["loss"].item() for _, _, sums in backward(whole, rollout, every, 16.0, args, torch.float32)]
+    for _ in backward(other, rollout, telling, 16.0, args, torch.float32):
+        pass
+    for (name, a), b in zip(whole.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-7, msg=name)
+
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    report, first_pass, _ = update(policy, optimizer, rollout, args, 1, torch.float32)
+    assert report["rows_with_gradient"] == len(telling)
+    assert report["loss"] == pytest.approx(sum(losses), abs=1e-6)
+    torch.nn.utils.clip_grad_norm_(whole.parameters(), args.max_grad_norm)
+    torch.optim.SGD(whole.parameters(), lr=args.learning_rate).step()
+    for (name, a), b in zip(whole.named_parameters(), policy.named_parameters(), strict=True):
+        torch.testing.assert_close(b[1], a, rtol=0, atol=1e-7, msg=name)
+    mask = rollout.batch.response_mask
+    assert [bool(row[m].ne(0).all()) for row, m in zip(first_pass, mask, strict=True)] == [r in telling for r in every]
+
+
+def test_with_a_kl_penalty_every_row_has_a_gradient(policy, sampler):
+    rollout = sample(sampler)
+    assert rows_with_gradient(rollout, dataclasses.replace(ARGS, beta=0.1)) == list(range(16))
+
+
+def test_where_nothing_tells_anything_momentum_goes_on(policy, sampler):
+    """As with a gradient of zeros: what Adam does with it is the optimiser's business."""
+    rollout, other = sample(sampler), copy.deepcopy(policy)
+    silent = dataclasses.replace(rollout, advantages_B1=torch.zeros_like(rollout.advantages_B1))
+    args = dataclasses.replace(ARGS, warmup_steps=0)
+    ours, plain = (make_optimizer(model, ARGS.learning_rate, 0.0) for model in (policy, other))
+    update(policy, ours, rollout, args, 1, torch.float32)
+    update(other, plain, rollout, args, 1, torch.float32)
+    report, first_pass, bad = update(policy, ours, silent, args, 2, torch.float32)
+    assert (report["updates"], report["loss"], report["entropy"], report["update_tokens"], bad) == (1, 0.0, None, 0, [])
+    assert first_pass.eq(0).all()
+    before = [parameter.clone() for parameter in other.parameters()]
+    for parameter in other.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    plain.step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True))
+
+
+def test_the_tokens_that_were_computed_are_counted(policy, sampler):
+    rollout = sample(sampler)
+    args = dataclasses.replace(ARGS, beta=0.1, epochs_per_rollout=2, micro_batch_tokens=10_000)
+    rollout = dataclasses.replace(rollout, reference_log_probs_BT=rollout.sampler_log_probs_BT)
+    rollout = OldPolicy(policy, "", Roles(("cpu",), "cpu", "cpu", "cpu"), torch.float32).annotate(rollout, args)
+    report, *_ = update(policy, make_optimizer(policy, 1e-3, 0.0), rollout, args, 1, torch.float32)
+    mask = rollout.batch.response_mask
+    prompts = sum(int(mask[row].int().argmax()) + 1 for row in range(0, 16, 4))  # four prompts of four responses each
+    assert report["update_tokens"] == 2 * (prompts + int(mask.sum()) - 16)  # of a response the last is only a label
+    assert report["update_token_share"] == report["update_tokens"] / (2 * mask.numel())
+
+
 def test_an_update_raises_the_probability_of_rewarded_responses(policy, sampler):
     rollout = sample(sampler)
     before = copy.deepcopy(policy)
@@ -176,6 +255,15 @@ def test_an_update_raises_the_probability_of_rewarded_responses(policy, sampler)
     roles = Roles(("cpu",), "cpu", "cpu", "cpu")
     old, new = (OldPolicy(m, "", roles, torch.float32).annotate(rollout, ARGS).old_log_probs_BT for m in (before, policy))
     assert ((new - old).sum(dim=1, keepdim=True) * rollout.advantages_B1).sum() > 0
+
+
+def test_mini_batches_take_groups_whole_and_in_another_order_each_time():
+    rows = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11]  # of three groups of four; one row is not trained on
+    orders = {tuple(shuffled_groups(rows, 4, str(seed))) for seed in range(40)}
+    assert len(orders) == 6
+    for order in orders:
+        groups = [row // 4 for row in order]
+        assert sorted(order) == rows and sum(a != b for a, b in itertools.pairwise(groups)) == 2
 
 
 def test_every_problem_is_drawn_once_a_pass():
@@ -244,7 +332,7 @@ def test_unfinished_responses_are_in_no_update(policy, sampler):
     assert rollout.trained_rows == tuple(row for row in range(16) if row % 4 in (0, 3))
     left_out = [row for row in range(16) if row not in rollout.trained_rows]
     assert rollout.advantages_B1[left_out].eq(0).all() and rollout.advantages_B1.abs().max() > 0.5
-    assert [len(values) > 0 for values in per_response(rollout.sampler_log_probs_BT, rollout)] == [
+    assert [len(values) > 0 for values in per_response(rollout.sampler_log_probs_BT, rollout, rollout.trained_rows)] == [
         row in rollout.trained_rows for row in range(16)
     ]
     before = {name: p.clone() for name, p in policy.named_parameters()}
@@ -322,7 +410,7 @@ def test_updates_take_log_probs_under_the_distribution_that_was_sampled_from(pol
     """At the sampler's own weights its log-probs are the old policy's, and the trainer's first pass sees them again."""
     args = dataclasses.replace(ARGS, learning_rate=1e-6, **{f"sampling_{key}": value for key, value in how.items()})
     rollout = sample(sampler, **how)
-    mask = rollout.batch.response_mask
+    mask = rollout.batch.response_mask & (rollout.advantages_B1 != 0)
     old = OldPolicy(policy, "", Roles(("cpu",), "cpu", "cpu", "cpu"), torch.float32).annotate(rollout, args).old_log_probs_BT
     torch.testing.assert_close(old[mask], rollout.sampler_log_probs_BT[mask], rtol=0, atol=1e-4)
     report, first_pass, _ = update(policy, make_optimizer(policy, 1e-6, 0.0), rollout, args, 1, torch.float32)

@@ -11,6 +11,8 @@ from alignment.tokens import (
     cut_by_tokens,
     masked_mean,
     masked_normalize,
+    packed_tokens,
+    split_rows,
     take_rows,
     tokenize_prompt_and_output,
 )
@@ -68,9 +70,31 @@ def test_rows_survive_collating_and_taking(rows, data):
         assert int(mask.nonzero()[0]) == len(prompt) - 1
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200))
-def test_micro_batches_hold_each_row_once_and_keep_to_the_budget(lengths, most):
-    pieces = cut_by_tokens(lengths, most)
-    assert sorted(row for piece in pieces for row in piece) == list(range(len(lengths)))
+rows_of_few_prompts = st.lists(st.tuples(st.sampled_from([(1,), (1, 2), (3,) * 9, (4,) * 20]), st.integers(0, 30)), max_size=40)
+
+
+@given(rows_of_few_prompts, st.integers(1, 200))
+def test_micro_batches_hold_each_row_once_and_keep_to_the_budget(shape, most):
+    rows = [(prompt, (0,) * length) for prompt, length in shape]
+    pieces = cut_by_tokens(rows, most)
+    assert sorted(row for piece in pieces for row in piece) == list(range(len(rows)))
     for piece in pieces:
-        assert len(piece) == 1 or len(piece) * max(lengths[row] for row in piece) <= most
+        assert len(piece) == 1 or packed_tokens([rows[row] for row in piece]) <= most
+    # As few as there can be where each prompt fits with all of its responses.
+    if rows and packed_tokens(rows) <= most:
+        assert len(pieces) == 1
+
+
+def test_a_shared_prompt_counts_once():
+    rows = [((1, 2, 3), (4,)), ((1, 2, 3), (5, 6)), ((1, 2), (3, 4))]
+    assert packed_tokens(rows) == 3 + 1 + 2 + 2 + 2
+    # The first prompt's rows together take 6: with a budget of 6 the other prompt has a micro-batch of its own.
+    assert sorted(map(sorted, cut_by_tokens(rows, 6))) == [[0, 1], [2]]
+    # With 5 the prompt is computed twice.
+    assert sorted(map(sorted, cut_by_tokens(rows, 5))) == [[0], [1], [2]]
+    assert cut_by_tokens(rows, 10) == [[1, 0, 2]]
+
+
+def test_rows_are_read_off_the_mask():
+    batch = collate([[1, 2, 3], [4]], [[5], [6, 7, 8]], pad_token_id=0)
+    assert split_rows(batch.input_ids, batch.response_mask) == [((1, 2, 3), ()), ((4,), (6, 7))]

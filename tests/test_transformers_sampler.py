@@ -148,3 +148,40 @@ def test_the_model_keeps_its_mode(sampler, model):
     model.train()
     sampler.sample(PROMPTS, Sampling(max_new_tokens=1))
     assert model.training
+
+
+@pytest.mark.parametrize("steps", [3, 50])
+def test_looking_at_tokens_late_changes_nothing(sampler, monkeypatch, steps):
+    """As on a GPU, where rows that have ended draw on until the host looks."""
+    sampling = Sampling(n=4, max_new_tokens=20, stop=("7", "12"), seed=3)
+    expected = sampler.sample(PROMPTS, sampling)
+    assert len({len(c.token_ids) for group in expected for c in group}) > 3
+    monkeypatch.setitem(module.STEPS_UNSEEN, "cpu", steps)
+    found = sampler.sample(PROMPTS, sampling)
+    for ours, theirs in zip(sum(found, []), sum(expected, []), strict=True):
+        assert ours.token_ids == theirs.token_ids and ours.finish_reason == theirs.finish_reason
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+
+
+def test_packed_weights_multiply_alike_and_are_left_behind_nowhere(sampler, monkeypatch):
+    sampling = Sampling(n=4, max_new_tokens=12, stop=(), seed=3)
+    expected = sampler.sample(PROMPTS, sampling)
+    calls = []
+    packed_linear = module._packed_linear
+    monkeypatch.setattr(module, "_packed_linear", lambda *args: calls.append(1) or packed_linear(*args))
+    monkeypatch.setattr(module, "PACKED_FROM", (12, 1))
+    found = sampler.sample(PROMPTS, sampling)
+    assert calls or not torch.backends.mkldnn.is_available()
+    for ours, theirs in zip(sum(found, []), sum(expected, []), strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+    assert not any("forward" in vars(layer) for layer in sampler.model.modules())
+    calls.clear()
+    monkeypatch.setattr(module, "PACKED_FROM", (13, 1))
+    assert sampler.sample(PROMPTS, sampling) == expected and not calls
+
+
+def test_the_same_prompt_twice_is_two_groups(sampler):
+    sampling = Sampling(n=3, max_new_tokens=8, stop=(), seed=3)
+    once, twice = sampler.sample(PROMPTS[:1], sampling), sampler.sample([PROMPTS[0]] * 2, sampling)
+    assert [c.token_ids for c in twice[0]] == [c.token_ids for c in once[0]] != [c.token_ids for c in twice[1]]

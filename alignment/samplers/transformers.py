@@ -1,21 +1,25 @@
-"""Batched decoding over a Hugging Face model: prompts prefilled once a group, finished rows dropped."""
+"""Batched decoding over a Hugging Face model: a group shares its prompt's keys and values, finished rows are dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from alignment.log_probs import cumulative, sampling_logits
+from alignment.packing import attention_by_layout, pack
 from alignment.records import Completion, Sampling
 from alignment.samplers import encode_prompts
-from alignment.tokens import pad_token_id
 
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
+STEPS_UNSEEN = {"cpu": 1, "cuda": 16}  # tokens of each row that are drawn before the host looks at them: it waits for a GPU
+PACKED_FROM = 8, 2**26  # rows, and bytes of weights (more than a CPU's cache holds), from which packing them pays
 
 
 @dataclass
@@ -42,7 +46,7 @@ class TransformersSampler:
         self.restarts = 0
         self._device = model.get_input_embeddings().weight.device
         self._eos = {tokenizer.eos_token_id, *_as_list(model.generation_config.eos_token_id)} - {None}
-        self._may_end: dict[tuple[str, ...], torch.Tensor] = {}
+        self._may_end: dict[tuple[str, ...], list[bool]] = {}
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy every weight over, in place, with a cast where the types differ."""
@@ -67,7 +71,9 @@ class TransformersSampler:
         self.model.eval()
         groups: list[list[Completion]] = [[] for _ in prompts]
         for wave in self._waves(encoded, sampling):
-            rows = self._decode([encoded[i] for i in wave], uniforms[wave].flatten(0, 1).to(self._device), sampling)
+            lines = uniforms[wave].flatten(0, 1).to(self._device)
+            with packed_weights(self.model, len(lines)):
+                rows = self._decode([encoded[i] for i in wave], lines, sampling)
             texts = self.tokenizer.batch_decode([row.token_ids for row in rows], skip_special_tokens=True)
             for position, (row, text) in enumerate(zip(rows, texts, strict=True)):
                 index = wave[position // sampling.n]
@@ -90,69 +96,82 @@ class TransformersSampler:
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * self.model.dtype.itemsize
-        group_bytes = sampling.n * (max(map(len, encoded)) + sampling.max_new_tokens) * token_bytes
+        group_bytes = (max(map(len, encoded)) + sampling.n * sampling.max_new_tokens) * token_bytes
         size = max(1, CACHE_BYTES[self._device.type] // group_bytes)
         by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def _decode(self, encoded: Sequence[Sequence[int]], uniforms: torch.Tensor, sampling: Sampling) -> list[_Row]:
         """Decode `sampling.n` rows of each prompt together; `uniforms` [rows, max_new_tokens] decide every draw."""
-        width = max(map(len, encoded))
-        capacity = width + sampling.max_new_tokens
-        padding = torch.tensor([width - len(prompt) for prompt in encoded], device=self._device)
-        visible = torch.arange(capacity, device=self._device)[None] >= padding[:, None]  # [prompts, capacity]
-        cache = Cache(layers=[_PreallocatedLayer(capacity) for _ in range(self.model.config.num_hidden_layers)])
-        logits = self._prefill(encoded, padding, visible, cache)
-
-        cache.batch_repeat_interleave(sampling.n)
-        logits, visible, padding = (t.repeat_interleave(sampling.n, dim=0) for t in (logits, visible, padding))
-        padded = any(len(prompt) < width for prompt in encoded)
+        prefix, logits = self._prefill(encoded, sampling.n)
+        logits = logits.repeat_interleave(sampling.n, dim=0)
+        positions = torch.tensor([len(prompt) for prompt in encoded], device=self._device).repeat_interleave(sampling.n)
+        cache = Cache(layers=[_PreallocatedLayer(sampling.max_new_tokens) for _ in prefix.keys])
         may_end = self._tokens_that_may_end(sampling.stop)
         rows = [_Row([], [], False) for _ in range(len(encoded) * sampling.n)]
         live = list(range(len(rows)))  # the row that each line of the tensors belongs to
+        unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(sampling.max_new_tokens):
             tokens, log_probs = draw(logits, uniforms[:, step], sampling)
-            drawn = zip(live, tokens.tolist(), log_probs.tolist(), may_end[tokens].tolist(), strict=True)
-            for index, token, log_prob, suspect in drawn:
-                if not rows[index].finished:
-                    rows[index].token_ids.append(token)
-                    rows[index].log_probs.append(log_prob)
-                    rows[index].finished = suspect and self._has_ended(rows[index].token_ids, sampling.stop)
-            unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
-            if not unfinished or step + 1 == sampling.max_new_tokens:
-                break
-            if len(unfinished) < LIVE_SHARE * len(live):
-                keep = torch.tensor(unfinished, device=self._device)
-                live = [live[line] for line in unfinished]
-                tokens, uniforms, visible, padding = (t[keep] for t in (tokens, uniforms, visible, padding))
-                cache.batch_select_indices(keep)
-            mask = visible[:, None, None, : width + step + 1] if padded else None
-            logits = self._forward(tokens[:, None], mask, (width + step - padding)[:, None], cache)
+            unseen.append((tokens, log_probs))
+            last = step + 1 == sampling.max_new_tokens
+            if last or len(unseen) == STEPS_UNSEEN[self._device.type]:
+                drawn = zip(live, *(torch.stack(each, dim=1).tolist() for each in zip(*unseen, strict=True)), strict=True)
+                for index, ids, values in drawn:
+                    self._extend(rows[index], ids, values, may_end, sampling.stop)
+                unseen = []
+                unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
+                if last or not unfinished:
+                    break
+                if len(unfinished) < LIVE_SHARE * len(live):
+                    keep = torch.tensor(unfinished, device=self._device)
+                    live = [live[line] for line in unfinished]
+                    tokens, uniforms, positions = (t[keep] for t in (tokens, uniforms, positions))
+                    cache.batch_select_indices(keep)
+                    prefix.share_among([index // sampling.n for index in live])
+            with attention_by_layout(self.model, prefix):
+                logits = self.model(
+                    input_ids=tokens[:, None],
+                    position_ids=(positions + step)[:, None],
+                    past_key_values=cache,
+                    use_cache=True,
+                    layout=prefix,
+                ).logits[:, -1]
         return rows
 
-    def _prefill(self, encoded, padding: torch.Tensor, visible: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Fill the cache with the left-padded prompts and return the logits after each, [prompts, vocabulary]."""
-        width = max(map(len, encoded))
-        pad = pad_token_id(self.tokenizer)
-        ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in encoded], device=self._device)
-        place = torch.arange(width, device=self._device)
-        # A padded query sees itself: attention with nothing to see would be NaN, and NaN would spread.
-        mask = (place[:, None] >= place[None]) & visible[:, None, :width] | (place[:, None] == place[None])
-        return self._forward(ids, mask[:, None], (place[None] - padding[:, None]).clamp(min=0), cache)
+    def _extend(self, row: _Row, ids: list[int], log_probs: list[float], may_end: list[bool], stop: tuple[str, ...]) -> None:
+        """Add what was drawn for a row, up to its end; the host may have seen that end late."""
+        for token, log_prob in zip(ids, log_probs, strict=True):
+            if row.finished:
+                return
+            row.token_ids.append(token)
+            row.log_probs.append(log_prob)
+            row.finished = may_end[token] and self._has_ended(row.token_ids, stop)
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Logits after the last token of each line, [lines, vocabulary]."""
-        return self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+    def _prefill(self, encoded: Sequence[Sequence[int]], n: int) -> tuple[_SharedPrefix, torch.Tensor]:
+        """The prompts' keys and values for `n` lines each, and the logits after each prompt, [prompts, vocabulary]."""
+        packing, cache, device = pack([(tuple(prompt), ()) for prompt in encoded]), DynamicCache(), self._device
+        with attention_by_layout(self.model, packing):
+            hidden = self.model.get_decoder()(
+                input_ids=packing.input_ids_1N.to(device),
+                position_ids=packing.position_ids_1N.to(device),
+                past_key_values=cache,
+                use_cache=True,
+                layout=packing,
+            ).last_hidden_state[0]
+        places_GP = packing.spots_BT.to(device)
+        lengths_G = torch.tensor([len(prompt) for prompt in encoded], device=device)
+        ends_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
+        prefix = _SharedPrefix(
+            keys=[_taken(layer.keys, places_GP) for layer in cache.layers],
+            values=[_taken(layer.values, places_GP) for layer in cache.layers],
+            outside_GP=torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None],
+        )
+        prefix.share_among([group for group in range(len(encoded)) for _ in range(n)])
+        return prefix, self.model.get_output_embeddings()(hidden[ends_G])
 
-    def _tokens_that_may_end(self, stop: tuple[str, ...]) -> torch.Tensor:
-        """Bool [vocabulary]: tokens after which a response can be over, because they are EOS or complete a stop string.
+    def _tokens_that_may_end(self, stop: tuple[str, ...]) -> list[bool]:
+        """Of each token, whether a response can be over after it, because it is EOS or completes a stop string.
 
         Decoding text at every step would cost more than a tiny model's forward pass; this table spares nearly all of it.
         """
@@ -160,8 +179,7 @@ class TransformersSampler:
             size = self.model.get_output_embeddings().weight.shape[0]
             texts = self.tokenizer.batch_decode([[token] for token in range(size)])
             last_letters = {string[-1] for string in stop}
-            flags = [token in self._eos or not last_letters.isdisjoint(text) for token, text in enumerate(texts)]
-            self._may_end[stop] = torch.tensor(flags, device=self._device)
+            self._may_end[stop] = [token in self._eos or not last_letters.isdisjoint(text) for token, text in enumerate(texts)]
         return self._may_end[stop]
 
     def _has_ended(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
@@ -170,6 +188,30 @@ class TransformersSampler:
         longest = max(map(len, stop), default=0)
         tail = self.tokenizer.decode(token_ids[-longest - 1 :], skip_special_tokens=True)
         return any(string in tail for string in stop)
+
+
+@contextmanager
+def packed_weights(model: PreTrainedModel, rows: int) -> Iterator[None]:
+    """Have linear layers multiply by copies of their weights in oneDNN's own order, which it would bring them into at every
+    call: on CPUs, some tens of rows at a time, that is half as fast again (benchmarks/README.md). Elsewhere nothing changes.
+    """
+    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    weights, operators = [layer.weight for layer in layers], torch.ops.mkldnn
+    pays = rows >= PACKED_FROM[0] and sum(weight.nbytes for weight in weights) >= PACKED_FROM[1]
+    known = torch.backends.mkldnn.is_available() and hasattr(operators, "_linear_pointwise")
+    if pays and known and {(weight.device.type, weight.dtype) for weight in weights} == {("cpu", torch.float32)}:
+        for layer in layers:
+            packed = operators._reorder_linear_weight(layer.weight.detach(), None)
+            layer.forward = functools.partial(_packed_linear, packed, layer.bias)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
+def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,6 +240,60 @@ def _up_to_stop(text: str, stop: tuple[str, ...]) -> str:
 
 def _as_list(value) -> list:
     return value if isinstance(value, list) else [value]
+
+
+def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:
+    """The keys or values of some places, [G, H, P, D]."""
+    return states_1HND[0].index_select(1, places_GP.flatten()).unflatten(1, places_GP.shape).transpose(0, 1).contiguous()
+
+
+@dataclass
+class _SharedPrefix:
+    """A `Layout`: each of L lines, which is one token long, sees its group's prompt and then its own cache.
+
+    A prompt's keys and values are there once, however many lines it has: attention to them is one matrix product a group, of
+    the queries of M lines, some of which stand for none.
+    """
+
+    keys: list[torch.Tensor]
+    """Of each layer, [G, H, P, D]."""
+    values: list[torch.Tensor]
+    outside_GP: torch.Tensor
+    """What is not of the prompt, but padding."""
+    applied: list[bool] = field(default_factory=list)
+
+    def share_among(self, groups_L: Sequence[int]) -> None:
+        """Say which group each line belongs to."""
+        device, held = self.outside_GP.device, [0] * len(self.outside_GP)
+        seats = []
+        for group in groups_L:
+            seats.append(held[group])
+            held[group] += 1
+        most = max(held)
+        self.seat_L = torch.tensor([g * most + seat for g, seat in zip(groups_L, seats, strict=True)], device=device)
+        line_S = torch.zeros(len(held) * most, dtype=torch.int64, device=device)
+        self.line_GM = line_S.scatter(0, self.seat_L, torch.arange(len(groups_L), device=device)).view(-1, most)
+
+    def attend(self, module, query, key, value, scaling) -> torch.Tensor:
+        """See `Layout.attend`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share each of H heads of keys."""
+        keys_GHPD, values_GHPD = self.keys[module.layer_idx], self.values[module.layer_idx]
+        q_LHRD = query.view(len(query), key.shape[1], -1, query.shape[-1]) * scaling
+        to_prompt_GHSP = self._by_group(q_LHRD) @ keys_GHPD.transpose(2, 3)
+        to_prompt_LHRP = self._by_line(to_prompt_GHSP.masked_fill(self.outside_GP[:, None, None], -torch.inf))
+        to_own_LHRT = q_LHRD @ key.transpose(2, 3)
+        weights = torch.cat([to_prompt_LHRP, to_own_LHRT], dim=3).softmax(dim=3, dtype=torch.float32).to(value.dtype)
+        of_prompt_LHRP, of_own_LHRT = weights.split([to_prompt_LHRP.shape[3], to_own_LHRT.shape[3]], dim=3)
+        out_LHRD = self._by_line(self._by_group(of_prompt_LHRP) @ values_GHPD) + of_own_LHRT @ value
+        return out_LHRD.flatten(1, 2)[:, None]
+
+    def _by_group(self, lines_LHRX: torch.Tensor) -> torch.Tensor:
+        """[L, H, R, X] -> [G, H, M * R, X]."""
+        return lines_LHRX[self.line_GM].transpose(1, 2).flatten(2, 3)
+
+    def _by_line(self, groups_GHSX: torch.Tensor) -> torch.Tensor:
+        """[G, H, M * R, X] -> [L, H, R, X]."""
+        seats_GMHRX = groups_GHSX.unflatten(2, (self.line_GM.shape[1], -1)).transpose(1, 2)
+        return seats_GMHRX.flatten(0, 1)[self.seat_L]
 
 
 class _PreallocatedLayer(CacheLayerMixin):
@@ -233,9 +329,6 @@ class _PreallocatedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.capacity
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.keys, self.values = (t.repeat_interleave(repeats, dim=0) for t in (self.keys, self.values))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.keys, self.values = self.keys[indices], self.values[indices]
