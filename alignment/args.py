@@ -51,7 +51,8 @@ class Args:
     sft_base: str = "checkpoints/tiny_sft"
     """Folder of the warmed-up model: `sft` writes it, `train_rl` starts from it; empty: start from --model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of matrix products; auto: bfloat16 on GPUs, float32 on CPUs. Trained weights are always kept in float32."""
+    """Type of matrix products; auto: bfloat16 on GPUs and on CPUs that multiply it faster (AMX, AVX512-BF16), else float32.
+    Trained weights are always kept in float32."""
 
     sampler: Literal["auto", "transformers", "vllm"] = "auto"
     """Engine that draws completions; auto: vllm where it is installed, else transformers."""
@@ -138,8 +139,9 @@ class SFTArgs(Args):
     """Optimiser steps."""
     batch_size: int = 64
     """Sequences an optimiser step."""
-    micro_batch_tokens: int = 16384
-    """Tokens, padding included, in one forward and backward. Changes memory and speed, never the gradient."""
+    micro_batch_tokens: int = 0
+    """Tokens in one forward and backward, a prompt of several responses counted once; 0: what the free memory allows, up to where
+    more is no faster. Changes memory and speed, never the gradient."""
     demonstrations: tuple[str, ...] = ()
     """JSONL files of questions (or prompts) with responses; by default the task's own worked solutions."""
     curriculum: bool = False
@@ -158,9 +160,8 @@ class SFTArgs(Args):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self.sft_base != "", "--sft_base", self.sft_base, "the folder to save the model to")
-        _require_positive(
-            self, "num_steps", "batch_size", "micro_batch_tokens", "learning_rate", "max_grad_norm", "eval_interval"
-        )
+        _require_positive(self, "num_steps", "batch_size", "learning_rate", "max_grad_norm", "eval_interval")
+        _require(self.micro_batch_tokens >= 0, "--micro_batch_tokens", self.micro_batch_tokens, "0 (what fits) or more")
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
         _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
 
@@ -186,8 +187,9 @@ class RLArgs(Args):
     """Passes over each rollout."""
     train_mini_batch_size: int = 0
     """Responses an optimiser update, at most; 0: the whole rollout. Several updates a rollout make old log-probs needed."""
-    micro_batch_tokens: int = 16384
-    """Tokens, padding included, in one forward and backward. Changes memory and speed, never the gradient."""
+    micro_batch_tokens: int = 0
+    """Tokens in one forward and backward, a prompt of several responses counted once; 0: what the free memory allows, up to where
+    more is no faster. Changes memory and speed, never the gradient."""
     optimizer: Optimizer = "adamw"
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
     moments of 2 bytes a parameter, rounded (extra "torchao")."""
@@ -219,6 +221,9 @@ class RLArgs(Args):
     """How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient."""
     reference_url: str = ""
     """A reference server elsewhere (`alignment.reference_server`) that computes that divergence's other half, http://HOST:PORT."""
+    old_log_probs: Literal["policy", "sampler"] = "policy"
+    """Whose log-probs the ratio is to, where a rollout has several updates: the policy's own, by a pass before the first
+    of them, or the sampler's, which spares it. Stale rollouts always take the sampler's."""
     sampler_correction: Correction = "none"
     """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
     correction_cap: float = 2.0
@@ -267,7 +272,7 @@ class RLArgs(Args):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_positive(
-            self, "group_size", "prompts_per_rollout", "num_steps", "epochs_per_rollout", "micro_batch_tokens",
+            self, "group_size", "prompts_per_rollout", "num_steps", "epochs_per_rollout",
             "learning_rate", "max_grad_norm", "eval_interval", "save_interval", "max_sampler_mismatch",
             "sampling_temperature",
         )  # fmt: skip
@@ -306,6 +311,7 @@ class RLArgs(Args):
             _require(seed is None or 0 <= seed < 2**31, f"--{name}", seed, "from 0 to 2147483647")
         _require(not self.reference_url or self.beta > 0, "--reference_url", self.reference_url, "empty without --beta")
         self._check_rollouts()
+        _require(self.micro_batch_tokens >= 0, "--micro_batch_tokens", self.micro_batch_tokens, "0 (what fits) or more")
         _require(self.train_mini_batch_size >= 0, "--train_mini_batch_size", self.train_mini_batch_size, "0 (all) or more")
 
     def _check_rollouts(self) -> None:
@@ -321,8 +327,8 @@ class RLArgs(Args):
         )  # fmt: skip
         _require(
             self.sampler_correction == "none" or not self.trusts_sampler, "--sampler_correction", self.sampler_correction,
-            f"none with --max_staleness {self.staleness}: the ratio of --loss_type {self.loss_type} is to the sampler's"
-            " log-probs already",
+            f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}: the ratio of --loss_type"
+            f" {self.loss_type} is to the sampler's log-probs already",
         )  # fmt: skip
 
     @property
@@ -332,8 +338,10 @@ class RLArgs(Args):
 
     @property
     def trusts_sampler(self) -> bool:
-        """Whether the sampler's log-probs serve as the old policy's: those of stale weights, which nobody else has any more."""
-        return self.staleness > 0 and self.loss_type not in ("no_baseline", "reinforce_with_baseline")
+        """Whether the sampler's log-probs serve as the old policy's: where that is asked for, or where they are of stale weights,
+        which nobody else has any more."""
+        asked = self.staleness > 0 or self.old_log_probs == "sampler"
+        return asked and self.loss_type not in ("no_baseline", "reinforce_with_baseline")
 
     @property
     def seeds(self) -> dict[str, int]:

@@ -21,6 +21,7 @@ from rich.table import Table
 from alignment.args import LossNormalization, LossType, RLArgs, from_preset
 from alignment.errors import UserError, door
 from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator, normalize_group_rewards
+from alignment.memory import fit
 from alignment.models import compute_dtype, load_model, load_tokenizer, make_optimizer, policy_log_probs, roles_of
 from alignment.policy_update import update
 from alignment.prompts import prompted
@@ -180,6 +181,7 @@ def look(args: GradientsArgs, console: Console) -> list[tuple[Estimator, Statist
     finally:
         sampler.close()
     rollout = collate_groups(reward.score(asked, drawn), pad_token_id(tokenizer))
+    rl = fit(policy, rl, rollout.batch.labels.shape[1], console)
     if not rollout.raw_rewards_B1.any():
         raise UserError("no sampled response is right, so every gradient is zero: take more --prompts, or a warmer start")
     rows = [list(range(p * rl.group_size, (p + 1) * rl.group_size)) for p in range(args.prompts)]

@@ -117,7 +117,8 @@ def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> d
 
 def compute_dtype(args: Args, device: str) -> torch.dtype:
     """The type of matrix products on a device, "auto" decided."""
-    name = args.dtype if args.dtype != "auto" else ("bfloat16" if device.startswith("cuda") else "float32")
+    fast = device.startswith("cuda") or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    name = args.dtype if args.dtype != "auto" else ("bfloat16" if fast else "float32")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
@@ -163,6 +164,11 @@ def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> P
 
 def _fetch(device: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return send_to_device(args, device, non_blocking=True), send_to_device(kwargs, device, non_blocking=True)
+
+
+def devices_of(model: PreTrainedModel) -> list[torch.device]:
+    """The devices that a model's weights are on, in forward order."""
+    return list(dict.fromkeys(parameter.device for parameter in model.parameters()))
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -338,6 +338,21 @@ class Share:
     def layers(self) -> tuple[int, ...]:
         """The decoder layers held, by index."""
         return tuple(int(name.rpartition(".")[2]) for name in self.modules if name.startswith("model.layers."))
+
+
+def issue_order(micro_batches: int, in_flight: int) -> Iterator[tuple[str, int]]:
+    """("forward" or "backward", number of the micro-batch), in the order in which a step issues them: the first `in_flight`
+    forwards, then a backward and a forward by turns (one-forward-one-backward: PipeDream, Narayanan et al. 2019,
+    doi:10.1145/3341301.3359646; here flushed at each step, as in PipeDream-Flush, arXiv:2006.09503).
+
+    A device does what it is given in that order. With one in flight, the first device of a split model waits through each
+    micro-batch's whole way there and back; with as many as devices, it has the next ones to do meanwhile.
+    """
+    for number in range(micro_batches + in_flight - 1):
+        if number < micro_batches:
+            yield "forward", number
+        if number >= in_flight - 1:
+            yield "backward", number - in_flight + 1
 
 
 def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Share, ...]:

@@ -14,9 +14,10 @@ import torch
 from alignment.args import RLArgs
 from alignment.errors import UserError
 from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator
-from alignment.models import batch_log_probs, load_config, load_model, policy_log_probs, set_learning_rate
+from alignment.models import batch_log_probs, devices_of, load_config, load_model, policy_log_probs, set_learning_rate
 from alignment.packing import send
-from alignment.placement import Roles
+from alignment.placement import Roles, issue_order
+from alignment.records import Batch
 from alignment.remote_reference import OwnReferenceServer, RemoteReference, reference_token, weights_digest
 from alignment.rollouts import Rollout, distribution
 from alignment.tokens import cut_by_tokens, packed_tokens, split_rows, take_rows
@@ -122,7 +123,7 @@ def update(
     optimiser step with the rows and log-probs that have been computed so far.
 
     Nothing in here waits for a device but the check of each gradient, so that on a split policy one micro-batch's late
-    layers run beside the next one's early layers.
+    layers run beside the next ones' early layers.
     """
     policy.train()
     lengths, totals, norms = rollout.lengths, [], []
@@ -177,42 +178,57 @@ def is_finite(norm: torch.Tensor, sums: Sequence[dict[str, torch.Tensor]]) -> bo
 def backward(
     policy, rollout: Rollout, mini_batch: Sequence[int], denominator: float, args: RLArgs, dtype: torch.dtype
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, dict[str, torch.Tensor]]]:
-    """Add some rows' gradient to the policy; yields each micro-batch's rows, log-probs and sums."""
+    """Add some rows' gradient to the policy; yields each micro-batch's rows, log-probs and sums.
+
+    On a split policy as many micro-batches are in flight as it has devices (`issue_order`), each with its part of the tokens.
+    """
     if not mini_batch:
         return
+    in_flight = len(devices_of(policy))
     chosen = take_rows(rollout.batch, mini_batch)
     split = split_rows(chosen.input_ids, chosen.response_mask)
-    for picked in cut_by_tokens(split, args.micro_batch_tokens):
-        rows = [mini_batch[i] for i in picked]
-        part = take_rows(rollout.batch, rows)
-        found = policy_log_probs(policy, part, dtype, return_token_entropy=True, **distribution(args))
-        log_probs, width = found["log_probs"], part.labels.shape[1]
+    pieces = cut_by_tokens(split, max(1, args.micro_batch_tokens // in_flight))
+    forwards: dict[int, tuple[Sequence[int], Batch, dict[str, torch.Tensor]]] = {}
+    for direction, number in issue_order(len(pieces), in_flight):
+        if direction == "forward":
+            rows = [mini_batch[i] for i in pieces[number]]
+            part = take_rows(rollout.batch, rows)
+            found = policy_log_probs(policy, part, dtype, return_token_entropy=True, **distribution(args))
+            forwards[number] = rows, part, found
+            continue
+        rows, part, found = forwards.pop(number)
+        loss, sums = train_step(found["log_probs"], part, rows, rollout, denominator, args)
+        tokens = packed_tokens([split[i] for i in pieces[number]])
+        sums = {"loss": loss, "entropy_sum": found["token_entropy"].sum(), "tokens": tokens, **sums}
+        yield rows, found["log_probs"].detach(), sums
 
-        there = functools.partial(_take, rows, width, log_probs.device)
-        mask = send(part.response_mask, log_probs.device)
-        loss, sums = grpo_microbatch_train_step(
-            log_probs,
-            mask,
-            gradient_accumulation_steps=1,
-            loss_type=args.loss_type,
-            raw_rewards=there(rollout.raw_rewards_B1),
-            advantages=there(rollout.advantages_B1),
-            # Where old log-probs are used and there are none, there is one update a rollout, so the old policy is this one.
-            old_log_probs=log_probs.detach() if rollout.old_log_probs_BT is None else there(rollout.old_log_probs_BT),
-            cliprange=args.cliprange,
-            loss_normalization=args.loss_normalization,
-            denominator=denominator,
-            cliprange_high=args.cliprange_high,
-            dual_clip=args.dual_clip,
-            beta=args.beta,
-            kl_estimator=args.kl_estimator,
-            reference_log_probs=there(rollout.reference_log_probs_BT),
-            sampler_correction=args.sampler_correction,
-            correction_cap=args.correction_cap,
-            sampler_log_probs=there(rollout.sampler_log_probs_BT),
-        )
-        tokens = packed_tokens([split[i] for i in picked])
-        yield rows, log_probs.detach(), {"loss": loss, "entropy_sum": found["token_entropy"].sum(), "tokens": tokens, **sums}
+
+def train_step(
+    log_probs: torch.Tensor, part: Batch, rows: Sequence[int], rollout: Rollout, denominator: float, args: RLArgs
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`grpo_microbatch_train_step` of some rows of a rollout, by the arguments."""
+    there = functools.partial(_take, rows, part.labels.shape[1], log_probs.device)
+    return grpo_microbatch_train_step(
+        log_probs,
+        send(part.response_mask, log_probs.device),
+        gradient_accumulation_steps=1,
+        loss_type=args.loss_type,
+        raw_rewards=there(rollout.raw_rewards_B1),
+        advantages=there(rollout.advantages_B1),
+        # Where old log-probs are used and there are none, there is one update a rollout, so the old policy is this one.
+        old_log_probs=log_probs.detach() if rollout.old_log_probs_BT is None else there(rollout.old_log_probs_BT),
+        cliprange=args.cliprange,
+        loss_normalization=args.loss_normalization,
+        denominator=denominator,
+        cliprange_high=args.cliprange_high,
+        dual_clip=args.dual_clip,
+        beta=args.beta,
+        kl_estimator=args.kl_estimator,
+        reference_log_probs=there(rollout.reference_log_probs_BT),
+        sampler_correction=args.sampler_correction,
+        correction_cap=args.correction_cap,
+        sampler_log_probs=there(rollout.sampler_log_probs_BT),
+    )
 
 
 def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:

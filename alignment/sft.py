@@ -22,6 +22,7 @@ from alignment.errors import UserError, door
 from alignment.evaluate import Evaluation, eval_problems, eval_sampling, evaluate_vllm, print_evaluation
 from alignment.files import atomic_folder
 from alignment.grpo import sft_microbatch_train_step
+from alignment.memory import fit
 from alignment.models import (
     compute_dtype,
     context_length,
@@ -81,7 +82,9 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     with refused_if_made_meanwhile(target), atomic_folder(target) as building:
         write_args(building, args)
         run = RunFolder(building)
-        optimise(model, examples["train"], examples["test"], pad_token_id(tokenizer), args, run, console)
+        longest = max(len(prompt) + len(response) for shown in examples.values() for prompt, response in shown)
+        fitted = fit(model, args, longest, console)
+        optimise(model, examples["train"], examples["test"], pad_token_id(tokenizer), fitted, run, console)
         run.close()
         save_model(building, model, tokenizer)
     sampler = make_sampler(args, str(target), tokenizer, roles.eval, roles, policy=model)

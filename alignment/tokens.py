@@ -71,9 +71,10 @@ def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
     room = 0
     for prompt, members in families.items():
         unpaid = len(prompt)
+        together = packed_tokens([rows[row] for row in members])
         for row in members:
             tokens = len(rows[row][1])
-            if not pieces or unpaid + tokens > room:
+            if not pieces or unpaid + tokens > room or (unpaid and room < together <= most_tokens):
                 pieces.append([])
                 room, unpaid = most_tokens, len(prompt)
             pieces[-1].append(row)

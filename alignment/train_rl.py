@@ -12,7 +12,7 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from alignment.evaluate import eval_problems, eval_sampling, evaluate_vllm
 from alignment.files import atomic_folder, held, read_json, read_jsonl, write_atomically
 from alignment.grpo import USES_OLD_POLICY
 from alignment.interrupts import Interrupted
+from alignment.memory import fit
 from alignment.models import (
     compute_dtype,
     context_length,
@@ -105,13 +106,14 @@ def train(args: RLArgs, console: Console) -> Path:
         source, held_out = training_source(args, tokenizer), prompted(held_out, args.prompt or task.prompt, tokenizer)
         longest = max(args.max_new_tokens, args.eval_max_new_tokens)
         known = held_out if isinstance(source.problems, Endless) else [*source.problems, *held_out]
-        encode_prompts(tokenizer, [problem.prompt for problem in known], context, longest)  # all of them fit
+        encoded = encode_prompts(tokenizer, [problem.prompt for problem in known], context, longest)  # all of them fit
         make_deterministic(args)
         policy = load_model(base, roles.policy, torch.float32)
         optimizer = make_optimizer(policy, args.learning_rate, args.weight_decay, args.optimizer)
         if done:
             load_optimizer(checkpoint_folder(path, done), optimizer)
         dtype = compute_dtype(args, roles.policy[0])
+        console.print(f"matrix products in {dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
         old_policy = OldPolicy(policy, base, roles, dtype) if needs_old_policy(args) else None
         if args.loss_type in USES_OLD_POLICY and old_policy is None and not args.trusts_sampler:
             console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
@@ -128,6 +130,9 @@ def train(args: RLArgs, console: Console) -> Path:
                 sampler = make_rollout_sampler(args, base, tokenizer, roles, policy.named_parameters, policy, done)
                 closing.callback(sampler.close)
             rollouts = InlineRollouts(source, sampler)
+        rows = max(map(len, encoded)) + args.max_new_tokens
+        before = read_jsonl(path / "metrics.jsonl")[-1]["micro_batch_tokens"] if done else 0
+        fitted = fit(policy, args, rows, console, before)
         if path is None:
             path = claim_run_folder(args, name)
             closing.enter_context(held(path))
@@ -171,13 +176,13 @@ def train(args: RLArgs, console: Console) -> Path:
                     rollout = dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
                 if old_policy is not None:
                     with clock("old_log_probs"):
-                        rollout = old_policy.annotate(rollout, args)
+                        rollout = old_policy.annotate(rollout, fitted)
                 if reference is not None:
                     with clock("reference"):
-                        rollout = reference.annotate(rollout, args, f"step-{step}")
+                        rollout = reference.annotate(rollout, fitted, f"step-{step}")
                 with clock("update"):
                     gate = Gate(rollout, args, step - 1 - drawn.policy_version)
-                    updates, first_pass_BT, bad = update(policy, optimizer, rollout, args, step, dtype, gate.check)
+                    updates, first_pass_BT, bad = update(policy, optimizer, rollout, fitted, step, dtype, gate.check)
                 interrupts.hold()
                 with clock("sync"):
                     rollouts.load_weights(policy.named_parameters(), step)
@@ -188,6 +193,7 @@ def train(args: RLArgs, console: Console) -> Path:
                 restarts = sum(each.restarts for each in {rollouts.sampler or rollouts, eval_sampler, reference} - {None})
                 record = {
                     "step": step,
+                    "micro_batch_tokens": fitted.micro_batch_tokens,
                     **updates,
                     **drawn.report,
                     **gate.found,
@@ -375,6 +381,7 @@ def report(path: Path, args: RLArgs, console: Console) -> None:
     table.add_row("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after)))
     table.add_row("seconds of RL", "", f"{sum(m['seconds'] for m in metrics):.0f}")
     console.print(table)
+    console.print(f"of these seconds: {', '.join(f'{name} {share:.1%}' for name, share in phase_shares(metrics))}")
     first, last = (read_jsonl(path / "completions" / f"eval_{e['step']:06d}.jsonl") for e in (before, after))
     pairs = list(zip(first, last, strict=True))
     changed = next((pair for pair in pairs if pair[0]["score"]["reward"] != pair[1]["score"]["reward"]), pairs[0])
@@ -392,6 +399,15 @@ def report(path: Path, args: RLArgs, console: Console) -> None:
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }
     write_atomically(path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def phase_shares(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
+    """Each phase's share of the steps' time, the largest first; what no phase claims is "other" (logging, books)."""
+    total = sum(record["seconds"] for record in metrics)
+    names = {key for record in metrics for key in record if key.startswith("seconds_")}
+    spent = {name.removeprefix("seconds_"): sum(record.get(name, 0.0) for record in metrics) for name in names}
+    spent["other"] = total - sum(spent.values())
+    return sorted(((name, seconds / total) for name, seconds in spent.items()), key=lambda pair: -pair[1])
 
 
 def _with_interval(record: dict) -> str:

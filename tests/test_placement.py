@@ -18,6 +18,7 @@ from alignment.placement import (
     Roles,
     assign_roles,
     bytes_by_device,
+    issue_order,
     module_bytes,
     partition_layers,
     place,
@@ -465,3 +466,25 @@ def test_the_optimizer_decides_what_the_policy_takes():
     assert bytes_by_device(offloaded) == {"cuda:0": (8 + 2) * ALL, "cpu": 8 * ALL}  # 15.4 GB, and 12.3 of moments
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(0), "adamw_cpu_offload")) == {"cpu": (16 + 2) * ALL}
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(1), "adamw_8bit")) == {"cuda:0": (10 + 2) * ALL}
+
+
+def test_one_micro_batch_after_another_and_several_in_flight():
+    assert list(issue_order(3, 1)) == [
+        ("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1), ("forward", 2), ("backward", 2)
+    ]  # fmt: skip
+    assert list(issue_order(4, 3)) == [
+        ("forward", 0), ("forward", 1), ("forward", 2), ("backward", 0), ("forward", 3), ("backward", 1), ("backward", 2),
+        ("backward", 3),
+    ]  # fmt: skip
+    assert list(issue_order(1, 3)) == [("forward", 0), ("backward", 0)]
+
+
+@given(st.integers(0, 9), st.integers(1, 6))
+def test_no_more_than_allowed_are_in_flight_and_each_comes_back(micro_batches, in_flight):
+    held = 0
+    order = list(issue_order(micro_batches, in_flight))
+    for direction, _ in order:
+        held += 1 if direction == "forward" else -1
+        assert 0 <= held <= in_flight
+    for direction in ("forward", "backward"):
+        assert [number for which, number in order if which == direction] == list(range(micro_batches))

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from alignment import policy_update
 from alignment.args import RLArgs, from_preset
 from alignment.log_probs import get_response_log_probs
 from alignment.models import load_model, spread
@@ -57,16 +58,20 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_micro_batches_do_not_wait_for_the_device(tmp_path):
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(CONFIG).save_pretrained(saved := tmp_path / "model")
-    args = from_preset(RLArgs, "tiny", train_mini_batch_size=0)
+def made_up_rollout(args):
+    """Two groups of eight responses of three tokens, half of them right."""
     completion = Completion((1, 2), (3, 4, 5), (-1.0, -1.0, -1.0), "", "stop", 0)
     score = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
     other = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
     group = Group(Problem("", "", "", ""), (completion,) * 8, (score, other) * 4)
-    rollout = make_rollout([group, group], args, pad=0)
-    model = load_model(saved, ("cpu",), torch.float32)
+    return make_rollout([group, group], args, pad=0)
+
+
+def test_micro_batches_do_not_wait_for_the_device(tmp_path):
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(CONFIG).save_pretrained(saved := tmp_path / "model")
+    args = from_preset(RLArgs, "tiny", train_mini_batch_size=0)
+    rollout, model = made_up_rollout(args), load_model(saved, ("cpu",), torch.float32)
 
     def reads(micro_batch_tokens: int) -> tuple[int, int]:
         few = dataclasses.replace(args, micro_batch_tokens=micro_batch_tokens)
@@ -76,6 +81,30 @@ def test_micro_batches_do_not_wait_for_the_device(tmp_path):
 
     assert reads(1000) == (1, 0)
     assert reads(8) == (6, 0)  # 2 tokens of prompt and 2 of each response: three responses a micro-batch
+
+
+def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(monkeypatch):
+    torch.manual_seed(0)
+    whole = Qwen2ForCausalLM(CONFIG)
+    split = spread(copy.deepcopy(whole), partition_layers(ModelShape.from_config(CONFIG), ["cpu", "cpu:0"]))
+    # torch takes these two for one device.
+    monkeypatch.setattr(policy_update, "devices_of", lambda model: ["cpu", "cpu:0"] if model is split else ["cpu"])
+    args = from_preset(RLArgs, "tiny", train_mini_batch_size=0, micro_batch_tokens=8)
+    rollout, under_way, most = made_up_rollout(args), 0, 0
+
+    def count(change):
+        nonlocal under_way, most
+        under_way += change
+        most = max(most, under_way)
+
+    split.model.norm.register_forward_hook(lambda *_: count(1))
+    split.model.norm.register_full_backward_hook(lambda *_: count(-1))
+    rows = {name: [r for r, *_ in backward(m, rollout, range(16), 16.0, args, torch.float32)]
+            for name, m in (("whole", whole), ("split", split))}  # fmt: skip
+    # Each of two in flight has half of the budget: the 2 tokens of the prompt and one response.
+    assert (len(rows["whole"]), len(rows["split"]), most) == (6, 16, 2)
+    for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=1e-6, msg=name)
 
 
 def test_the_check_sees_a_wait():
