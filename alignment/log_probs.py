@@ -72,7 +72,14 @@ def get_response_log_probs(
     """
     input_ids, labels = input_ids.cpu(), labels.cpu()
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
-    packing = pack(split_rows(input_ids, mask))
+    hidden_NH = hidden_states(model, input_ids, mask)
+    return head_log_probs(model, hidden_NH, labels, mask, return_token_entropy, temperature, top_p, top_k)
+
+
+def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """The first half of `get_response_log_probs`: what the output head is given for the mask's N positions, [N, hidden], in the
+    order of the flattened mask."""
+    packing = pack(split_rows(input_ids, response_mask))
     device = model.get_input_embeddings().weight.device
     with attention_by_layout(model, packing):
         hidden = model.get_decoder()(
@@ -81,19 +88,31 @@ def get_response_log_probs(
             use_cache=False,
             layout=packing,
         ).last_hidden_state
+    spots_BT = torch.nn.functional.pad(packing.spots_BT, (0, response_mask.shape[1] - packing.spots_BT.shape[1]))
+    return hidden[0].index_select(0, send(spots_BT[response_mask], hidden.device))
+
+
+def head_log_probs(
+    model: torch.nn.Module,
+    hidden_NH: torch.Tensor,
+    labels: torch.Tensor,
+    response_mask: torch.Tensor,
+    return_token_entropy: bool = False,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> dict[str, torch.Tensor]:
+    """The second half of `get_response_log_probs`, from the hidden states at the mask's positions."""
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ValueError(f"{type(model).__name__} has a bias in its output head, which is not supported")
-    scored = mask.flatten().nonzero().squeeze(1)
-    spots_BT = torch.nn.functional.pad(packing.spots_BT, (0, mask.shape[1] - packing.spots_BT.shape[1]))
-    spots = spots_BT.flatten().index_select(0, scored)
-    hidden = hidden[0].index_select(0, send(spots, hidden.device)).to(head.weight.device)
-    targets = send(labels.flatten().index_select(0, scored), hidden.device)
-    found = LabelLogProbs.apply(hidden, head.weight, targets, (temperature, top_p, top_k), return_token_entropy)
-    scored = send(scored, hidden.device)
+    device = head.weight.device
+    hidden_NH, targets_N = send(hidden_NH, device), send(labels[response_mask], device)
+    found = LabelLogProbs.apply(hidden_NH, head.weight, targets_N, (temperature, top_p, top_k), return_token_entropy)
+    places = send(response_mask.flatten().nonzero().squeeze(1), device)
     names = ("log_probs", "token_entropy")[: 1 + return_token_entropy]
     return {
-        name: torch.zeros(labels.numel(), device=hidden.device).index_copy(0, scored, values).view(labels.shape)
+        name: torch.zeros(labels.numel(), device=device).index_copy(0, places, values).view(labels.shape)
         for name, values in zip(names, found, strict=False)
     }
 

@@ -340,19 +340,22 @@ class Share:
         return tuple(int(name.rpartition(".")[2]) for name in self.modules if name.startswith("model.layers."))
 
 
-def issue_order(micro_batches: int, in_flight: int) -> Iterator[tuple[str, int]]:
-    """("forward" or "backward", number of the micro-batch), in the order in which a step issues them: the first `in_flight`
-    forwards, then a backward and a forward by turns (one-forward-one-backward: PipeDream, Narayanan et al. 2019,
-    doi:10.1145/3341301.3359646; here flushed at each step, as in PipeDream-Flush, arXiv:2006.09503).
+def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterator[tuple[str, int]]:
+    """("forward", "head" or "backward", number of the micro-batch) in the order in which a step issues them.
 
-    A device does what it is given in that order. With one in flight, the first device of a split model waits through each
-    micro-batch's whole way there and back; with as many as devices, it has the next ones to do meanwhile.
+    In blocks of `in_flight`: all of a block's forwards, then, from the output head and the loss on, what leads back (GPipe, Huang
+    et al. 2019, arXiv:1811.06965). A device does what it is given in that order; with one in flight, the first device of a split
+    model waits through each micro-batch's whole way there and back. `heads_first` is for a head that is not on the last layers'
+    device, as a tied one: a block's heads then come before all of its backwards, of which the first ends on that device too.
     """
-    for number in range(micro_batches + in_flight - 1):
-        if number < micro_batches:
-            yield "forward", number
-        if number >= in_flight - 1:
-            yield "backward", number - in_flight + 1
+    for start in range(0, micro_batches, in_flight):
+        block = range(start, min(start + in_flight, micro_batches))
+        yield from (("forward", number) for number in block)
+        if heads_first:
+            yield from (("head", number) for number in block)
+        for number in block:
+            yield from () if heads_first else (("head", number),)
+            yield "backward", number
 
 
 def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Share, ...]:

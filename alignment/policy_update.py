@@ -14,7 +14,8 @@ import torch
 from alignment.args import RLArgs
 from alignment.errors import UserError
 from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator
-from alignment.models import batch_log_probs, devices_of, load_config, load_model, policy_log_probs, set_learning_rate
+from alignment.log_probs import head_log_probs, hidden_states
+from alignment.models import autocast, batch_log_probs, devices_of, load_config, load_model, set_learning_rate
 from alignment.packing import send
 from alignment.placement import Roles, issue_order
 from alignment.records import Batch
@@ -30,6 +31,8 @@ def needs_old_policy(args: RLArgs) -> bool:
     used = args.loss_type in USES_OLD_POLICY or args.sampler_correction != "none"
     return used and args.updates_per_rollout > 1 and not args.trusts_sampler
 
+
+IN_FLIGHT = 2  # micro-batches for each device of a split policy (benchmarks/README.md)
 
 Seen = Sequence[tuple[Sequence[int], torch.Tensor]]
 """Rows, and their log-probs, of one micro-batch after another."""
@@ -180,27 +183,53 @@ def backward(
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, dict[str, torch.Tensor]]]:
     """Add some rows' gradient to the policy; yields each micro-batch's rows, log-probs and sums.
 
-    On a split policy as many micro-batches are in flight as it has devices (`issue_order`), each with its part of the tokens.
+    On a split policy several micro-batches are in flight, each with its part of the tokens (`issue_order`).
     """
     if not mini_batch:
         return
-    in_flight = len(devices_of(policy))
     chosen = take_rows(rollout.batch, mini_batch)
     split = split_rows(chosen.input_ids, chosen.response_mask)
+    devices = devices_of(policy)
+    in_flight = IN_FLIGHT * len(devices) if len(devices) > 1 else 1
     pieces = cut_by_tokens(split, max(1, args.micro_batch_tokens // in_flight))
-    forwards: dict[int, tuple[Sequence[int], Batch, dict[str, torch.Tensor]]] = {}
-    for direction, number in issue_order(len(pieces), in_flight):
-        if direction == "forward":
+    heads_first = policy.get_output_embeddings().weight.device != devices[-1]
+    under_way: dict[int, MicroBatch] = {}
+    for what, number in issue_order(len(pieces), in_flight, heads_first):
+        if what == "forward":
             rows = [mini_batch[i] for i in pieces[number]]
-            part = take_rows(rollout.batch, rows)
-            found = policy_log_probs(policy, part, dtype, return_token_entropy=True, **distribution(args))
-            forwards[number] = rows, part, found
-            continue
-        rows, part, found = forwards.pop(number)
-        loss, sums = train_step(found["log_probs"], part, rows, rollout, denominator, args)
-        tokens = packed_tokens([split[i] for i in pieces[number]])
-        sums = {"loss": loss, "entropy_sum": found["token_entropy"].sum(), "tokens": tokens, **sums}
-        yield rows, found["log_probs"].detach(), sums
+            under_way[number] = MicroBatch(policy, rows, rollout, denominator, args, dtype)
+        elif what == "head":
+            under_way[number].head()
+        else:
+            done = under_way.pop(number)
+            done.backward()
+            tokens = packed_tokens([split[i] for i in pieces[number]])
+            yield done.rows, done.log_probs, {"tokens": tokens, **done.sums}
+
+
+class MicroBatch:
+    """Some rows on their way through the policy: forward at once, then `head`, then `backward`."""
+
+    def __init__(self, policy, rows: Sequence[int], rollout: Rollout, denominator: float, args: RLArgs, dtype: torch.dtype):
+        self.policy, self.rows, self.rollout, self.denominator, self.args = policy, rows, rollout, denominator, args
+        self.part = take_rows(rollout.batch, rows)
+        self.autocast = functools.partial(autocast, devices_of(policy)[0], dtype)
+        with self.autocast():
+            self.hidden_NH = hidden_states(policy, self.part.input_ids, self.part.response_mask)
+
+    def head(self) -> None:
+        """Log-probs and loss, and the loss's gradient down to what the head was given."""
+        self.given_NH = self.hidden_NH.detach().requires_grad_()
+        how = distribution(self.args)
+        with self.autocast():
+            found = head_log_probs(self.policy, self.given_NH, self.part.labels, self.part.response_mask, True, **how)
+        loss, sums = train_step(found["log_probs"], self.part, self.rows, self.rollout, self.denominator, self.args)
+        self.log_probs = found["log_probs"].detach()
+        self.sums = {"loss": loss, "entropy_sum": found["token_entropy"].sum(), **sums}
+
+    def backward(self) -> None:
+        """The gradient from there on."""
+        self.hidden_NH.backward(self.given_NH.grad)
 
 
 def train_step(

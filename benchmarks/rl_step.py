@@ -46,7 +46,7 @@ def main(
     group_size: int = 8,
     max_new_tokens: int = 64,
     repeats: int = 5,
-    trl_batch: tuple[int, ...] = (8, 32),
+    trl_batch: tuple[int, ...] = (8,),
     checkpointing: bool = False,
     output: str = "",
     one: str = "",

@@ -469,22 +469,21 @@ def test_the_optimizer_decides_what_the_policy_takes():
 
 
 def test_one_micro_batch_after_another_and_several_in_flight():
-    assert list(issue_order(3, 1)) == [
-        ("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1), ("forward", 2), ("backward", 2)
-    ]  # fmt: skip
-    assert list(issue_order(4, 3)) == [
-        ("forward", 0), ("forward", 1), ("forward", 2), ("backward", 0), ("forward", 3), ("backward", 1), ("backward", 2),
-        ("backward", 3),
-    ]  # fmt: skip
-    assert list(issue_order(1, 3)) == [("forward", 0), ("backward", 0)]
+    one = list(issue_order(2, 1, heads_first=False))
+    assert one == [("forward", 0), ("head", 0), ("backward", 0), ("forward", 1), ("head", 1), ("backward", 1)]
+    assert one == list(issue_order(2, 1, heads_first=True))
+    short = [f"{what[0]}{number}" for what, number in issue_order(3, 2, heads_first=True)]
+    assert short == ["f0", "f1", "h0", "h1", "b0", "b1", "f2", "h2", "b2"]
+    short = [f"{what[0]}{number}" for what, number in issue_order(3, 2, heads_first=False)]
+    assert short == ["f0", "f1", "h0", "b0", "h1", "b1", "f2", "h2", "b2"]
 
 
-@given(st.integers(0, 9), st.integers(1, 6))
-def test_no_more_than_allowed_are_in_flight_and_each_comes_back(micro_batches, in_flight):
-    held = 0
-    order = list(issue_order(micro_batches, in_flight))
-    for direction, _ in order:
-        held += 1 if direction == "forward" else -1
+@given(st.integers(0, 9), st.integers(1, 6), st.booleans())
+def test_no_more_than_allowed_are_in_flight_and_each_comes_back(micro_batches, in_flight, heads_first):
+    order, held = list(issue_order(micro_batches, in_flight, heads_first)), 0
+    for what, number in order:
+        held += {"forward": 1, "head": 0, "backward": -1}[what]
         assert 0 <= held <= in_flight
-    for direction in ("forward", "backward"):
-        assert [number for which, number in order if which == direction] == list(range(micro_batches))
+    assert sorted(order) == sorted((what, n) for what in ("forward", "head", "backward") for n in range(micro_batches))
+    for number in range(micro_batches):
+        assert [what for what, n in order if n == number] == ["forward", "head", "backward"]

@@ -87,8 +87,8 @@ def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(
     torch.manual_seed(0)
     whole = Qwen2ForCausalLM(CONFIG)
     split = spread(copy.deepcopy(whole), partition_layers(ModelShape.from_config(CONFIG), ["cpu", "cpu:0"]))
-    # torch takes these two for one device.
-    monkeypatch.setattr(policy_update, "devices_of", lambda model: ["cpu", "cpu:0"] if model is split else ["cpu"])
+    here = [torch.device("cpu"), torch.device("cpu", 0)]  # which torch takes for one
+    monkeypatch.setattr(policy_update, "devices_of", lambda model: here[: 2 if model is split else 1])
     args = from_preset(RLArgs, "tiny", train_mini_batch_size=0, micro_batch_tokens=8)
     rollout, under_way, most = made_up_rollout(args), 0, 0
 
@@ -101,8 +101,8 @@ def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(
     split.model.norm.register_full_backward_hook(lambda *_: count(-1))
     rows = {name: [r for r, *_ in backward(m, rollout, range(16), 16.0, args, torch.float32)]
             for name, m in (("whole", whole), ("split", split))}  # fmt: skip
-    # Each of two in flight has half of the budget: the 2 tokens of the prompt and one response.
-    assert (len(rows["whole"]), len(rows["split"]), most) == (6, 16, 2)
+    # Of four in flight each has a quarter of the budget, and so one response.
+    assert (len(rows["whole"]), len(rows["split"]), most) == (6, 16, 4)
     for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=1e-6, msg=name)
 
