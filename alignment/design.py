@@ -161,7 +161,7 @@ def canonical(args: RLArgs) -> dict[str, object]:
     apart = facts["loss_type"] == "gspo" and facts["sampler_correction"].startswith("token")  # weighs what gspo has averaged
     facts["max_staleness"] = args.staleness
     facts["rollouts"] = "async" if args.staleness else "sync"
-    if facts["loss_type"] not in WITHOUT_RATIO and args.updates_per_rollout == 1 and not args.staleness and not apart:
+    if facts["loss_type"] not in WITHOUT_RATIO and args.updates_per_rollout == 1 and not args.trusts_sampler and not apart:
         facts["loss_type"] = "reinforce_with_baseline"
     if facts["cliprange_high"] is None:
         facts["cliprange_high"] = facts["cliprange"]
@@ -172,6 +172,7 @@ def canonical(args: RLArgs) -> dict[str, object]:
         ("normalize_by_std", "std_of", "advantage_eps"): facts["loss_type"] == "no_baseline",
         ("std_of", "advantage_eps"): not facts["normalize_by_std"],
         ("kl_estimator",): not facts["beta"],
+        ("old_log_probs",): facts["loss_type"] in WITHOUT_RATIO or args.staleness > 0,
         ("correction_cap",): facts["sampler_correction"] == "none",
         ("model",): bool(facts["sft_base"]),  # only the warm start is made of it
     }

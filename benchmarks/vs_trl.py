@@ -127,34 +127,36 @@ def trl_loss(policy, tokenizer, rollout: Rollout, args: RLArgs, options: dict, o
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(policy, tokenizer, args, folder, **options)
         trainer.current_gradient_accumulation_steps = 1
-        mask = rollout.batch.response_mask
-        first = mask.int().argmax(dim=1)
-        lengths = mask.sum(dim=1)
-        widest = int(first.max()) + 1
-
-        def responses(values_BT, fill):
-            return torch.nn.utils.rnn.pad_sequence(
-                [row[there] for row, there in zip(values_BT, mask, strict=True)], batch_first=True, padding_value=fill
-            )
-
-        prompts = [ids[: n + 1] for ids, n in zip(rollout.batch.input_ids, first, strict=True)]
-        left = [torch.cat([torch.full((widest - len(ids),), pad_token_id(tokenizer)), ids]) for ids in prompts]
-        inputs = {
-            "prompt_ids": torch.stack(left),
-            "prompt_mask": torch.stack([(torch.arange(widest) >= widest - len(ids)).long() for ids in prompts]),
-            "completion_ids": responses(rollout.batch.labels, pad_token_id(tokenizer)),
-            "completion_mask": (torch.arange(int(lengths.max()))[None] < lengths[:, None]).long(),
-            "advantages": rollout.advantages_B1.squeeze(1),
-            "old_per_token_logps": responses(old_BT, 0.0),
-            "ref_per_token_logps": responses(reference_BT, 0.0),
-            "num_items_in_batch": lengths.sum(),
-        }
+        inputs = trl_inputs(rollout, pad_token_id(tokenizer), old_BT, reference_BT)
         trainer.args.steps_per_generation = 1
         policy.zero_grad()
         policy.train()
         loss = trainer._compute_loss(policy, inputs)
         loss.backward()
         return loss.item(), flat_gradient(policy)
+
+
+def trl_inputs(rollout: Rollout, pad: int, old_BT: torch.Tensor | None, reference_BT: torch.Tensor | None) -> dict:
+    """A rollout as TRL's `_compute_loss` takes it."""
+    mask = rollout.batch.response_mask
+    first, lengths = mask.int().argmax(dim=1), mask.sum(dim=1)
+    widest = int(first.max()) + 1
+
+    def responses(values_BT, fill):
+        rows = [row[there] for row, there in zip(values_BT, mask, strict=True)]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+
+    prompts = [ids[: n + 1] for ids, n in zip(rollout.batch.input_ids, first, strict=True)]
+    return {
+        "prompt_ids": torch.stack([torch.cat([torch.full((widest - len(ids),), pad), ids]) for ids in prompts]),
+        "prompt_mask": torch.stack([(torch.arange(widest) >= widest - len(ids)).long() for ids in prompts]),
+        "completion_ids": responses(rollout.batch.labels, pad),
+        "completion_mask": (torch.arange(int(lengths.max()))[None] < lengths[:, None]).long(),
+        "advantages": rollout.advantages_B1.squeeze(1),
+        "old_per_token_logps": None if old_BT is None else responses(old_BT, 0.0),
+        "ref_per_token_logps": None if reference_BT is None else responses(reference_BT, 0.0),
+        "num_items_in_batch": lengths.sum(),
+    }
 
 
 def make_trainer(policy, tokenizer, args: RLArgs, folder: str, **options):

@@ -150,6 +150,8 @@ def test_clipping_without_a_second_update_is_reinforce():
         ({"train_mini_batch_size": 0}, {"train_mini_batch_size": 256}, True),
         ({"train_mini_batch_size": 0}, {"train_mini_batch_size": 255}, False),
         ({}, {"micro_batch_tokens": 99}, True),
+        ({"loss_type": "grpo_clip"}, {"loss_type": "grpo_clip", "old_log_probs": "sampler"}, False),
+        ({"loss_type": "no_baseline"}, {"loss_type": "no_baseline", "old_log_probs": "sampler"}, True),
         ({}, {"learning_rate": 1e-3}, False),
     ],
 )

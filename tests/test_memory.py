@@ -21,8 +21,8 @@ QUIET = Console(quiet=True)
 def model():
     """In the proportions of SmolLM2-135M."""
     config = LlamaConfig(
-        vocab_size=50, hidden_size=144, intermediate_size=384, num_hidden_layers=4, num_attention_heads=9, num_key_value_heads=3,
-        attn_implementation=ATTENTION,
+        vocab_size=50, hidden_size=144, intermediate_size=384, num_hidden_layers=4, num_attention_heads=9,
+        num_key_value_heads=3, attn_implementation=ATTENTION,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
 

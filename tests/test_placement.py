@@ -481,7 +481,7 @@ def test_one_micro_batch_after_another_and_several_in_flight():
 @given(st.integers(0, 9), st.integers(1, 6), st.booleans())
 def test_no_more_than_allowed_are_in_flight_and_each_comes_back(micro_batches, in_flight, heads_first):
     order, held = list(issue_order(micro_batches, in_flight, heads_first)), 0
-    for what, number in order:
+    for what, _ in order:
         held += {"forward": 1, "head": 0, "backward": -1}[what]
         assert 0 <= held <= in_flight
     assert sorted(order) == sorted((what, n) for what in ("forward", "head", "backward") for n in range(micro_batches))

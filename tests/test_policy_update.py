@@ -101,6 +101,19 @@ def test_completions_of_another_version_are_refused():
         refuse_stale([[completion]], policy_version=4)
 
 
+def test_the_samplers_log_probs_serve_as_the_old_ones_where_asked():
+    several = dataclasses.replace(ARGS, epochs_per_rollout=2)
+    assert needs_old_policy(several) and not several.trusts_sampler
+    asked = dataclasses.replace(several, old_log_probs="sampler")
+    assert asked.trusts_sampler and not needs_old_policy(asked)
+    # REINFORCE has no ratio, so nothing stands in for an old policy; its correction for the sampler needs one still.
+    for correction, needed in (("none", False), ("token_truncate", True)):
+        other = dataclasses.replace(asked, loss_type="no_baseline", sampler_correction=correction)
+        assert not other.trusts_sampler and needs_old_policy(other) is needed
+    with pytest.raises(UserError, match="--old_log_probs sampler: the ratio of --loss_type grpo_clip"):
+        dataclasses.replace(asked, sampler_correction="token_mask")
+
+
 def test_skipping_the_old_policys_pass_leaves_the_gradient_identical(policy, sampler):
     rollout = sample(sampler)
     asked = OldPolicy(policy, "", Roles(("cpu",), "cpu", "cpu", "cpu"), torch.float32).annotate(rollout, ARGS)

@@ -185,3 +185,14 @@ def test_the_same_prompt_twice_is_two_groups(sampler):
     sampling = Sampling(n=3, max_new_tokens=8, stop=(), seed=3)
     once, twice = sampler.sample(PROMPTS[:1], sampling), sampler.sample([PROMPTS[0]] * 2, sampling)
     assert [c.token_ids for c in twice[0]] == [c.token_ids for c in once[0]] != [c.token_ids for c in twice[1]]
+
+
+def test_whoever_asks_is_told_of_each_response_that_ends_when_it_ends(sampler, monkeypatch):
+    sampling = Sampling(n=4, max_new_tokens=20, stop=("7", "12"), seed=3)
+    told, steps, forward = [], [], sampler.model.forward
+    monkeypatch.setattr(sampler.model, "forward", lambda **how: steps.append(1) or forward(**how))
+    drawn = sampler.sample(PROMPTS, sampling, lambda number, text: told.append((number, text, len(steps))))
+    ended = [(i, c.text, len(c.token_ids)) for i, group in enumerate(drawn) for c in group if c.finish_reason == "stop"]
+    # One forward pass a token, the first token's in the prefill apart; rows that have ended are told of once.
+    assert sorted((i, text, forwards + 1) for i, text, forwards in told) == sorted(ended)
+    assert 0 < len(told) < 12

@@ -23,6 +23,10 @@ class SamplerLost(RuntimeError):
     """The engine died, hung, or answered what cannot be a completion. A new one may do better."""
 
 
+Ended = Callable[[int, str], object]
+"""Called with the number of a response's prompt, and the response's text."""
+
+
 class Sampler(Protocol):
     """Draws completions from one version of the policy's weights."""
 
@@ -30,8 +34,10 @@ class Sampler(Protocol):
     restarts: int
     """Engines that were lost and replaced so far."""
 
-    def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: Sampling, ended: Ended | None = None) -> list[list[Completion]]:
         """`sampling.n` completions for each prompt, in order. The same seed and weights give the same completions.
+
+        `ended` may be told of a response's end, while others are still being drawn.
 
         Raises `UserError` where a prompt and `sampling.max_new_tokens` do not fit in the model's context.
         """
@@ -69,7 +75,8 @@ class Restarted:
     def policy_version(self) -> int:
         return self._engine.policy_version
 
-    def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: Sampling, ended: Ended | None = None) -> list[list[Completion]]:
+        """See `Sampler.sample`; an engine elsewhere gives all of its answer at once."""
         try:
             return self._sampled(prompts, sampling)
         except SamplerLost as error:

@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from alignment.log_probs import cumulative, sampling_logits
 from alignment.packing import attention_by_layout, pack
 from alignment.records import Completion, Sampling
-from alignment.samplers import encode_prompts
+from alignment.samplers import Ended, encode_prompts
 
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
@@ -62,7 +62,7 @@ class TransformersSampler:
         self.model = None
 
     @torch.inference_mode()
-    def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: Sampling, ended: Ended | None = None) -> list[list[Completion]]:
         """See `Sampler.sample`. Each row has random numbers of its own, so waves and dropped rows change no other row."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -73,13 +73,15 @@ class TransformersSampler:
         for wave in self._waves(encoded, sampling):
             lines = uniforms[wave].flatten(0, 1).to(self._device)
             with packed_weights(self.model, len(lines)):
-                rows = self._decode([encoded[i] for i in wave], lines, sampling)
-            texts = self.tokenizer.batch_decode([row.token_ids for row in rows], skip_special_tokens=True)
-            for position, (row, text) in enumerate(zip(rows, texts, strict=True)):
+                rows = self._decode(encoded, wave, lines, sampling, ended)
+            for position, row in enumerate(rows):
                 index = wave[position // sampling.n]
-                groups[index].append(self._completion(encoded[index], row, _up_to_stop(text, sampling.stop)))
+                groups[index].append(self._completion(encoded[index], row, self._text(row, sampling.stop)))
         self.model.train(was_training)
         return groups
+
+    def _text(self, row: _Row, stop: tuple[str, ...]) -> str:
+        return _up_to_stop(self.tokenizer.decode(row.token_ids, skip_special_tokens=True), stop)
 
     def _completion(self, prompt_ids: list[int], row: _Row, text: str) -> Completion:
         return Completion(
@@ -101,8 +103,16 @@ class TransformersSampler:
         by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
-    def _decode(self, encoded: Sequence[Sequence[int]], uniforms: torch.Tensor, sampling: Sampling) -> list[_Row]:
-        """Decode `sampling.n` rows of each prompt together; `uniforms` [rows, max_new_tokens] decide every draw."""
+    def _decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        wave: Sequence[int],
+        uniforms: torch.Tensor,
+        sampling: Sampling,
+        ended: Ended | None,
+    ) -> list[_Row]:
+        """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens] decide every draw."""
+        encoded = [prompts[number] for number in wave]
         prefix, logits = self._prefill(encoded, sampling.n)
         logits = logits.repeat_interleave(sampling.n, dim=0)
         positions = torch.tensor([len(prompt) for prompt in encoded], device=self._device).repeat_interleave(sampling.n)
@@ -118,7 +128,9 @@ class TransformersSampler:
             if last or len(unseen) == STEPS_UNSEEN[self._device.type]:
                 drawn = zip(live, *(torch.stack(each, dim=1).tolist() for each in zip(*unseen, strict=True)), strict=True)
                 for index, ids, values in drawn:
-                    self._extend(rows[index], ids, values, may_end, sampling.stop)
+                    has_ended = self._extend(rows[index], ids, values, may_end, sampling.stop)
+                    if ended and has_ended:
+                        ended(wave[index // sampling.n], self._text(rows[index], sampling.stop))
                 unseen = []
                 unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
                 if last or not unfinished:
@@ -139,14 +151,17 @@ class TransformersSampler:
                 ).logits[:, -1]
         return rows
 
-    def _extend(self, row: _Row, ids: list[int], log_probs: list[float], may_end: list[bool], stop: tuple[str, ...]) -> None:
-        """Add what was drawn for a row, up to its end; the host may have seen that end late."""
+    def _extend(self, row: _Row, ids: list[int], log_probs: list[float], may_end: list[bool], stop: tuple[str, ...]) -> bool:
+        """Add what was drawn for a row, up to its end, which the host may see late. Returns whether that was among it."""
+        if row.finished:
+            return False
         for token, log_prob in zip(ids, log_probs, strict=True):
-            if row.finished:
-                return
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
             row.finished = may_end[token] and self._has_ended(row.token_ids, stop)
+            if row.finished:
+                break
+        return row.finished
 
     def _prefill(self, encoded: Sequence[Sequence[int]], n: int) -> tuple[_SharedPrefix, torch.Tensor]:
         """The prompts' keys and values for `n` lines each, and the logits after each prompt, [prompts, vocabulary]."""

