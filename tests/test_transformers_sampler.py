@@ -163,22 +163,17 @@ def test_looking_at_tokens_late_changes_nothing(sampler, monkeypatch, steps):
         assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
 
 
-def test_packed_weights_multiply_alike_and_are_left_behind_nowhere(sampler, monkeypatch):
-    sampling = Sampling(n=4, max_new_tokens=12, stop=(), seed=3)
-    expected = sampler.sample(PROMPTS, sampling)
-    calls = []
-    packed_linear = module._packed_linear
-    monkeypatch.setattr(module, "_packed_linear", lambda *args: calls.append(1) or packed_linear(*args))
-    monkeypatch.setattr(module, "PACKED_FROM", (12, 1))
-    found = sampler.sample(PROMPTS, sampling)
-    assert calls or not torch.backends.mkldnn.is_available()
-    for ours, theirs in zip(sum(found, []), sum(expected, []), strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
-    assert not any("forward" in vars(layer) for layer in sampler.model.modules())
-    calls.clear()
-    monkeypatch.setattr(module, "PACKED_FROM", (13, 1))
-    assert sampler.sample(PROMPTS, sampling) == expected and not calls
+def test_threads_go_by_the_work_of_a_step(sampler, monkeypatch):
+    """The tiny model: hidden 128, intermediate 384, so 98,304 operations a row in a layer's largest product."""
+    config, seen = sampler.model.config, []
+    assert 2 * config.hidden_size * config.intermediate_size == 98_304
+    monkeypatch.setattr(module.torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 4)
+    for rows in (1, 341, 342, 683, 10_000):
+        with module.few_threads(sampler.model, rows):
+            pass
+    # 2^25 operations for each thread: 341.3 rows, 682.7 rows; four at most, and four again afterwards.
+    assert seen == [1, 4, 1, 4, 1, 4, 2, 4, 4, 4]
 
 
 def test_the_same_prompt_twice_is_two_groups(sampler):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from alignment.samplers import Ended, encode_prompts
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
 STEPS_UNSEEN = {"cpu": 1, "cuda": 16}  # tokens of each row that are drawn before the host looks at them: it waits for a GPU
-PACKED_FROM = 8, 2**26  # rows, and bytes of weights (more than a CPU's cache holds), from which packing them pays
+WORK_A_THREAD = 2**25  # floating-point operations of a product, from which a thread of its own pays (benchmarks/README.md)
 
 
 @dataclass
@@ -72,8 +71,7 @@ class TransformersSampler:
         groups: list[list[Completion]] = [[] for _ in prompts]
         for wave in self._waves(encoded, sampling):
             lines = uniforms[wave].flatten(0, 1).to(self._device)
-            with packed_weights(self.model, len(lines)):
-                rows = self._decode(encoded, wave, lines, sampling, ended)
+            rows = self._decode(encoded, wave, lines, sampling, ended)
             for position, row in enumerate(rows):
                 index = wave[position // sampling.n]
                 groups[index].append(self._completion(encoded[index], row, self._text(row, sampling.stop)))
@@ -121,34 +119,35 @@ class TransformersSampler:
         rows = [_Row([], [], False) for _ in range(len(encoded) * sampling.n)]
         live = list(range(len(rows)))  # the row that each line of the tensors belongs to
         unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for step in range(sampling.max_new_tokens):
-            tokens, log_probs = draw(logits, uniforms[:, step], sampling)
-            unseen.append((tokens, log_probs))
-            last = step + 1 == sampling.max_new_tokens
-            if last or len(unseen) == STEPS_UNSEEN[self._device.type]:
-                drawn = zip(live, *(torch.stack(each, dim=1).tolist() for each in zip(*unseen, strict=True)), strict=True)
-                for index, ids, values in drawn:
-                    has_ended = self._extend(rows[index], ids, values, may_end, sampling.stop)
-                    if ended and has_ended:
-                        ended(wave[index // sampling.n], self._text(rows[index], sampling.stop))
-                unseen = []
-                unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
-                if last or not unfinished:
-                    break
-                if len(unfinished) < LIVE_SHARE * len(live):
-                    keep = torch.tensor(unfinished, device=self._device)
-                    live = [live[line] for line in unfinished]
-                    tokens, uniforms, positions = (t[keep] for t in (tokens, uniforms, positions))
-                    cache.batch_select_indices(keep)
-                    prefix.share_among([index // sampling.n for index in live])
-            with attention_by_layout(self.model, prefix):
-                logits = self.model(
-                    input_ids=tokens[:, None],
-                    position_ids=(positions + step)[:, None],
-                    past_key_values=cache,
-                    use_cache=True,
-                    layout=prefix,
-                ).logits[:, -1]
+        with few_threads(self.model, len(rows)):
+            for step in range(sampling.max_new_tokens):
+                tokens, log_probs = draw(logits, uniforms[:, step], sampling)
+                unseen.append((tokens, log_probs))
+                last = step + 1 == sampling.max_new_tokens
+                if last or len(unseen) == STEPS_UNSEEN[self._device.type]:
+                    drawn = zip(live, *(torch.stack(each, dim=1).tolist() for each in zip(*unseen, strict=True)), strict=True)
+                    for index, ids, values in drawn:
+                        has_ended = self._extend(rows[index], ids, values, may_end, sampling.stop)
+                        if ended and has_ended:
+                            ended(wave[index // sampling.n], self._text(rows[index], sampling.stop))
+                    unseen = []
+                    unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
+                    if last or not unfinished:
+                        break
+                    if len(unfinished) < LIVE_SHARE * len(live):
+                        keep = torch.tensor(unfinished, device=self._device)
+                        live = [live[line] for line in unfinished]
+                        tokens, uniforms, positions = (t[keep] for t in (tokens, uniforms, positions))
+                        cache.batch_select_indices(keep)
+                        prefix.share_among([index // sampling.n for index in live])
+                with attention_by_layout(self.model, prefix):
+                    logits = self.model(
+                        input_ids=tokens[:, None],
+                        position_ids=(positions + step)[:, None],
+                        past_key_values=cache,
+                        use_cache=True,
+                        layout=prefix,
+                    ).logits[:, -1]
         return rows
 
     def _extend(self, row: _Row, ids: list[int], log_probs: list[float], may_end: list[bool], stop: tuple[str, ...]) -> bool:
@@ -206,27 +205,16 @@ class TransformersSampler:
 
 
 @contextmanager
-def packed_weights(model: PreTrainedModel, rows: int) -> Iterator[None]:
-    """Have linear layers multiply by copies of their weights in oneDNN's own order, which it would bring them into at every
-    call: on CPUs, some tens of rows at a time, that is half as fast again (benchmarks/README.md). Elsewhere nothing changes.
-    """
-    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    weights, operators = [layer.weight for layer in layers], torch.ops.mkldnn
-    pays = rows >= PACKED_FROM[0] and sum(weight.nbytes for weight in weights) >= PACKED_FROM[1]
-    known = torch.backends.mkldnn.is_available() and hasattr(operators, "_linear_pointwise")
-    if pays and known and {(weight.device.type, weight.dtype) for weight in weights} == {("cpu", torch.float32)}:
-        for layer in layers:
-            packed = operators._reorder_linear_weight(layer.weight.detach(), None)
-            layer.forward = functools.partial(_packed_linear, packed, layer.bias)
+def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
+    """On a CPU, as many threads as a layer's largest product has work for: to deal a step of few rows out and to wait for it
+    costs more than it gains."""
+    before = torch.get_num_threads()
+    work = 2 * rows * model.config.hidden_size * model.config.intermediate_size
+    torch.set_num_threads(max(1, min(before, work // WORK_A_THREAD)))
     try:
         yield
     finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
-
-
-def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+        torch.set_num_threads(before)
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -288,6 +276,7 @@ class _SharedPrefix:
         self.seat_L = torch.tensor([g * most + seat for g, seat in zip(groups_L, seats, strict=True)], device=device)
         line_S = torch.zeros(len(held) * most, dtype=torch.int64, device=device)
         self.line_GM = line_S.scatter(0, self.seat_L, torch.arange(len(groups_L), device=device)).view(-1, most)
+        self.full = seats == list(range(most)) * len(held)  # every seat is taken, in order
 
     def attend(self, module, query, key, value, scaling) -> torch.Tensor:
         """See `Layout.attend`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share each of H heads of keys."""
@@ -303,12 +292,14 @@ class _SharedPrefix:
 
     def _by_group(self, lines_LHRX: torch.Tensor) -> torch.Tensor:
         """[L, H, R, X] -> [G, H, M * R, X]."""
-        return lines_LHRX[self.line_GM].transpose(1, 2).flatten(2, 3)
+        lines_GMHRX = lines_LHRX.unflatten(0, self.line_GM.shape) if self.full else lines_LHRX[self.line_GM]
+        return lines_GMHRX.transpose(1, 2).flatten(2, 3)
 
     def _by_line(self, groups_GHSX: torch.Tensor) -> torch.Tensor:
         """[G, H, M * R, X] -> [L, H, R, X]."""
         seats_GMHRX = groups_GHSX.unflatten(2, (self.line_GM.shape[1], -1)).transpose(1, 2)
-        return seats_GMHRX.flatten(0, 1)[self.seat_L]
+        seats_SHRX = seats_GMHRX.flatten(0, 1)
+        return seats_SHRX if self.full else seats_SHRX[self.seat_L]
 
 
 class _PreallocatedLayer(CacheLayerMixin):
