@@ -181,7 +181,7 @@ def look(args: GradientsArgs, console: Console) -> list[tuple[Estimator, Statist
     finally:
         sampler.close()
     rollout = collate_groups(reward.score(asked, drawn), pad_token_id(tokenizer))
-    rl = fit(policy, rl, rollout.batch.labels.shape[1], console)
+    rl = fit(policy, rl, rollout.batch.labels.shape[1], console, dtype)
     if not rollout.raw_rewards_B1.any():
         raise UserError("no sampled response is right, so every gradient is zero: take more --prompts, or a warmer start")
     rows = [list(range(p * rl.group_size, (p + 1) * rl.group_size)) for p in range(args.prompts)]

@@ -20,6 +20,7 @@ MOST_BYTES = {
     "cuda": 2**40,
 }  # of activations: on a CPU the products of larger models are at its full rate by then
 SHARE = 0.5  # of the free memory that activations may take; the rest is for logits, copies and what else runs
+BF16_SHARE = 0.6  # of a token's bytes in float32 that are kept under autocast: norms stay in float32
 
 Trained = TypeVar("Trained", RLArgs, SFTArgs)
 
@@ -42,26 +43,36 @@ def free_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
-def fit(policy: PreTrainedModel, args: Trained, longest: int, console: Console, before: int = 0) -> Trained:
+def fit(
+    policy: PreTrainedModel,
+    args: Trained,
+    longest: int,
+    console: Console,
+    dtype: torch.dtype = torch.float32,
+    optimizer: torch.optim.Optimizer | None = None,
+    before: int = 0,
+) -> Trained:
     """The arguments with --micro_batch_tokens decided, where they leave it open: a power of two, so that a run that is repeated
-    beside other work is cut alike. `longest`: tokens of the longest row there can be. `before`: what the run was cut by before
-    it was stopped.
+    beside other work is cut alike. `longest`: tokens of the longest row there can be. `dtype`: of matrix products. `optimizer`:
+    whose moments may be there already. `before`: what the run was cut by before it was stopped.
 
     Turns on gradient checkpointing where even one such row would not fit: it computes each layer twice.
     """
+    if args.micro_batch_tokens:
+        return args
     devices = [str(device) for device in devices_of(policy)]
     trained = sum(parameter.numel() for parameter in policy.parameters()) // len(devices)
-    optimizer = args.optimizer if isinstance(args, RLArgs) else "adamw"
-    # The weights are there already.
-    free = min(free_bytes(device) for device in devices) - trained * (TRAINED_BYTES[optimizer] - 4)
-    # A split policy has a part of each micro-batch's layers on each device, and as many micro-batches in flight as devices.
+    kind = args.optimizer if isinstance(args, RLArgs) else "adamw"
+    states = [value for state in (optimizer.state.values() if optimizer else ()) for value in state.values()]
+    there = sum(value.nbytes for value in states if torch.is_tensor(value) and value.ndim and str(value.device) in devices)
+    # The weights are there already. A split policy has some of the layers on each device: what all of them take is more.
+    free = min(free_bytes(device) for device in devices) - trained * (TRAINED_BYTES[kind] - 4) + there // len(devices)
     room = int(SHARE * max(free, 0))
-    each = token_bytes(policy.config)
+    share = 1 if dtype == torch.float32 else BF16_SHARE
+    each = int(share * token_bytes(policy.config))
     if room < longest * each:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         console.print("memory is short: activations are computed again in backward (gradient checkpointing)")
-        each = checkpointed_token_bytes(policy.config)
-    if args.micro_batch_tokens:
-        return args
+        each = int(share * checkpointed_token_bytes(policy.config))
     most = min(max(min(room, MOST_BYTES[policy.device.type]) // each, 1), MOST_TOKENS)
     return dataclasses.replace(args, micro_batch_tokens=before or 2 ** (most.bit_length() - 1))

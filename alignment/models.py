@@ -163,7 +163,8 @@ def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> P
 
 
 def _fetch(device: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return send_to_device(args, device, non_blocking=True), send_to_device(kwargs, device, non_blocking=True)
+    there = functools.partial(send_to_device, device=device, non_blocking=device.startswith("cuda"))
+    return there(args), there(kwargs)
 
 
 def devices_of(model: PreTrainedModel) -> list[torch.device]:

@@ -71,7 +71,7 @@ class Packing:
         if device not in self.copies:
             tensors = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
             moved = {name: send(tensor, device) for name, tensor in tensors.items()}
-            self.copies[device] = replace(self, **moved, biases={})
+            self.copies[device] = replace(self, **moved, biases={}, copies={})
         return self.copies[device]
 
 
@@ -79,7 +79,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor on its way to a device; the host goes on meanwhile, which it can only where the memory is pinned."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device)  # what comes to a CPU must have arrived
 
 
 def pack(rows: Sequence[Row]) -> Packing:

@@ -345,8 +345,9 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
 
     In blocks of `in_flight`: all of a block's forwards, then, from the output head and the loss on, what leads back (GPipe,
     Huang et al. 2019, arXiv:1811.06965). A device does what it is given in that order; with one in flight, the first device of
-    a split model waits through each micro-batch's whole way there and back. `heads_first` is for a head that is not on the last layers'
-    device, as a tied one: a block's heads then come before all of its backwards, of which the first ends on that device too.
+    a split model waits through each micro-batch's whole way there and back. `heads_first` is for a head
+    that is not on the last layers' device, as a tied one: a block's heads then come before all of its backwards, of which the
+    first ends on that device too.
     """
     for start in range(0, micro_batches, in_flight):
         block = range(start, min(start + in_flight, micro_batches))

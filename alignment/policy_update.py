@@ -123,7 +123,7 @@ def update(
     that carry a gradient), and the rows of each mini-batch whose loss or gradient was not finite, for which no update was made.
 
     Rows without a gradient are counted in every denominator, but not computed. `before_weights_change` is called before each
-    optimiser step with the rows and log-probs that have been computed so far.
+    optimiser step with the rows and log-probs that its mini-batch has computed.
 
     Nothing in here waits for a device but the check of each gradient, so that on a split policy one micro-batch's late
     layers run beside the next ones' early layers.
@@ -150,7 +150,7 @@ def update(
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             set_learning_rate(optimizer, learning_rate(args, (step - 1) * args.updates_per_rollout + len(norms) + len(bad) + 1))
             if is_finite(norm, found):
-                before_weights_change(seen)
+                before_weights_change(seen[len(seen) - len(found) :])
                 optimizer.step()
                 totals += found
                 norms.append(norm)
@@ -190,21 +190,28 @@ def backward(
     chosen = take_rows(rollout.batch, mini_batch)
     split = split_rows(chosen.input_ids, chosen.response_mask)
     devices = devices_of(policy)
-    in_flight = IN_FLIGHT * len(devices) if len(devices) > 1 else 1
+    longest = max(len(prompt) + len(response) for prompt, response in split)
+    most = IN_FLIGHT * len(devices) if len(devices) > 1 else 1
+    in_flight = max(1, min(most, args.micro_batch_tokens // longest))
     pieces = cut_by_tokens(split, max(1, args.micro_batch_tokens // in_flight))
     heads_first = policy.get_output_embeddings().weight.device != devices[-1]
     under_way: dict[int, MicroBatch] = {}
-    for what, number in issue_order(len(pieces), in_flight, heads_first):
+    for what, issued in itertools.groupby(issue_order(len(pieces), in_flight, heads_first), key=lambda pair: pair[0]):
+        numbers = [number for _, number in issued]
         if what == "forward":
-            rows = [mini_batch[i] for i in pieces[number]]
-            under_way[number] = MicroBatch(policy, rows, rollout, denominator, args, dtype)
+            with autocast(devices[0], dtype):  # one for all of them, so that they share one copy of the weights in `dtype`
+                for number in numbers:
+                    rows = [mini_batch[i] for i in pieces[number]]
+                    under_way[number] = MicroBatch(policy, rows, rollout, denominator, args, dtype)
         elif what == "head":
-            under_way[number].head()
+            for number in numbers:
+                under_way[number].head()
         else:
-            done = under_way.pop(number)
-            done.backward()
-            tokens = packed_tokens([split[i] for i in pieces[number]])
-            yield done.rows, done.log_probs, {"tokens": tokens, **done.sums}
+            for number in numbers:
+                done = under_way.pop(number)
+                done.backward()
+                tokens = packed_tokens([split[i] for i in pieces[number]])
+                yield done.rows, done.log_probs, {"tokens": tokens, **done.sums}
 
 
 class MicroBatch:

@@ -83,7 +83,7 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
         write_args(building, args)
         run = RunFolder(building)
         longest = max(len(prompt) + len(response) for shown in examples.values() for prompt, response in shown)
-        fitted = fit(model, args, longest, console)
+        fitted = fit(model, args, longest, console, compute_dtype(args, roles.policy[0]))
         optimise(model, examples["train"], examples["test"], pad_token_id(tokenizer), fitted, run, console)
         run.close()
         save_model(building, model, tokenizer)

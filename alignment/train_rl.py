@@ -121,8 +121,11 @@ def train(args: RLArgs, console: Console) -> Path:
         reference = open_reference(args, start, roles, dtype, closing)
         eval_sampler = make_sampler(args, base, tokenizer, roles.eval, roles, policy, policy_version=done)
         closing.callback(eval_sampler.close)
+        rows = max(map(len, encoded)) + args.max_new_tokens
+        before = read_jsonl(path / "metrics.jsonl")[-1]["micro_batch_tokens"] if done else 0
+        fitted = fit(policy, args, rows, console, dtype, optimizer, before)
         if args.rollouts == "async":
-            rollouts = AsyncRollouts(args, base, done, load_rollouts(Path(base)) if done else [], dtype, reference)
+            rollouts = AsyncRollouts(fitted, base, done, load_rollouts(Path(base)) if done else [], dtype, reference)
             closing.callback(rollouts.close)
         else:
             sampler = eval_sampler
@@ -130,9 +133,6 @@ def train(args: RLArgs, console: Console) -> Path:
                 sampler = make_rollout_sampler(args, base, tokenizer, roles, policy.named_parameters, policy, done)
                 closing.callback(sampler.close)
             rollouts = InlineRollouts(source, sampler)
-        rows = max(map(len, encoded)) + args.max_new_tokens
-        before = read_jsonl(path / "metrics.jsonl")[-1]["micro_batch_tokens"] if done else 0
-        fitted = fit(policy, args, rows, console, before)
         if path is None:
             path = claim_run_folder(args, name)
             closing.enter_context(held(path))
@@ -329,14 +329,16 @@ class Gate:
     def __init__(self, rollout: Rollout, args: RLArgs, steps_old: int):
         self.rollout, self.args, self.steps_old = rollout, args, steps_old
         self.found: dict[str, float | None] = {"sampler_mismatch": None, "sampler_mismatch_max": None}
-        self.passed = False
+        self.passed, self.moved = False, False
 
     def check(self, seen: Seen) -> None:
-        """Raises `RunStopped` as `mismatch`; compares nothing where the first mini-batch has no gradient. From then on a signal
-        waits: until the step is logged, its weights are between two steps."""
+        """Raises `RunStopped` as `mismatch`, for the first mini-batch that has a gradient: where there was one without,
+        momentum has moved the weights a little. From then on a signal waits: until the step is logged, its weights are between
+        two steps."""
         if not self.passed and seen:
-            self.found = mismatch(seen, self.rollout, self.args, self.steps_old)
-        self.passed = True
+            self.found = mismatch(seen, self.rollout, self.args, self.steps_old + self.moved)
+            self.passed = True
+        self.moved = True
         interrupts.hold()
 
 

@@ -180,7 +180,8 @@ def trl(args: RLArgs, batch: int, checkpointing: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         config = GRPOConfig(
             output_dir=folder, use_cpu=not torch.cuda.is_available(), max_steps=args.num_steps,
-            learning_rate=args.learning_rate, lr_scheduler_type="constant", adam_beta2=0.95, max_grad_norm=args.max_grad_norm, beta=0.0, bf16=False,
+            learning_rate=args.learning_rate, lr_scheduler_type="constant", adam_beta2=0.95,
+            max_grad_norm=args.max_grad_norm, beta=0.0, bf16=False,
             per_device_train_batch_size=batch, gradient_accumulation_steps=args.rollout_size // batch,
             num_generations=args.group_size, max_completion_length=args.max_new_tokens, temperature=1.0,
             gradient_checkpointing=checkpointing, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,

@@ -11,6 +11,7 @@ from alignment import memory
 from alignment.args import RLArgs, SFTArgs, from_preset
 from alignment.log_probs import get_response_log_probs
 from alignment.memory import checkpointed_token_bytes, fit, token_bytes
+from alignment.models import make_optimizer
 from alignment.packing import ATTENTION
 
 ARGS = from_preset(RLArgs, "tiny")
@@ -77,9 +78,24 @@ def test_more_than_what_is_of_use_is_not_taken(model, monkeypatch):
 
 
 def test_what_is_asked_for_counts_and_what_a_stopped_run_had(model, monkeypatch):
-    assert with_free(monkeypatch, model, dataclasses.replace(ARGS, micro_batch_tokens=77), 300) == 77
+    assert with_free(monkeypatch, model, dataclasses.replace(ARGS, micro_batch_tokens=77), 3, longest=9) == 77
+    assert not model.is_gradient_checkpointing
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40)
     assert fit(model, ARGS, 10, QUIET, before=32).micro_batch_tokens == 32
+
+
+def test_moments_that_are_there_are_not_counted_again(model, monkeypatch):
+    """As when a run goes on: what is free is then less by as much."""
+    optimizer = make_optimizer(model, 1e-3, 0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    free = int(300 * token_bytes(model.config) / memory.SHARE) + 4 * parameters + 1
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    assert fit(model, ARGS, 10, QUIET, optimizer=optimizer).micro_batch_tokens == 256
+    assert fit(model, ARGS, 10, QUIET, torch.bfloat16, optimizer).micro_batch_tokens == 256  # 300 / 0.6 = 500
+    assert fit(model, ARGS, 10, QUIET).micro_batch_tokens < 256
 
 
 def test_layers_are_computed_twice_only_where_a_row_would_not_fit(model, monkeypatch):

@@ -249,6 +249,21 @@ def test_where_nothing_tells_anything_momentum_goes_on(policy, sampler):
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True))
 
 
+def test_the_gate_sees_what_the_first_mini_batch_with_a_gradient_has_computed(policy, sampler):
+    """Groups one by one: those without a gradient, and those that are not finite, have nothing to compare."""
+    args = dataclasses.replace(ARGS, train_mini_batch_size=4, loss_type="no_baseline", warmup_steps=0)
+    rollout, seen = sample(sampler), []
+    order = shuffled_groups(range(16), 4, f"update {args.seed} 1 0")
+    rewards = rollout.raw_rewards_B1.clone()
+    rewards[order[:4]], rewards[order[4:8]], rewards[order[8:]] = 0.0, math.nan, 1.0
+    rollout = dataclasses.replace(rollout, raw_rewards_B1=rewards)
+    report, _, bad = update(
+        policy, make_optimizer(policy, 1e-6, 0.0), rollout, args, 1, torch.float32,
+        lambda computed: seen.append(sorted(row for rows, _ in computed for row in rows)),
+    )  # fmt: skip
+    assert seen == [[], sorted(order[8:12]), sorted(order[12:])] and bad == [order[4:8]] and report["updates"] == 3
+
+
 def test_the_tokens_that_were_computed_are_counted(policy, sampler):
     rollout = sample(sampler)
     args = dataclasses.replace(ARGS, beta=0.1, epochs_per_rollout=2, micro_batch_tokens=10_000)

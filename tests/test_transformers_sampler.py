@@ -191,3 +191,15 @@ def test_whoever_asks_is_told_of_each_response_that_ends_when_it_ends(sampler, m
     # One forward pass a token, the first token's in the prefill apart; rows that have ended are told of once.
     assert sorted((i, text, forwards + 1) for i, text, forwards in told) == sorted(ended)
     assert 0 < len(told) < 12
+
+
+def test_rows_may_end_with_their_first_token(sampler):
+    """Most of them, so that they are dropped before any forward pass of the decoding."""
+    sampling = Sampling(n=32, max_new_tokens=4, stop=(), seed=1)
+    (drawn,) = sampler.sample(PROMPTS[:1], sampling)
+    firsts = [c.token_ids[0] for c in drawn]
+    sampler._eos |= set(firsts[:24])
+    sampler._may_end.clear()
+    (again,) = sampler.sample(PROMPTS[:1], sampling)
+    assert [c.token_ids[0] for c in again] == firsts
+    assert [len(c.token_ids) == 1 for c in again] == [first in sampler._eos for first in firsts]

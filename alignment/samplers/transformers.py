@@ -337,4 +337,5 @@ class _PreallocatedLayer(CacheLayerMixin):
         return self.capacity
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.keys, self.values = self.keys[indices], self.values[indices]
+        if self.is_initialized:  # not yet where rows end with their first token
+            self.keys, self.values = self.keys[indices], self.values[indices]

@@ -49,7 +49,8 @@ PHASES = {
 }
 # Seconds of every start, and nothing that a kill could harm: made once, for all forks.
 TASKS["arithmetic"] = dataclasses.replace(TASKS["arithmetic"], problems=functools.cache(TASKS["arithmetic"].problems))
-train_rl.encode_prompts = train_rl.plot_learning_curve = lambda *arguments: None
+train_rl.plot_learning_curve = lambda *arguments: None
+train_rl.encode_prompts = lambda *arguments: [[0] * 40]  # all of them fit
 
 FILE_CALLS = {"open", "write", "mkdir", "rename", "fsync", "close", "serialize_file", "save"}
 OURS = os.path.dirname(train_rl.__file__)

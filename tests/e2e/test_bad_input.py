@@ -130,7 +130,7 @@ CASES = [
     ("train_rl", ["--epochs_per_rollout", "0"], "--epochs_per_rollout 0"),
     ("train_rl", ["--cliprange", "-0.2"], "--cliprange -0.2: must be above 0 and at most 1"),
     ("train_rl", ["--train_mini_batch_size", "-1"], "--train_mini_batch_size -1"),
-    ("train_rl", ["--micro_batch_tokens", "0"], "--micro_batch_tokens 0"),
+    ("train_rl", ["--micro_batch_tokens", "-1"], "--micro_batch_tokens -1"),
     ("train_rl", ["--advantage_eps", "0"], "--advantage_eps 0.0"),
     ("train_rl", ["--weight_decay", "nan"], "--weight_decay nan"),
     ("train_rl", ["--learning_rate", "inf"], "--learning_rate inf"),

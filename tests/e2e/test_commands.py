@@ -130,8 +130,14 @@ def test_train_rl_writes_the_run_folder(loss_type, warm, tmp_path, monkeypatch, 
     rollout = read_jsonl(folder / "completions" / "rollout_000002.jsonl")
     assert len(rollout) == 16
     assert {record["policy_version"] for record in rollout} == {1}
-    for record in rollout:
-        assert len(record["token_ids"]) == len(record["log_probs"]) == len(record["trainer_log_probs"])
+    # The trainer computes the log-probs of what carries a gradient.
+    rewards = [record["score"]["reward"] for record in rollout]
+    for row, record in enumerate(rollout):
+        group = rewards[row // 4 * 4 : row // 4 * 4 + 4]
+        computed = rewards[row] != 0 if loss_type == "no_baseline" else len(set(group)) > 1
+        assert len(record["token_ids"]) == len(record["log_probs"])
+        assert len(record["trainer_log_probs"]) == len(record["token_ids"]) * computed
+    assert 0 < metrics[1]["rows_with_gradient"] <= 16
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events.*"))
     assert json.loads((folder / "summary.json").read_text())["steps"] == 2
@@ -163,7 +169,7 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(warm, tmp_path, monkeypatch, 
     assert (broken / last).read_text() == (straight / last).read_text()
 
 
-def test_one_update_a_rollout_needs_no_old_policy_and_says_so(warm, tmp_path, monkeypatch, capsys):
+def test_one_update_a_rollout_needs_no_old_policy_and_says_so(warm, tmp_path, monkeypatch, capsys, made_up_reward):
     flags = ["--num_steps", "1", "--train_mini_batch_size", "0"]
     assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, *flags)) == 0
     assert "the ratio to the old policy is 1 by construction" in capsys.readouterr().out
