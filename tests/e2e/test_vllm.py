@@ -66,6 +66,7 @@ def test_reinforcement_learning_and_evaluation(python, tmp_path):
         tmp_path / "sft",
     )
     small = ["--prompts_per_rollout", "8", "--group_size", "4", "--train_mini_batch_size", "16", "--num_steps", "2"]
+    small += ["--reward", "random"]  # which an untrained model earns too: what has no gradient is not compared
     printed = call(
         python, "-m", "alignment.train_rl", *shared, *small, "--sft_base", tmp_path / "sft", "--learning_rate", "1e-3"
     )
