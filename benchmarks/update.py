@@ -117,7 +117,9 @@ def peers(model, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Cal
 
     folder = tempfile.mkdtemp()
     per = dataclasses.replace(args, train_mini_batch_size=rows_at_once, prompts_per_rollout=max(2, number // args.group_size))
-    trainer = make_trainer(model, tiny_tokenizer(["a"]), per, folder, generation_batch_size=rows_at_once, max_steps=1)
+    trainer = make_trainer(
+        model, tiny_tokenizer(["a"]), per, folder, generation_batch_size=rows_at_once, max_steps=1, loss_type="grpo"
+    )
     trainer.current_gradient_accumulation_steps = -(-number // rows_at_once)
     trainer.args.steps_per_generation = 1
     inputs = [
