@@ -15,10 +15,8 @@ from alignment.models import devices_of
 from alignment.placement import TRAINED_BYTES
 
 MOST_TOKENS = 16384  # a micro-batch, beyond which more is no faster (benchmarks/README.md); not measured on a GPU
-MOST_BYTES = {
-    "cpu": 3 * 2**29,
-    "cuda": 2**40,
-}  # of activations: on a CPU the products of larger models are at its full rate by then
+# Of activations: a CPU's products are at its full rate by then, a GPU takes what is free.
+MOST_BYTES = {"cpu": 3 * 2**29, "cuda": 2**40}
 SHARE = 0.5  # of the free memory that activations may take; the rest is for logits, copies and what else runs
 BF16_SHARE = 0.6  # of a token's bytes in float32 that are kept under autocast: norms stay in float32
 

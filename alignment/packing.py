@@ -63,7 +63,7 @@ class Packing:
             out.append(branches.index_select(0, here.branch_tokens))
         return torch.cat(out)[None]
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> Packing:
+    def to(self, device: torch.device | str) -> Packing:
         """The same on another device, copied there once however many layers ask."""
         device = torch.device(device)
         if device == self.stems_SL.device:

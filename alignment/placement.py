@@ -380,11 +380,3 @@ def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Sh
     moments = (Share("cpu", "moments", everything, total * MOMENT_BYTES),) if optimizer == "adamw_cpu_offload" else ()
     others = (Share(device, role, everything, total * COPY_BYTES[role]) for role, device in copies.items())
     return (*policy, *moments, *others)
-
-
-def bytes_by_device(shares: Sequence[Share]) -> dict[str, int]:
-    """Device -> bytes of all its shares, in the order in which devices first appear."""
-    totals: Counter[str] = Counter()
-    for share in shares:
-        totals[share.device] += share.bytes
-    return dict(totals)

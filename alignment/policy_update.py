@@ -24,18 +24,17 @@ from alignment.rollouts import Rollout, distribution
 from alignment.tokens import cut_by_tokens, packed_tokens, split_rows, take_rows
 from alignment.tracking import printable
 
+IN_FLIGHT = 2  # micro-batches for each device of a split policy (benchmarks/README.md)
+
+Seen = Sequence[tuple[Sequence[int], torch.Tensor]]
+"""Rows, and their log-probs, of one micro-batch after another."""
+
 
 def needs_old_policy(args: RLArgs) -> bool:
     """Whether old log-probs are used and can differ from the policy's own: by the loss's ratio or the sampler's correction,
     where a rollout has several updates."""
     used = args.loss_type in USES_OLD_POLICY or args.sampler_correction != "none"
     return used and args.updates_per_rollout > 1 and not args.trusts_sampler
-
-
-IN_FLIGHT = 2  # micro-batches for each device of a split policy (benchmarks/README.md)
-
-Seen = Sequence[tuple[Sequence[int], torch.Tensor]]
-"""Rows, and their log-probs, of one micro-batch after another."""
 
 
 def rows_with_gradient(rollout: Rollout, args: RLArgs) -> list[int]:

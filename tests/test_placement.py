@@ -17,7 +17,6 @@ from alignment.placement import (
     ModelShape,
     Roles,
     assign_roles,
-    bytes_by_device,
     issue_order,
     module_bytes,
     partition_layers,
@@ -446,6 +445,13 @@ def test_eight_gpus_by_hand():
     assert max(share.bytes for share in shares[:5]) == 16 * 7 * LAYER
     assert [share.bytes for share in shares[5:]] == [2 * ALL, 2 * ALL, 4 * ALL]  # 3.1 GB, and 6.2 in fp32
     assert shares[5].layers == tuple(range(28))
+
+
+def bytes_by_device(shares):
+    totals = Counter()
+    for share in shares:
+        totals[share.device] += share.bytes
+    return totals
 
 
 def test_sampler_and_eval_on_one_gpu_are_one_copy():
