@@ -161,8 +161,12 @@ class LabelLogProbs(torch.autograd.Function):
                 if to_hidden is not None:
                     to_hidden[piece] = by_logits @ weight
                 if ctx.needs_input_grad[1]:
-                    part = by_logits.T @ hidden[piece]
-                    to_weight = part.to(weight_VH.dtype) if to_weight is None else to_weight.add_(part)
+                    if to_weight is None:
+                        to_weight = (by_logits.T @ hidden[piece]).to(weight_VH.dtype)
+                    elif to_weight.dtype == ctx.dtype:
+                        to_weight.addmm_(by_logits.T, hidden[piece])  # no second [V, H]
+                    else:
+                        to_weight.add_(by_logits.T @ hidden[piece])
         return None if to_hidden is None else to_hidden.to(hidden_NH.dtype), to_weight, None, None, None
 
 
