@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from alignment.models import load_model, load_tokenizer, resolve_model
+from alignment.models import context_length, load_config, load_model, load_tokenizer, resolve_model
 from alignment.prompts import prompted
 from alignment.records import Sampling
 from alignment.samplers.transformers import TransformersSampler
@@ -94,8 +94,9 @@ def make_vllm(path: str, tokenizer, device: str, dtype: str):
     from alignment.samplers.vllm import VLLMSampler
 
     return VLLMSampler(
-        path, tokenizer, device=device, dtype=dtype, context=1024, gpu_memory_utilization=0.4, timeout=3600.0, policy_version=0
-    )
+        path, tokenizer, device=device, dtype=dtype, context=min(1024, context_length(load_config(path))),
+        gpu_memory_utilization=0.4, timeout=3600.0, policy_version=0,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Step:
         )  # fmt: skip
         base = str(embedded_model("tiny", tempfile.gettempdir()))
         config = load_config(base)
-        config.num_hidden_layers, config.layer_types, config.hidden_size = layers, None, hidden
+        config.num_hidden_layers, config.layer_types, config.hidden_size = layers, ["full_attention"] * layers, hidden
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(config)
         self.optimizer = make_optimizer(self.model, 1e-5, 0.0)

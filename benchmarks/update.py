@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -60,11 +61,13 @@ def main(
         ours, plain, theirs = peers(model, rollout, args, rows_at_once)
         seconds = timed({"ours": ours, "plain": plain, "TRL": theirs}, model, repeats)
         share = sum(packed_tokens(split_rows(part.input_ids, part.response_mask)) for part in [told(rollout, args)])
-        table.add_row(
+        cells = (
             str(prompt), str(response), f"{silent / groups:.0%}", f"{share / rollout.batch.labels.numel():.0%}",
             *(f"{value:.2f}" for value in seconds.values()),
             f"{seconds['plain'] / seconds['ours']:.2f}", f"{seconds['TRL'] / seconds['ours']:.2f}",
         )  # fmt: skip
+        table.add_row(*cells)
+        print(*cells, file=sys.stderr, flush=True)  # minutes go by until the table is whole
     Console(width=130).print(table)
     if dataset_path:
         Console(width=130).print(spared(dataset_path))
