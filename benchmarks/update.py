@@ -60,9 +60,10 @@ def main(
         rollout = made_up(prompt, response, groups, silent, args)
         ours, plain, theirs = peers(model, rollout, args, rows_at_once)
         seconds = timed({"ours": ours, "plain": plain, "TRL": theirs}, model, repeats)
-        share = sum(packed_tokens(split_rows(part.input_ids, part.response_mask)) for part in [told(rollout, args)])
+        part = told(rollout, args)
+        share = packed_tokens(split_rows(part.input_ids, part.response_mask)) / rollout.batch.labels.numel()
         cells = (
-            str(prompt), str(response), f"{silent / groups:.0%}", f"{share / rollout.batch.labels.numel():.0%}",
+            str(prompt), str(response), f"{silent / groups:.0%}", f"{share:.0%}",
             *(f"{value:.2f}" for value in seconds.values()),
             f"{seconds['plain'] / seconds['ours']:.2f}", f"{seconds['TRL'] / seconds['ours']:.2f}",
         )  # fmt: skip
