@@ -140,8 +140,8 @@ class SFTArgs(Args):
     batch_size: int = 64
     """Sequences an optimiser step."""
     micro_batch_tokens: int = 0
-    """Tokens in one forward and backward, a prompt of several responses counted once; 0: what the free memory allows, up to
-    where more is no faster. Changes memory and speed, never the gradient."""
+    """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
+    memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
     demonstrations: tuple[str, ...] = ()
     """JSONL files of questions (or prompts) with responses; by default the task's own worked solutions."""
     curriculum: bool = False
@@ -188,8 +188,8 @@ class RLArgs(Args):
     train_mini_batch_size: int = 0
     """Responses an optimiser update, at most; 0: the whole rollout. Several updates a rollout make old log-probs needed."""
     micro_batch_tokens: int = 0
-    """Tokens in one forward and backward, a prompt of several responses counted once; 0: what the free memory allows, up to
-    where more is no faster. Changes memory and speed, never the gradient."""
+    """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
+    memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
     optimizer: Optimizer = "adamw"
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
     moments of 2 bytes a parameter, rounded (extra "torchao")."""

@@ -18,12 +18,13 @@ from alignment.args import Args, RLArgs
 from alignment.embedded import embedded_model
 from alignment.errors import UserError
 from alignment.files import MANIFEST, damage
+from alignment.lanes import cut_into_lanes, side_by_side
 from alignment.log_probs import get_response_log_probs
 from alignment.optimizers import OPTIMIZERS
 from alignment.packing import ATTENTION
 from alignment.placement import ModelShape, Roles, assign_roles, partition_layers
 from alignment.records import Batch
-from alignment.tokens import cut_by_tokens, split_rows, take_rows
+from alignment.tokens import split_rows, take_rows
 
 logging.set_verbosity_error()
 hub_logging.set_verbosity_error()  # its retries without a connection; what comes of them is said in one line
@@ -183,7 +184,6 @@ def policy_log_probs(model: PreTrainedModel, batch: Batch, dtype: torch.dtype, *
         return get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=batch.response_mask, **how)
 
 
-@torch.no_grad()
 def batch_log_probs(
     model: PreTrainedModel,
     batch: Batch,
@@ -197,10 +197,17 @@ def batch_log_probs(
     rows = range(len(batch.labels)) if rows is None else rows
     found_BT = torch.zeros(batch.labels.shape)
     split = split_rows(batch.input_ids, batch.response_mask)
-    for picked in cut_by_tokens([split[row] for row in rows], micro_batch_tokens):
-        chosen = [rows[i] for i in picked]
-        part_BT = policy_log_probs(model, take_rows(batch, chosen), dtype, **distribution)["log_probs"]
-        found_BT[chosen, : part_BT.shape[1]] = part_BT.cpu()
+    if not rows:
+        return found_BT
+    pieces, lanes = cut_into_lanes(model, [split[row] for row in rows], micro_batch_tokens)
+    pieces = [[rows[i] for i in piece] for piece in pieces]
+
+    @torch.no_grad()
+    def log_probs(piece: Sequence[int]) -> torch.Tensor:
+        return policy_log_probs(model, take_rows(batch, piece), dtype, **distribution)["log_probs"].cpu()
+
+    for piece, part_BT in zip(pieces, side_by_side(log_probs, pieces, lanes), strict=True):
+        found_BT[piece, : part_BT.shape[1]] = part_BT
     return found_BT
 
 

@@ -14,6 +14,7 @@ import torch
 from alignment.args import RLArgs
 from alignment.errors import UserError
 from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator
+from alignment.lanes import cut_into_lanes, side_by_side
 from alignment.log_probs import head_log_probs, hidden_states
 from alignment.models import autocast, batch_log_probs, devices_of, load_config, load_model, set_learning_rate
 from alignment.packing import send
@@ -182,26 +183,49 @@ def backward(
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, dict[str, torch.Tensor]]]:
     """Add some rows' gradient to the policy; yields each micro-batch's rows, log-probs and sums.
 
-    On a split policy several micro-batches are in flight, each with its part of the tokens (`issue_order`).
+    Several micro-batches are in flight, each with its part of the tokens: on a split policy so that all devices are at work
+    (`pipelined`), on a CPU so that all cores are (`side_by_side`).
     """
     if not mini_batch:
         return
     chosen = take_rows(rollout.batch, mini_batch)
     split = split_rows(chosen.input_ids, chosen.response_mask)
+
+    def begun(piece: Sequence[int]) -> MicroBatch:
+        return MicroBatch(policy, [mini_batch[i] for i in piece], rollout, denominator, args, dtype)
+
+    def whole(piece: Sequence[int]) -> MicroBatch:
+        micro_batch = begun(piece)
+        micro_batch.head()
+        micro_batch.backward()
+        return micro_batch
+
     devices = devices_of(policy)
-    longest = max(len(prompt) + len(response) for prompt, response in split)
-    most = IN_FLIGHT * len(devices) if len(devices) > 1 else 1
-    in_flight = max(1, min(most, args.micro_batch_tokens // longest))
-    pieces = cut_by_tokens(split, max(1, args.micro_batch_tokens // in_flight))
+    if len(devices) > 1:
+        longest = max(len(prompt) + len(response) for prompt, response in split)
+        in_flight = max(1, min(IN_FLIGHT * len(devices), args.micro_batch_tokens // longest))
+        pieces = cut_by_tokens(split, max(1, args.micro_batch_tokens // in_flight))
+        done = pipelined(begun, pieces, in_flight, policy, dtype)
+    else:
+        pieces, lanes = cut_into_lanes(policy, split, args.micro_batch_tokens)
+        done = side_by_side(whole, pieces, lanes, policy.parameters())
+    for micro_batch, piece in zip(done, pieces, strict=True):
+        tokens = packed_tokens([split[i] for i in piece])
+        yield micro_batch.rows, micro_batch.log_probs, {"tokens": tokens, **micro_batch.sums}
+
+
+def pipelined(
+    begun: Callable[[Sequence[int]], MicroBatch], pieces: Sequence[Sequence[int]], in_flight: int, policy, dtype: torch.dtype
+) -> Iterator[MicroBatch]:
+    """The micro-batches of some pieces, once they are through a split policy and back, in `issue_order`."""
+    devices = devices_of(policy)
     heads_first = policy.get_output_embeddings().weight.device != devices[-1]
     under_way: dict[int, MicroBatch] = {}
     for what, issued in itertools.groupby(issue_order(len(pieces), in_flight, heads_first), key=lambda pair: pair[0]):
         numbers = [number for _, number in issued]
         if what == "forward":
             with autocast(devices[0], dtype):  # one for all of them, so that they share one copy of the weights in `dtype`
-                for number in numbers:
-                    rows = [mini_batch[i] for i in pieces[number]]
-                    under_way[number] = MicroBatch(policy, rows, rollout, denominator, args, dtype)
+                under_way |= {number: begun(pieces[number]) for number in numbers}
         elif what == "head":
             for number in numbers:
                 under_way[number].head()
@@ -209,8 +233,7 @@ def backward(
             for number in numbers:
                 done = under_way.pop(number)
                 done.backward()
-                tokens = packed_tokens([split[i] for i in pieces[number]])
-                yield done.rows, done.log_probs, {"tokens": tokens, **done.sums}
+                yield done
 
 
 class MicroBatch:

@@ -22,6 +22,7 @@ from alignment.errors import UserError, door
 from alignment.evaluate import Evaluation, eval_problems, eval_sampling, evaluate_vllm, print_evaluation
 from alignment.files import atomic_folder
 from alignment.grpo import sft_microbatch_train_step
+from alignment.lanes import cut_into_lanes, side_by_side
 from alignment.memory import fit
 from alignment.models import (
     compute_dtype,
@@ -36,10 +37,11 @@ from alignment.models import (
 )
 from alignment.packing import send
 from alignment.prompts import prompted
+from alignment.records import Batch
 from alignment.rewards import evaluation_reward
 from alignment.samplers import encode_prompts, make_sampler, refuse_missing_engine
 from alignment.tasks import find_task, jsonl
-from alignment.tokens import collate, cut_by_tokens, pad_token_id
+from alignment.tokens import collate, pad_token_id
 from alignment.tracking import RunFolder, progress_line, write_args
 
 Example = tuple[tuple[int, ...], tuple[int, ...]]  # prompt ids, response ids
@@ -177,25 +179,33 @@ def warmup_then_linear(step: int, warmup_steps: int, num_steps: int) -> float:
 def backward(model, examples: Sequence[Example], pad: int, micro_batch_tokens: int, dtype) -> Iterator[torch.Tensor]:
     """Add the batch's gradient to the model, micro-batch by micro-batch; yields the parts of the mean loss."""
     tokens = sum(len(response) for _, response in examples)
-    for rows in cut_by_tokens(examples, micro_batch_tokens):
-        batch = collate([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad)
+
+    def step(rows: Sequence[int]) -> torch.Tensor:
+        batch = batch_of(examples, rows, pad)
         log_probs = policy_log_probs(model, batch, dtype)["log_probs"]
         mask = send(batch.response_mask, log_probs.device)
         # The step function averages over this micro-batch's rows; the whole batch's tokens must be what divides.
-        loss, _ = sft_microbatch_train_step(log_probs, mask, 1, normalize_constant=tokens / len(rows))
-        yield loss
+        return sft_microbatch_train_step(log_probs, mask, 1, normalize_constant=tokens / len(rows))[0]
+
+    yield from side_by_side(step, *cut_into_lanes(model, examples, micro_batch_tokens), model.parameters())
 
 
-@torch.no_grad()
 def validation_loss(model, examples: Sequence[Example], pad: int, micro_batch_tokens: int, dtype) -> float:
     """Mean negative log-likelihood, in nats a response token, of the first 256 examples."""
     model.eval()
     examples = examples[:256]
-    total = 0.0
-    for rows in cut_by_tokens(examples, micro_batch_tokens):
-        batch = collate([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad)
-        total -= policy_log_probs(model, batch, dtype)["log_probs"].sum().item()
-    return total / sum(len(response) for _, response in examples)
+
+    @torch.no_grad()
+    def log_likelihood(rows: Sequence[int]) -> float:
+        return policy_log_probs(model, batch_of(examples, rows, pad), dtype)["log_probs"].sum().item()
+
+    total = sum(side_by_side(log_likelihood, *cut_into_lanes(model, examples, micro_batch_tokens)))
+    return -total / sum(len(response) for _, response in examples)
+
+
+def batch_of(examples: Sequence[Example], rows: Sequence[int], pad: int) -> Batch:
+    """Some of the examples, padded."""
+    return collate([examples[i][0] for i in rows], [examples[i][1] for i in rows], pad)
 
 
 def main() -> None:

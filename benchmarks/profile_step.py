@@ -37,7 +37,7 @@ KINDS = {
 
 def main(
     model: str = "smollm2", task: str = "gsm8k", dataset_path: str = "dataset/gsm8k", prompts: int = 4, group_size: int = 8,
-    max_new_tokens: int = 64, micro_batch_tokens: int = 1024,
+    max_new_tokens: int = 64, micro_batch_tokens: int = 2048,
 ) -> None:  # fmt: skip
     """Profile the second of two steps; every response carries a gradient."""
     path = resolve_model(model, "checkpoints")
