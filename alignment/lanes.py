@@ -78,7 +78,7 @@ class Turns:
         self.changed = threading.Condition()
         self.begin(1)
         self.hooks = []
-        for number, parameter in enumerate(parameters):
+        for number, parameter in enumerate(each for each in parameters if each.requires_grad):
             self.hooks.append(parameter.register_hook(functools.partial(self._wait, number)))
             self.hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._added, number)))
 

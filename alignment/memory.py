@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TypeVar
 
 import psutil
 import torch
 from rich.console import Console
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from alignment.args import RLArgs, SFTArgs
@@ -17,8 +15,8 @@ from alignment.models import devices_of
 from alignment.placement import TRAINED_BYTES
 
 MOST_TOKENS = 16384  # a micro-batch, beyond which more is no faster (benchmarks/README.md); not measured on a GPU
-ENOUGH_TOKENS = 2048  # with fewer, lanes on a CPU run out of work, or tear prompts apart
-MOST_BYTES = {"cpu": 2**31, "cuda": 2**40}  # of activations; a GPU takes what is free
+# Of activations: two micro-batches at once keep a CPU at work by then, a GPU takes what is free.
+MOST_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 SHARE = 0.5  # of the free memory that activations may take; the rest is for logits, copies and what else runs
 BF16_SHARE = 0.6  # of a token's bytes in float32 that are kept under autocast: norms stay in float32
 
@@ -31,34 +29,11 @@ def token_bytes(config) -> int:
     return 4 * config.num_hidden_layers * (4 * config.intermediate_size + 11 * config.hidden_size)
 
 
-def products_token_bytes(config) -> int:
-    """The same where of each layer its input, the outputs of its products and that of its attention are kept."""
-    return 4 * config.num_hidden_layers * (2 * config.intermediate_size + 7 * config.hidden_size)
-
-
 def checkpointed_token_bytes(config) -> int:
     """The same where each layer's input alone is kept, and some rows at the model's ends, and one layer at a time is computed
     again."""
     one_layer = token_bytes(config) // config.num_hidden_layers
     return 4 * (config.num_hidden_layers + 3) * config.hidden_size + one_layer
-
-
-aten = torch.ops.aten
-PRODUCTS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-}
-
-
-def keep_products(context, operator, *_, **__) -> CheckpointPolicy:
-    """What is dear is kept for backward; norms, rotations and the like are computed again (selective recomputation, Korthikanti
-    et al. 2022, arXiv:2205.05198)."""
-    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def free_bytes(device: str) -> int:
@@ -79,8 +54,7 @@ def fit(
     beside other work is cut alike. `longest`: tokens of the longest row there can be. `dtype`: of matrix products. `optimizer`:
     whose moments may be there already. `before`: what the run was cut by before it was stopped.
 
-    Where `ENOUGH_TOKENS` would not fit, backward computes again all but products; where even the longest row would not, each
-    layer whole (gradient checkpointing).
+    Turns on gradient checkpointing where even one such row would not fit: it computes each layer twice.
     """
     if args.micro_batch_tokens:
         return args
@@ -93,18 +67,10 @@ def fit(
     free = min(free_bytes(device) for device in devices) - trained * (TRAINED_BYTES[kind] - 4) + there // len(devices)
     room = int(SHARE * max(free, 0))
     share = 1 if dtype == torch.float32 else BF16_SHARE
-    most_bytes = min(room, MOST_BYTES[policy.device.type])
     each = int(share * token_bytes(policy.config))
-    if most_bytes < ENOUGH_TOKENS * each:
-        selective = functools.partial(create_selective_checkpoint_contexts, keep_products)
-        policy.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": selective})
-        each = int(share * products_token_bytes(policy.config))
-        again = "all but products and attention is computed again in backward"
     if room < longest * each:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
+        console.print("memory is short: activations are computed again in backward (gradient checkpointing)")
         each = int(share * checkpointed_token_bytes(policy.config))
-        again = "memory is short: activations are computed again in backward"
-    if policy.is_gradient_checkpointing:
-        console.print(f"{again} (gradient checkpointing)")
-    most = min(max(most_bytes // each, 1), MOST_TOKENS)
+    most = min(max(min(room, MOST_BYTES[policy.device.type]) // each, 1), MOST_TOKENS)
     return dataclasses.replace(args, micro_batch_tokens=before or 2 ** (most.bit_length() - 1))

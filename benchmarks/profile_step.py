@@ -35,6 +35,9 @@ KINDS = {
 }  # fmt: skip
 
 
+EVERY_THREAD = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # micro-batches have threads of their own
+
+
 def main(
     model: str = "smollm2", task: str = "gsm8k", dataset_path: str = "dataset/gsm8k", prompts: int = 4, group_size: int = 8,
     max_new_tokens: int = 64, micro_batch_tokens: int = 2048,
@@ -67,7 +70,7 @@ def main(
         start = time.perf_counter()
         phase()
         seconds = time.perf_counter() - start
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=EVERY_THREAD) as profiler:
             phase()
         shares = by_kind({event.key: event.self_cpu_time_total for event in profiler.key_averages()})
         table.add_row(name, f"{seconds:.1f}", *(f"{share:.1%}" for share in shares.values()))

