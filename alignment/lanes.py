@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,9 +13,10 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from alignment.packing import ATTENTION
 from alignment.tokens import Row, cut_by_tokens, packed_tokens
 
-LANES = 2  # each more takes memory for one more micro-batch; not measured on more than two cores
+LANES = 2  # each has logits and a gradient of the output head of its own; not measured on more than two cores
 
 Piece = TypeVar("Piece")
 Found = TypeVar("Found")
@@ -23,15 +25,21 @@ Found = TypeVar("Found")
 def cut_into_lanes(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int) -> tuple[list[list[int]], int]:
     """Micro-batches (row numbers), and how many are computed at once, with `most_tokens` in all of those.
 
-    That is one where there are not two cores, or where the rows of a prompt would have to be torn apart for it. A batch that
-    would fit in one micro-batch is cut nevertheless, so that every lane has a part.
+    That is one where torch has not two threads, or where the rows of a prompt would have to be torn apart for more, or where
+    lanes would get in each other's way: on devices that order their work themselves, in models with dropout, which draws from
+    one generator, and in those loaded with another attention than ours, which is exchanged for a pass (`attention_by_layout`).
+    A batch that would fit in one micro-batch is cut nevertheless, so that lanes have equal parts.
     """
     families: dict[tuple[int, ...], list[Row]] = defaultdict(list)
     for row in rows:
         families[row[0]].append(row)
     largest = max(packed_tokens(family) for family in families.values())
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    lanes = min(LANES, torch.get_num_threads()) if on_cpu else 1
+    apart = (
+        all(parameter.device.type == "cpu" for parameter in model.parameters())
+        and model.config._attn_implementation == ATTENTION
+        and not any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules())
+    )
+    lanes = min(LANES, torch.get_num_threads()) if apart else 1
     if lanes == 1 or most_tokens < lanes * largest:
         return cut_by_tokens(rows, most_tokens), 1
     even = -(-sum(map(packed_tokens, families.values())) // lanes) + largest // 2
@@ -58,11 +66,15 @@ def side_by_side(
                 block = pieces[start : start + lanes]
                 turns.begin(len(block))
                 if len(block) == 1:
-                    found = [turns.take(0, block[0], threads, work)]
-                else:
-                    share = max(1, threads // lanes)
-                    found = list(pool.map(functools.partial(turns.take, threads=share, work=work), range(lanes), block))
-                    torch.set_num_threads(threads)
+                    yield turns.take(0, threads, work, block[0])
+                    continue
+                shares = [threads // lanes + (lane < threads % lanes) for lane in range(lanes)]
+                try:
+                    found = list(pool.map(turns.take, range(lanes), shares, itertools.repeat(work), block))
+                except BaseException:  # of a lane, or a signal's: the pool would wait for lanes that may wait for it
+                    turns.stop()
+                    raise
+                torch.set_num_threads(threads)
                 yield from found
     finally:
         torch.set_num_threads(threads)
@@ -86,8 +98,15 @@ class Turns:
         """A new block of pieces."""
         self.additions = [Counter() for _ in range(lanes)]
         self.finished = [False] * lanes
+        self.stopped = False
 
-    def take(self, lane: int, piece: Piece, threads: int, work: Callable[[Piece], Found]) -> Found:
+    def stop(self) -> None:
+        """End every lane at its next gradient."""
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+
+    def take(self, lane: int, threads: int, work: Callable[[Piece], Found], piece: Piece) -> Found:
         """A piece's work, in this thread as a lane."""
         self.own.lane = lane
         torch.set_num_threads(threads)
@@ -112,7 +131,9 @@ class Turns:
             return all(self.finished[other] or self.additions[other][number] >= times for other, times in needed)
 
         with self.changed:
-            self.changed.wait_for(others_have_added)
+            self.changed.wait_for(lambda: self.stopped or others_have_added())
+            if self.stopped:
+                raise RuntimeError("stopped, since another lane has failed or a signal has come")
 
     def _added(self, number: int, parameter: torch.nn.Parameter) -> None:
         with self.changed:

@@ -259,6 +259,7 @@ class MicroBatch:
     def backward(self) -> None:
         """The gradient from there on."""
         self.hidden_NH.backward(self.given_NH.grad)
+        del self.hidden_NH, self.given_NH
 
 
 def train_step(

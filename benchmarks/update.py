@@ -29,6 +29,7 @@ from alignment.embedded import tiny_tokenizer
 from alignment.grpo import grpo_microbatch_train_step
 from alignment.log_probs import compute_entropy
 from alignment.models import load_tokenizer, resolve_model
+from alignment.packing import ATTENTION
 from alignment.policy_update import backward, rows_with_gradient
 from alignment.prompts import prompted
 from alignment.records import Completion, Group, Problem
@@ -48,7 +49,7 @@ def main(
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
-        num_key_value_heads=3, tie_word_embeddings=True,
+        num_key_value_heads=3, tie_word_embeddings=True, attn_implementation=ATTENTION,
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
     args = from_preset(

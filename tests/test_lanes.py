@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import random
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignment import sft
+from alignment import lanes, sft
 from alignment.args import RLArgs, SFTArgs, from_preset
-from alignment.lanes import cut_into_lanes, side_by_side
+from alignment.lanes import Turns, cut_into_lanes, side_by_side
 from alignment.models import batch_log_probs, load_model
+from alignment.packing import ATTENTION
 from alignment.policy_update import backward
 from alignment.records import Completion, Group, Problem
 from alignment.rollouts import make_rollout
@@ -44,7 +47,7 @@ def policy(tiny_folder):
 @given(
     st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), st.floats(-1, 1, width=32)), max_size=7), st.integers(1, 3), st.data()
 )
-def test_gradients_are_added_in_one_order_however_long_each_takes(values, lanes, data):
+def test_gradients_are_added_in_one_order_however_long_each_takes(values, at_once, data):
     """Of a block, the first addition of each piece and then the second; with one lane, piece by piece."""
     delays = [data.draw(st.sampled_from([0.0, 0.001, 0.003])) for _ in values]
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -55,10 +58,10 @@ def test_gradients_are_added_in_one_order_however_long_each_takes(values, lanes,
             (parameter * value).sum().backward()
         return number
 
-    assert list(side_by_side(work, range(len(values)), lanes, [parameter])) == list(range(len(values)))
+    assert list(side_by_side(work, range(len(values)), at_once, [parameter])) == list(range(len(values)))
     total = np.float32(0)
-    for start in range(0, len(values), lanes):
-        for addition in zip(*values[start : start + lanes], strict=True):
+    for start in range(0, len(values), at_once):
+        for addition in zip(*values[start : start + at_once], strict=True):
             for value in addition:
                 total += np.float32(value)
     assert (0 if parameter.grad is None else parameter.grad.item()) == total
@@ -84,10 +87,39 @@ def test_a_lane_that_fails_or_adds_nothing_holds_up_no_other():
     assert first.grad.item() == 7
 
 
+def test_a_signal_ends_lanes_at_their_next_gradient():
+    """Whoever waits for them would otherwise wait for ever, where one lane waits for another that has not begun."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    turns = Turns([parameter])
+    turns.begin(2)
+    failures, begun = [], threading.Event()
+
+    def work(_) -> None:
+        (parameter * 1.0).sum().backward()
+        begun.set()
+        (parameter * 1.0).sum().backward()  # the other lane's first addition comes before it
+
+    def lane() -> None:
+        try:
+            turns.take(0, 1, work, None)
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=lane, daemon=True)
+    thread.start()
+    begun.wait()
+    thread.join(0.1)
+    assert thread.is_alive()
+    turns.stop()
+    thread.join(10)
+    turns.close()
+    assert not thread.is_alive() and "a signal has come" in failures[0] and parameter.grad.item() == 1
+
+
 def test_lanes_share_the_threads(threads):
-    threads(4)
+    threads(5)
     seen = list(side_by_side(lambda _: torch.get_num_threads(), range(5), 2))
-    assert seen == [2, 2, 2, 2, 4] and torch.get_num_threads() == 4  # the odd one out has all of them
+    assert seen == [3, 2, 3, 2, 5] and torch.get_num_threads() == 5  # the odd one out has all of them
 
 
 # --- cuts ---------------------------------------------------------------------------------------------------------
@@ -108,22 +140,32 @@ def test_each_lane_gets_its_half_and_prompts_stay_whole(policy, threads):
     assert cut_into_lanes(policy, rows, 1000) == ([[*range(16)]], 1)
 
 
-def test_what_is_not_on_a_cpu_has_one_lane(policy):
-    assert cut_into_lanes(policy.to("meta"), rows_of((10, 4, 5), (10, 4, 5)), 1000) == ([[*range(8)]], 1)
+def test_where_lanes_would_get_in_each_others_way_there_is_one(policy):
+    rows, whole = rows_of((10, 4, 5), (10, 4, 5)), ([[*range(8)]], 1)
+    assert cut_into_lanes(policy, rows, 1000)[1] == 2
+    policy.dropout = torch.nn.Dropout(0.1)
+    assert cut_into_lanes(policy, rows, 1000) == whole
+    policy.dropout.p = 0.0
+    assert cut_into_lanes(policy, rows, 1000)[1] == 2
+    policy.config._attn_implementation = "sdpa"
+    assert cut_into_lanes(policy, rows, 1000) == whole
+    policy.config._attn_implementation = ATTENTION
+    assert cut_into_lanes(policy.to("meta"), rows, 1000) == whole
 
 
 @settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=8), st.integers(1, 200)
 )
-def test_cuts_hold_each_row_once_and_keep_to_the_budget_together(tiny_folder, families, most):
+def test_cuts_hold_each_row_once_and_keep_to_the_budget_together(families, most):
     rows, model = rows_of(*families), torch.nn.Linear(1, 1)
-    pieces, lanes = cut_into_lanes(model, rows, most)
+    model.config = SimpleNamespace(_attn_implementation=ATTENTION)
+    pieces, at_once = cut_into_lanes(model, rows, most)
     assert sorted(itertools.chain(*pieces)) == list(range(len(rows)))
-    for start in range(0, len(pieces), lanes):
-        block = pieces[start : start + lanes]
+    for start in range(0, len(pieces), at_once):
+        block = pieces[start : start + at_once]
         together = sum(packed_tokens([rows[i] for i in piece]) for piece in block)
-        assert together <= most or (lanes == 1 and len(block[0]) == 1)
+        assert together <= most or (at_once == 1 and len(block[0]) == 1)
 
 
 # --- what goes through lanes --------------------------------------------------------------------------------------
@@ -142,13 +184,27 @@ def rollout_of(args: RLArgs):
     return make_rollout(groups, args, pad=0)
 
 
+@pytest.fixture
+def hooked(monkeypatch):
+    """How many hooks each use of lanes has set."""
+    seen = []
+
+    class Watched(Turns):
+        def __init__(self, parameters):
+            super().__init__(parameters)
+            seen.append(len(self.hooks))
+
+    monkeypatch.setattr(lanes, "Turns", Watched)
+    return seen
+
+
 def gradient_of(policy) -> torch.Tensor:
     found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
     policy.zero_grad(set_to_none=True)
     return found
 
 
-def test_an_updates_gradient_is_that_of_one_after_another(policy, threads):
+def test_an_updates_gradient_is_that_of_one_after_another(policy, threads, hooked):
     args = from_preset(RLArgs, "tiny", prompts_per_rollout=4, group_size=4, train_mini_batch_size=0)
     rollout = rollout_of(args)
     found, log_probs = {}, {}
@@ -160,6 +216,8 @@ def test_an_updates_gradient_is_that_of_one_after_another(policy, threads):
         assert len(rows) == {"one": 1, "small": 4}.get(key, 2)
         found[key] = gradient_of(policy)
         log_probs[key] = batch_log_probs(policy, rollout.batch, PLAIN, tokens, torch.float32)
+    each = 2 * len(list(policy.parameters()))
+    assert hooked == [each, 0] * 3  # an update's additions wait for their turns; log-probs add nothing
     assert torch.equal(found["two"], found["again"]) and torch.equal(log_probs["two"], log_probs["again"])
     for key in ("two", "small"):
         torch.testing.assert_close(found[key], found["one"], rtol=0, atol=1e-6)
@@ -167,7 +225,7 @@ def test_an_updates_gradient_is_that_of_one_after_another(policy, threads):
     assert not log_probs["two"].requires_grad and found["one"].abs().max() > 1e-3
 
 
-def test_supervised_gradients_and_losses_are_those_of_one_after_another(policy, threads):
+def test_supervised_gradients_and_losses_are_those_of_one_after_another(policy, threads, hooked):
     rng = random.Random(0)
     examples = [(tuple(rng.randrange(90) for _ in range(6)), (rng.randrange(90),) * (2 + i % 5)) for i in range(12)]
     tokens = from_preset(SFTArgs, "tiny", micro_batch_tokens=1000).micro_batch_tokens
@@ -178,6 +236,7 @@ def test_supervised_gradients_and_losses_are_those_of_one_after_another(policy, 
         assert len(losses) == many
         validation = sft.validation_loss(policy, examples, 0, tokens, torch.float32)
         ends.append((sum(losses).item(), validation, gradient_of(policy)))
+    assert hooked == [2 * len(list(policy.parameters())), 0]
     (loss, validation, one), (other_loss, other_validation, two) = ends
     assert loss == pytest.approx(other_loss, abs=1e-5) and validation == pytest.approx(other_validation, abs=1e-5)
     assert loss == pytest.approx(validation, abs=1e-5)  # there is no dropout, and the batch is the validation set
