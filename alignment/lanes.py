@@ -68,7 +68,7 @@ def side_by_side(
                 if len(block) == 1:
                     yield turns.take(0, threads, work, block[0])
                     continue
-                shares = [threads // lanes + (lane < threads % lanes) for lane in range(lanes)]
+                shares = [max(1, threads // lanes + (lane < threads % lanes)) for lane in range(lanes)]
                 try:
                     found = list(pool.map(turns.take, range(lanes), shares, itertools.repeat(work), block))
                 except BaseException:  # of a lane, or a signal's: the pool would wait for lanes that may wait for it
@@ -109,8 +109,8 @@ class Turns:
     def take(self, lane: int, threads: int, work: Callable[[Piece], Found], piece: Piece) -> Found:
         """A piece's work, in this thread as a lane."""
         self.own.lane = lane
-        torch.set_num_threads(threads)
         try:
+            torch.set_num_threads(threads)
             return work(piece)
         finally:  # a lane that fails, or that has nothing to add to some parameter, must not hold up the others
             with self.changed:
