@@ -30,19 +30,21 @@ def cut_into_lanes(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int
     one generator, and in those loaded with another attention than ours, which is exchanged for a pass (`attention_by_layout`).
     A batch that would fit in one micro-batch is cut nevertheless, so that lanes have equal parts.
     """
-    families: dict[tuple[int, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        families[row[0]].append(row)
-    largest = max(packed_tokens(family) for family in families.values())
     apart = (
         all(parameter.device.type == "cpu" for parameter in model.parameters())
         and model.config._attn_implementation == ATTENTION
         and not any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules())
     )
     lanes = min(LANES, torch.get_num_threads()) if apart else 1
-    if lanes == 1 or most_tokens < lanes * largest:
+    if lanes == 1:
         return cut_by_tokens(rows, most_tokens), 1
-    even = -(-sum(map(packed_tokens, families.values())) // lanes) + largest // 2
+    families: dict[tuple[int, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        families[row[0]].append(row)
+    largest = max(map(packed_tokens, families.values()), default=0)
+    if most_tokens < lanes * largest:
+        return cut_by_tokens(rows, most_tokens), 1
+    even = -(-packed_tokens(rows) // lanes) + largest // 2
     return cut_by_tokens(rows, min(most_tokens // lanes, even)), lanes
 
 

@@ -14,7 +14,7 @@ from alignment.args import RLArgs, SFTArgs
 from alignment.models import devices_of
 from alignment.placement import TRAINED_BYTES
 
-MOST_TOKENS = 16384  # a micro-batch, beyond which more is no faster (benchmarks/README.md); not measured on a GPU
+MOST_TOKENS = 16384  # at once, beyond which more is no faster (benchmarks/README.md); not measured on a GPU
 # Of activations: two micro-batches at once keep a CPU at work by then, a GPU takes what is free.
 MOST_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 SHARE = 0.5  # of the free memory that activations may take; the rest is for logits, copies and what else runs

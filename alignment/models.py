@@ -197,8 +197,6 @@ def batch_log_probs(
     rows = range(len(batch.labels)) if rows is None else rows
     found_BT = torch.zeros(batch.labels.shape)
     split = split_rows(batch.input_ids, batch.response_mask)
-    if not rows:
-        return found_BT
     pieces, lanes = cut_into_lanes(model, [split[row] for row in rows], micro_batch_tokens)
     pieces = [[rows[i] for i in piece] for piece in pieces]
 
