@@ -104,6 +104,8 @@ def damage(folder: Path) -> str | None:
     for name, (size, checksum) in sizes.items():
         file = folder / name
         try:
+            if file.is_dir():
+                return f"its {MANIFEST} is damaged: {name!r} is no file"
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes instead of {size}"
             if _checksum(file) != checksum:

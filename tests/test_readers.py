@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from alignment import audit_grader
@@ -131,6 +131,7 @@ def test_completions(tmp_path, content):
 
 @fuzzed
 @given(content=damaged('{"weights": {"bytes": 3, "sha256": "0"}}'))
+@example(content=b'{"": {"bytes": 3, "sha256": "0"}}')  # the folder itself
 def test_a_manifest_is_whole_or_named(tmp_path, content):
     folder = tmp_path / "checkpoint"
     folder.mkdir(exist_ok=True)
