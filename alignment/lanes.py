@@ -27,13 +27,14 @@ def cut_into_lanes(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int
 
     That is one where torch has not two threads, or where the rows of a prompt would have to be torn apart for more, or where
     lanes would get in each other's way: on devices that order their work themselves, in models with dropout, which draws from
-    one generator, and in those loaded with another attention than ours, which is exchanged for a pass (`attention_by_layout`).
+    one generator, with rotary embeddings whose frequencies follow the longest sequence of a pass, and in those loaded with
+    another attention than ours, which is exchanged for a pass (`attention_by_layout`).
     A batch that would fit in one micro-batch is cut nevertheless, so that lanes have equal parts.
     """
     apart = (
         all(parameter.device.type == "cpu" for parameter in model.parameters())
         and model.config._attn_implementation == ATTENTION
-        and not any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules())
+        and not any(_holds_state(module) for module in model.modules())
     )
     lanes = min(LANES, torch.get_num_threads()) if apart else 1
     if lanes == 1:
@@ -46,6 +47,12 @@ def cut_into_lanes(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int
         return cut_by_tokens(rows, most_tokens), 1
     even = -(-packed_tokens(rows) // lanes) + largest // 2
     return cut_by_tokens(rows, min(most_tokens // lanes, even)), lanes
+
+
+def _holds_state(module: torch.nn.Module) -> bool:
+    draws = isinstance(module, torch.nn.Dropout) and module.p > 0
+    rotary = str(getattr(module, "rope_type", ""))  # of a model with several kinds of layers a dict
+    return draws or "dynamic" in rotary or "longrope" in rotary
 
 
 def side_by_side(

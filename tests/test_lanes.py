@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from alignment import lanes, sft
 from alignment.args import RLArgs, SFTArgs, from_preset
@@ -147,6 +149,11 @@ def test_where_lanes_would_get_in_each_others_way_there_is_one(policy):
     assert cut_into_lanes(policy, rows, 1000) == whole
     policy.dropout.p = 0.0
     assert cut_into_lanes(policy, rows, 1000)[1] == 2
+    policy.model.rotary_emb.rope_type = {"full_attention": "longrope", "sliding_attention": "default"}
+    assert cut_into_lanes(policy, rows, 1000) == whole
+    policy.model.rotary_emb = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=dict(rope_type="dynamic", factor=2.0)))
+    assert cut_into_lanes(policy, rows, 1000) == whole
+    policy.model.rotary_emb.rope_type = "default"
     policy.config._attn_implementation = "sdpa"
     assert cut_into_lanes(policy, rows, 1000) == whole
     policy.config._attn_implementation = ATTENTION
