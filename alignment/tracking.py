@@ -78,7 +78,7 @@ class RunFolder:
                     "problem": group.problem.id,
                     "question": group.problem.question,
                     "ground_truth": group.problem.ground_truth,
-                    **dataclasses.asdict(completion),
+                    **vars(completion),  # `asdict` copies each number of each tuple
                     "score": score,
                 }
                 if trainers is not None:
