@@ -13,7 +13,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -184,12 +186,11 @@ def train(args: RLArgs, console: Console) -> Path:
                     gate = Gate(rollout, args, step - 1 - drawn.policy_version)
                     updates, first_pass_BT, bad = update(policy, optimizer, rollout, fitted, step, dtype, gate.check)
                 interrupts.hold()
-                with clock("sync"):
-                    rollouts.load_weights(policy.named_parameters(), step)
-                trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
-                computed = rows_with_gradient(rollout, args)
-                run.log_completions("rollout", step, drawn.groups, per_response(trainer_BT, rollout, computed))
-                save_bad_batches(path, rollout, step, bad)
+                with meanwhile(partial(rollouts.load_weights, policy.named_parameters(), step), clock("sync")):
+                    trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
+                    computed = rows_with_gradient(rollout, args)
+                    run.log_completions("rollout", step, drawn.groups, per_response(trainer_BT, rollout, computed))
+                    save_bad_batches(path, rollout, step, bad)
                 restarts = sum(each.restarts for each in {rollouts.sampler or rollouts, eval_sampler, reference} - {None})
                 record = {
                     "step": step,
@@ -340,6 +341,16 @@ class Gate:
             self.passed = True
         self.moved = True
         interrupts.hold()
+
+
+@contextmanager
+def meanwhile(work: Callable[[], None], waiting: AbstractContextManager) -> Iterator[None]:
+    """Do `work` in a thread beside the block, and wait for its end after it, within `waiting`. Raises what either raises."""
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(work)
+        yield
+        with waiting:
+            working.result()
 
 
 class Clock:

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container
@@ -56,9 +57,16 @@ FILE_CALLS = {"open", "write", "mkdir", "rename", "fsync", "close", "serialize_f
 OURS = os.path.dirname(train_rl.__file__)
 
 
+class Inside(threading.local):
+    """The phases that a thread is in, the inner one last."""
+
+    def __init__(self):
+        self.phases: list[str | None] = [None]
+
+
 def at_every_call(wanted: Container[str], then: Callable[[str], None]) -> None:
     """From here on call `then` with the phase at each call that is made in a phase that is wanted."""
-    inside: list[str | None] = [None]
+    inside = Inside()
     ours: dict[object, bool] = {}  # by code object: looked up at every call that Python makes
 
     def on_call(frame, event, argument) -> None:
@@ -69,20 +77,20 @@ def at_every_call(wanted: Container[str], then: Callable[[str], None]) -> None:
             ours[code] = code.co_filename.startswith(OURS)
         # Saving is done by libraries; elsewhere our own code's calls are points enough.
         if ours[code] or (event == "c_call" and getattr(argument, "__name__", "") in FILE_CALLS):
-            then(inside[-1])
+            then(inside.phases[-1])
 
     def follow() -> None:
-        sys.setprofile(on_call if inside[-1] in wanted else None)
+        sys.setprofile(on_call if inside.phases[-1] in wanted else None)
 
     def following(function: Callable, phase: str) -> Callable:
         @functools.wraps(function)
         def call(*arguments, **named):
-            inside.append(phase)
+            inside.phases.append(phase)
             follow()
             try:
                 return function(*arguments, **named)
             finally:
-                inside.pop()
+                inside.phases.pop()
                 follow()
 
         return call

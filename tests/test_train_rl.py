@@ -1,0 +1,42 @@
+"""What happens beside each other in a step."""
+
+import threading
+import time
+
+import pytest
+
+from alignment.errors import RunStopped
+from alignment.train_rl import Clock, meanwhile
+
+
+def test_work_goes_on_beside_the_block_and_has_ended_after_it():
+    meet, clock, done = threading.Barrier(2, timeout=30), Clock(), []
+
+    def work():
+        meet.wait()  # broken, were the block to wait for the work, or the work for the block
+        time.sleep(0.05)
+        done.append("work")
+
+    with meanwhile(work, clock("sync")):
+        meet.wait()
+        assert "sync" not in clock.seconds
+    assert done == ["work"]
+    assert clock.seconds["sync"] > 0  # only the time that was waited for
+
+
+def test_what_the_work_or_the_block_raises_is_raised_when_the_work_has_ended():
+    def lost():
+        raise RunStopped("lost twice")
+
+    said = []
+    with pytest.raises(RunStopped, match="lost twice"), meanwhile(lost, Clock()("sync")):
+        said.append("block")
+    assert said == ["block"]
+
+    def slow():
+        time.sleep(0.05)
+        said.append("work")
+
+    with pytest.raises(OSError, match="full"), meanwhile(slow, Clock()("sync")):
+        raise OSError("full")
+    assert said == ["block", "work"]
