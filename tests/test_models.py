@@ -13,7 +13,14 @@ from alignment.checkpoint import (
 )
 from alignment.errors import UserError
 from alignment.files import atomic_folder, manifested, write_atomically
-from alignment.models import load_model, load_tokenizer, make_optimizer, partition_model_across_devices, resolve_model
+from alignment.models import (
+    compute_dtype,
+    load_model,
+    load_tokenizer,
+    make_optimizer,
+    partition_model_across_devices,
+    resolve_model,
+)
 
 
 def test_the_policy_is_partitioned_over_what_the_roles_leave(tiny_folder):
@@ -36,6 +43,18 @@ def test_an_embedded_model_is_built_once(tmp_path):
     weights = (tmp_path / "tiny_base" / "model.safetensors").read_bytes()
     assert resolve_model("tiny", str(tmp_path)) == folder == str(tmp_path / "tiny_base")
     assert (tmp_path / "tiny_base" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("avx512", [False, True])
+def test_products_are_in_bfloat16_where_that_is_faster_unless_told(amx, avx512, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    unsaid = from_preset(RLArgs, "smollm2_gsm8k")
+    assert compute_dtype(unsaid, "cpu") == (torch.bfloat16 if amx or avx512 else torch.float32)
+    assert compute_dtype(unsaid, "cuda:0") == torch.bfloat16
+    for name in ("float32", "bfloat16"):
+        assert compute_dtype(from_preset(RLArgs, "smollm2_gsm8k", dtype=name), "cpu") == getattr(torch, name)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere", "a/b/c", "/nowhere"])
