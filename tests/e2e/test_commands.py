@@ -179,6 +179,17 @@ def test_one_update_a_rollout_needs_no_old_policy_and_says_so(warm, tmp_path, mo
     assert "seconds_old_log_probs" not in record
 
 
+def test_bfloat16_is_borne_by_the_check_of_the_sampler(warm, tmp_path, monkeypatch, capsys, made_up_reward):
+    """The sampler's weights are rounded, the trainer's are not."""
+    flags = ["--num_steps", "2", "--dtype", "bfloat16"]
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, *flags)) == 0
+    assert "matrix products in torch.bfloat16" in capsys.readouterr().out
+    folder = tmp_path / "tiny_grpo_clip_seed0"
+    differences = [record["sampler_mismatch"] for record in read_jsonl(folder / "metrics.jsonl")]
+    assert len(differences) == 2 and all(1e-4 < difference < 5e-3 for difference in differences)
+    assert {tensor.dtype for tensor in load_file(folder / "final" / "model.safetensors").values()} == {torch.float32}
+
+
 def test_unknown_flags_exit_with_2_and_help_with_0(monkeypatch, capsys):
     assert run(monkeypatch, "train_rl", "--los_type", "grpo_clip") == 2
     assert "--los_type" in capsys.readouterr().err
