@@ -105,7 +105,7 @@ def damage(folder: Path) -> str | None:
         file = folder / name
         try:
             if file.is_dir():
-                return f"its {MANIFEST} is damaged: {name!r} is no file"
+                return f"{name or folder.name} is a folder, where its {MANIFEST} has a file"
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes instead of {size}"
             if _checksum(file) != checksum:

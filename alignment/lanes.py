@@ -50,7 +50,7 @@ def cut_into_lanes(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int
 
 
 def _holds_state(module: torch.nn.Module) -> bool:
-    draws = isinstance(module, torch.nn.Dropout) and module.p > 0
+    draws = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
     rotary = str(getattr(module, "rope_type", ""))  # of a model with several kinds of layers a dict
     return draws or "dynamic" in rotary or "longrope" in rotary
 

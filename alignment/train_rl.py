@@ -345,7 +345,8 @@ class Gate:
 
 @contextmanager
 def meanwhile(work: Callable[[], None], waiting: AbstractContextManager) -> Iterator[None]:
-    """Do `work` in a thread beside the block, and wait for its end after it, within `waiting`. Raises what either raises."""
+    """Do `work` in a thread beside the block, and wait for its end after it, within `waiting`. Raises what either raises, the
+    block's error where both do."""
     with ThreadPoolExecutor(1) as thread:
         working = thread.submit(work)
         yield

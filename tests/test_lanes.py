@@ -154,9 +154,11 @@ def test_where_lanes_would_get_in_each_others_way_there_is_one(policy):
     policy.model.rotary_emb = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=dict(rope_type="dynamic", factor=2.0)))
     assert cut_into_lanes(policy, rows, 1000) == whole
     policy.model.rotary_emb.rope_type = "default"
+    assert cut_into_lanes(policy, rows, 1000)[1] == 2
     policy.config._attn_implementation = "sdpa"
     assert cut_into_lanes(policy, rows, 1000) == whole
     policy.config._attn_implementation = ATTENTION
+    assert cut_into_lanes(policy, rows, 1000)[1] == 2
     assert cut_into_lanes(policy.to("meta"), rows, 1000) == whole
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -19,9 +20,18 @@ def test_work_goes_on_beside_the_block_and_has_ended_after_it():
 
     with meanwhile(work, clock("sync")):
         meet.wait()
-        assert "sync" not in clock.seconds
     assert done == ["work"]
-    assert clock.seconds["sync"] > 0  # only the time that was waited for
+
+
+def test_only_what_is_waited_for_after_the_block_is_counted():
+    def counted(work: float, block: float) -> float:
+        clock = Clock()
+        with meanwhile(partial(time.sleep, work), clock("sync")):
+            time.sleep(block)
+        return clock.seconds["sync"]
+
+    assert counted(work=0.0, block=0.3) < 0.3  # it had ended long before
+    assert counted(work=0.3, block=0.0) > 0.1
 
 
 def test_what_the_work_or_the_block_raises_is_raised_when_the_work_has_ended():
@@ -40,3 +50,5 @@ def test_what_the_work_or_the_block_raises_is_raised_when_the_work_has_ended():
     with pytest.raises(OSError, match="full"), meanwhile(slow, Clock()("sync")):
         raise OSError("full")
     assert said == ["block", "work"]
+    with pytest.raises(OSError, match="full"), meanwhile(lost, Clock()("sync")):
+        raise OSError("full")
