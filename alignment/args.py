@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 
 import tyro
 
-from alignment.errors import UserError
+from alignment.system.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -243,7 +243,7 @@ class RLArgs(Args):
     sync_every: int = 1
     """Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1."""
     sampler_url: str = ""
-    """A vLLM server that rollouts are drawn from, http://HOST:PORT, started as alignment/samplers/vllm_server.py says."""
+    """A vLLM server that rollouts are drawn from, http://HOST:PORT, started as alignment/sampling/vllm_server.py says."""
     max_sampler_mismatch: float = 0.1
     """Largest mean difference, in nats a token, between the sampler's log-probs and the trainer's; above it, stop."""
     eval_interval: int = 20

@@ -16,12 +16,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment.drgrpo_grader import extract_answer, grade_many
-from alignment.errors import UserError, door
-from alignment.files import write_atomically
-from alignment.grading.reference import reference_verdict
-from alignment.grading.workers import math_verify_many
-from alignment.tracking import printable
+from alignment.rewards.grading.cascade import grade_many
+from alignment.rewards.grading.reference import reference_verdict
+from alignment.rewards.grading.workers import math_verify_many
+from alignment.rewards.r1_zero import extract_answer
+from alignment.system.errors import UserError, door
+from alignment.system.files import write_atomically
+from alignment.system.terminal import printable
 
 GRADERS = ("ours", "math-verify", "reference")
 SHOWN = 20  # disagreements printed; the file holds all

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tyro
 
-from alignment.errors import door
-from alignment.tasks import gsm8k
+from alignment.data.tasks import gsm8k
+from alignment.system.errors import door
 
 
 def main(folder: str = gsm8k.FOLDER, source: str = gsm8k.SOURCE) -> None:

@@ -19,18 +19,22 @@ from rich.progress import track
 from rich.table import Table
 
 from alignment.args import LossNormalization, LossType, RLArgs, from_preset
-from alignment.errors import UserError, door
-from alignment.grpo import USES_OLD_POLICY, grpo_microbatch_train_step, loss_denominator, normalize_group_rewards
-from alignment.memory import fit
-from alignment.models import compute_dtype, load_model, load_tokenizer, make_optimizer, policy_log_probs, roles_of
-from alignment.policy_update import update
-from alignment.prompts import prompted
-from alignment.rewards import find_reward
-from alignment.rollouts import collate_groups, problems_of_step, rollout_sampling
-from alignment.samplers import make_sampler
-from alignment.tasks import find_task
-from alignment.tokens import pad_token_id, take_rows
+from alignment.core.advantages import normalize_group_rewards
+from alignment.core.losses import USES_OLD_POLICY
+from alignment.core.tokens import pad_token_id, take_rows
+from alignment.core.train_step import grpo_microbatch_train_step, loss_denominator
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.policy.loading import compute_dtype, load_model, load_tokenizer, make_optimizer, policy_log_probs, roles_of
+from alignment.policy.memory import fit
+from alignment.rewards.reward import find_reward
+from alignment.rollouts.batches import collate_groups
+from alignment.rollouts.collect import rollout_sampling
+from alignment.rollouts.prompts import problems_of_step
+from alignment.sampling.sampler import make_sampler
+from alignment.system.errors import UserError, door
 from alignment.train_rl import warm_start
+from alignment.training.update import update
 
 
 @dataclass(frozen=True)

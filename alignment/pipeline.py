@@ -30,11 +30,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from alignment.ablation.executors import Job, start
 from alignment.args import RULES, EvaluateArgs, RLArgs, SFTArgs, parse, preset_names
-from alignment.errors import RunStopped, UserError, door
-from alignment.executors import Job, start
-from alignment.files import held, read_json, write_atomically
 from alignment.rejection_sample import RejectionArgs
+from alignment.system.errors import RunStopped, UserError, door
+from alignment.system.files import held, read_json, write_atomically
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
 SET_HERE = {

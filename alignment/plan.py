@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.args import PlanArgs, RLArgs, from_preset, parse
-from alignment.errors import door
-from alignment.models import load_config, resolve_model, roles_of
-from alignment.placement import ModelShape, place
+from alignment.policy.loading import load_config, resolve_model, roles_of
+from alignment.policy.placement import ModelShape, place
+from alignment.system.errors import door
 
 
 def main() -> None:

@@ -40,12 +40,19 @@ import torch
 import tyro
 from transformers import PreTrainedModel
 
-from alignment import interrupts
 from alignment.args import Args, ReferenceServerArgs
-from alignment.errors import UserError, door
-from alignment.models import batch_log_probs, compute_dtype, context_length, load_model, make_deterministic, resolve_model
-from alignment.records import Batch
-from alignment.remote_reference import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, reference_token, weights_digest
+from alignment.core.records import Batch
+from alignment.policy.loading import (
+    batch_log_probs,
+    compute_dtype,
+    context_length,
+    load_model,
+    make_deterministic,
+    resolve_model,
+)
+from alignment.policy.reference_client import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, reference_token, weights_digest
+from alignment.system import signals
+from alignment.system.errors import UserError, door
 
 CONNECTIONS = 16  # at a time
 HEADER_SECONDS = 10.0  # that a client has to say what it wants
@@ -137,7 +144,7 @@ def work(desk: Desk, model: PreTrainedModel, dtype: torch.dtype) -> None:
             reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"
             print(f"{key} could not be computed: {reason}", file=sys.stderr, flush=True)
             answer = _error(500, f"could not be computed: {reason}")
-        with interrupts.holding():  # a signal within would leave the desk's lock shut
+        with signals.holding():  # a signal within would leave the desk's lock shut
             desk.finish(key, answer)
 
 

@@ -18,16 +18,16 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.args import Args, parse
-from alignment.errors import UserError, door
-from alignment.files import write_atomically
-from alignment.models import load_tokenizer, resolve_model, roles_of, sampler_kind
-from alignment.prompts import prompted
-from alignment.records import Completion, Endless, Group, Problem, Sampling
-from alignment.reward_parts import language_consistency
-from alignment.rewards import evaluation_reward, score_groups
-from alignment.samplers import make_sampler, refuse_missing_engine
-from alignment.tasks import find_task
-from alignment.tasks.jsonl import read_demonstrations
+from alignment.core.records import Completion, Endless, Group, Problem, Sampling
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.data.tasks.jsonl import read_demonstrations
+from alignment.policy.loading import load_tokenizer, resolve_model, roles_of, sampler_kind
+from alignment.rewards.parts import language_consistency
+from alignment.rewards.reward import evaluation_reward, score_groups
+from alignment.sampling.sampler import make_sampler, refuse_missing_engine
+from alignment.system.errors import UserError, door
+from alignment.system.files import write_atomically
 
 REASONS = ("unfinished", "wrong", "badly formatted", "unreadable", "in several languages", "said already", "not the best")
 LONGEST_PARAGRAPH = 2000  # characters

@@ -15,16 +15,15 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from alignment import interrupts
 from alignment.args import SFTArgs, parse
-from alignment.checkpoint import save_model
-from alignment.errors import UserError, door
-from alignment.evaluate import Evaluation, eval_problems, eval_sampling, evaluate_vllm, print_evaluation
-from alignment.files import atomic_folder
-from alignment.grpo import sft_microbatch_train_step
-from alignment.lanes import cut_into_lanes, side_by_side
-from alignment.memory import fit
-from alignment.models import (
+from alignment.core.records import Batch
+from alignment.core.tokens import collate, pad_token_id
+from alignment.core.train_step import sft_microbatch_train_step
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task, jsonl
+from alignment.evaluate import print_evaluation
+from alignment.evaluation.accuracy import Evaluation, eval_problems, eval_sampling, evaluate_vllm
+from alignment.policy.loading import (
     compute_dtype,
     context_length,
     load_model,
@@ -35,14 +34,17 @@ from alignment.models import (
     roles_of,
     set_learning_rate,
 )
-from alignment.packing import send
-from alignment.prompts import prompted
-from alignment.records import Batch
-from alignment.rewards import evaluation_reward
-from alignment.samplers import encode_prompts, make_sampler, refuse_missing_engine
-from alignment.tasks import find_task, jsonl
-from alignment.tokens import collate, pad_token_id
-from alignment.tracking import RunFolder, progress_line, write_args
+from alignment.policy.memory import fit
+from alignment.policy.packing import send
+from alignment.policy.parallel_micro_batches import cut_into_lanes, side_by_side
+from alignment.rewards.reward import evaluation_reward
+from alignment.runs.checkpoint import save_model
+from alignment.runs.run_folder import RunFolder, write_args
+from alignment.sampling.sampler import encode_prompts, make_sampler, refuse_missing_engine
+from alignment.system import signals
+from alignment.system.errors import UserError, door
+from alignment.system.files import atomic_folder
+from alignment.system.terminal import progress_line
 
 Example = tuple[tuple[int, ...], tuple[int, ...]]  # prompt ids, response ids
 
@@ -160,7 +162,7 @@ def optimise(model, train_set, validation_set, pad: int, args: SFTArgs, run: Run
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            interrupts.release()  # where a library has swallowed the exception of a signal
+            signals.release()  # where a library has swallowed the exception of a signal
             if step % args.eval_interval == 0 or step == args.num_steps:
                 validation = validation_loss(model, validation_set, pad, args.micro_batch_tokens, dtype)
                 record = {"loss": loss.item(), "grad_norm": grad_norm.item(), "validation_loss": validation}

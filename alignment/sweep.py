@@ -21,7 +21,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from alignment.ablation import ALPHA, detectable_difference
+from alignment.ablation.design import LintWarning, grid, lint, named_arms, refuse_what_cannot_be_compared, with_controls
+from alignment.ablation.executors import LOST, Executor, Job, make_executor
+from alignment.ablation.report import Study, decide, print_verdicts, read_study, write_report
+from alignment.ablation.statistics import ALPHA, detectable_difference
 from alignment.args import (
     RLArgs,
     SFTArgs,
@@ -33,15 +36,12 @@ from alignment.args import (
     refuse_missing_warm_start,
     swept_values,
 )
-from alignment.design import LintWarning, grid, lint, named_arms, refuse_what_cannot_be_compared, with_controls
-from alignment.errors import UserError, door
-from alignment.executors import LOST, Executor, Job, make_executor
-from alignment.files import LOCK, held, read_json, read_jsonl, write_atomically
-from alignment.interrupts import Interrupted
-from alignment.report import Study, decide, print_verdicts, read_study, write_report
-from alignment.rewards import find_reward
-from alignment.tasks import find_task
-from alignment.tracking import versions
+from alignment.data.tasks import find_task
+from alignment.rewards.reward import find_reward
+from alignment.runs.run_folder import versions
+from alignment.system.errors import UserError, door
+from alignment.system.files import LOCK, held, read_json, read_jsonl, write_atomically
+from alignment.system.signals import Interrupted
 
 SEED_STD = 0.02  # of an arm's accuracy between seeds, questions aside: what the design's power is reckoned with
 ATTEMPTS = 2  # at each run

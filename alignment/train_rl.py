@@ -7,43 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import shlex
-import shutil
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from safetensors.torch import save_file
 
-from alignment import interrupts, sft
-from alignment.args import RLArgs, SFTArgs, as_command, command_line, parse, refuse_missing_warm_start
-from alignment.async_rollouts import AsyncRollouts
-from alignment.checkpoint import (
-    checkpoint_folder,
-    drop_old_checkpoints,
-    full_disk_is_an_os_error,
-    last_whole_step,
-    load_optimizer,
-    load_rollouts,
-    put_aside,
-    save_checkpoint,
-    save_model,
-)
-from alignment.errors import RunStopped, UserError, door
-from alignment.evaluate import eval_problems, eval_sampling, evaluate_vllm
-from alignment.files import atomic_folder, held, read_json, read_jsonl, write_atomically
-from alignment.grpo import USES_OLD_POLICY
-from alignment.interrupts import Interrupted
-from alignment.memory import fit
-from alignment.models import (
+from alignment import sft
+from alignment.args import RLArgs, SFTArgs, as_command, parse, refuse_missing_warm_start
+from alignment.core.losses import USES_OLD_POLICY
+from alignment.core.records import Endless
+from alignment.core.tokens import pad_token_id
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.evaluation.accuracy import eval_problems, eval_sampling, evaluate_vllm
+from alignment.policy.loading import (
     compute_dtype,
     context_length,
     load_config,
@@ -54,37 +32,34 @@ from alignment.models import (
     resolve_model,
     roles_of,
 )
-from alignment.policy_update import OldPolicy, Seen, needs_old_policy, open_reference, rows_with_gradient, update
-from alignment.prompts import prompted
-from alignment.records import Endless
-from alignment.rewards import evaluation_reward, find_reward
-from alignment.rollouts import (
-    Drawn,
-    InlineRollouts,
-    Rollout,
-    collate_groups,
-    derived_seed,
-    make_rollout,
-    mismatch,
-    per_response,
-    refuse_too_old,
-    sampler_mismatch,
-    training_source,
+from alignment.policy.memory import fit
+from alignment.rewards.reward import evaluation_reward, find_reward
+from alignment.rollouts.ahead import AsyncRollouts
+from alignment.rollouts.batches import collate_groups, make_rollout, per_response
+from alignment.rollouts.collect import InlineRollouts, refuse_too_old, training_source
+from alignment.rollouts.prompts import derived_seed
+from alignment.runs.checkpoint import (
+    checkpoint_folder,
+    drop_old_checkpoints,
+    load_optimizer,
+    load_rollouts,
+    save_checkpoint,
+    save_model,
 )
-from alignment.samplers import encode_prompts, make_rollout_sampler, make_sampler, refuse_missing_engine
-from alignment.tasks import find_task
-from alignment.tokens import pad_token_id, take_rows
-from alignment.tracking import (
-    RunFolder,
-    claim_run_folder,
-    plot_learning_curve,
-    printable,
-    progress_line,
-    refuse_taken_name,
-    resumed_run_name,
-    write_args,
-)
-from alignment.watch import Watch, concerns, refuse_lost_cause, slowness
+from alignment.runs.clock import Clock
+from alignment.runs.open_run import resume, save_bad_batches, saved_when_stopped
+from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, resumed_run_name, write_args
+from alignment.runs.summary import report
+from alignment.sampling.sampler import encode_prompts, make_rollout_sampler, make_sampler, refuse_missing_engine
+from alignment.system import signals
+from alignment.system.background import meanwhile
+from alignment.system.errors import door
+from alignment.system.files import atomic_folder, held, read_jsonl
+from alignment.system.terminal import progress_line
+from alignment.training.health import Watch, refuse_lost_cause, watched
+from alignment.training.mismatch import Gate, sampler_mismatch
+from alignment.training.references import OldPolicy, needs_old_policy, open_reference, rows_with_gradient
+from alignment.training.update import update
 
 
 def train(args: RLArgs, console: Console) -> Path:
@@ -185,7 +160,7 @@ def train(args: RLArgs, console: Console) -> Path:
                 with clock("update"):
                     gate = Gate(rollout, args, step - 1 - drawn.policy_version)
                     updates, first_pass_BT, bad = update(policy, optimizer, rollout, fitted, step, dtype, gate.check)
-                interrupts.hold()
+                signals.hold()
                 with meanwhile(partial(rollouts.load_weights, policy.named_parameters(), step), clock("sync")):
                     trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
                     computed = rows_with_gradient(rollout, args)
@@ -203,7 +178,7 @@ def train(args: RLArgs, console: Console) -> Path:
                 record |= {"staleness": gate.steps_old} if args.rollouts == "async" else {}
                 counted = restarts
                 run.log_step(watched(watch, {**record, **clock.report(rollout, drawn, updates)}, console))
-                interrupts.release()
+                signals.release()
                 progress(step, f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}")
                 refuse_lost_cause(watch.last, args)
                 evaluate_if_due(step)
@@ -213,37 +188,6 @@ def train(args: RLArgs, console: Console) -> Path:
             save_model(building, policy, tokenizer)
         report(path, args, console)
     return path
-
-
-# --- before the loop ----------------------------------------------------------------------------------------------
-
-
-def resume(path: Path, args: RLArgs, console: Console) -> int:
-    """The steps that a run which is to go on has done. Raises `UserError` where it cannot go on as asked."""
-    before = read_json(path / "args.json").get("args")
-    if not isinstance(before, dict):
-        raise UserError(f"--resume: {path / 'args.json'} is damaged, so it cannot be told how the run was started")
-    free = {"resume", "run_name", "num_steps", "save_interval", "keep_checkpoints", "sampler_timeout", "max_bad_steps"}
-    free |= {"max_grader_failures"}
-    now = json.loads(json.dumps(dataclasses.asdict(args)))
-    changed = [
-        f"--{key} was {before.get(key)!r}, now {value!r}"
-        for key, value in now.items()
-        if before.get(key) != value and key not in free
-    ]
-    if changed:
-        raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
-    finished = read_json(path / "summary.json").get("steps", 0) if (path / "summary.json").exists() else 0
-    done, damaged = (finished, []) if finished >= args.num_steps else last_whole_step(path)
-    if finished >= args.num_steps or done > args.num_steps:
-        raise UserError(f"--resume: {path} has already done {done} of --num_steps {args.num_steps}")
-    for wrong in damaged:
-        console.print(f"{wrong}; it is put aside, and step {done} is gone on from", style="red", markup=False, soft_wrap=True)
-    put_aside(path, after=done)
-    # What a shorter run ended with; its model is still there as its last checkpoint.
-    (path / "summary.json").unlink(missing_ok=True)
-    shutil.rmtree(path / "final", ignore_errors=True)
-    return done
 
 
 def warm_start(args: RLArgs, console: Console) -> str:
@@ -260,173 +204,6 @@ def warm_start(args: RLArgs, console: Console) -> str:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)
     return resolve_model(args.sft_base, args.output_dir, "--sft_base")
-
-
-# --- around the loop ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def saved_when_stopped(
-    path: Path, args: RLArgs, steps_done: Callable[[], int], save: Callable[[int], None], console: Console
-) -> Iterator[None]:
-    """Save what is done when a signal or a lost cause ends the loop, and say how to go on."""
-    try:
-        yield
-    except (Interrupted, RunStopped) as stop:
-        step = steps_done()
-        try:
-            if interrupts.is_held():  # the weights are between two steps: the last checkpoint stands
-                step, _ = last_whole_step(path)
-            elif step and not checkpoint_folder(path, step).exists():
-                save(step)
-        except RunStopped:  # a sampler that is lost has taken with it what older weights had drawn
-            step, _ = last_whole_step(path)
-        again = command_line(dataclasses.replace(args, run_name=path.name, resume=True))
-        command = f"uv run -m alignment.train_rl {shlex.join(again)}"
-        console.print(f"stopped after step {step} ({stop}); go on with: {command}", markup=False, soft_wrap=True)
-        raise
-    except OSError as error:
-        kept = "it had no checkpoint yet"
-        with suppress(UserError, OSError):
-            step, _ = last_whole_step(path)
-            kept = f"its checkpoint of step {step} is whole" if step else kept
-        raise RunStopped(f"{error}. The run {path} has stopped; {kept}: go on with --resume when that is mended") from None
-
-
-def save_bad_batches(path: Path, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
-    """Keep the mini-batches that had no finite loss or gradient, as tensors, in bad_batches/."""
-    for number, rows in enumerate(bad, start=1):
-        batch = take_rows(rollout.batch, rows)
-        tensors = {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}
-        width = batch.labels.shape[1]
-        for key in ("raw_rewards_B1", "advantages_B1", "sampler_log_probs_BT", "old_log_probs_BT"):
-            if (tensor := getattr(rollout, key)) is not None:
-                tensors[key] = tensor[list(rows), :width].contiguous()
-        file = path / "bad_batches" / f"step_{step:06d}_{number}.safetensors"
-        file.parent.mkdir(exist_ok=True)
-        with full_disk_is_an_os_error(file):
-            save_file(tensors, file)
-
-
-def watched(watch: Watch, record: dict, console: Console) -> dict:
-    """The record with the names of what is going wrong, each of which is printed when it begins."""
-    before, slow = watch.last[-1]["warnings"] if watch.last else [], slowness(watch.last, record)
-    found = concerns(watch.first, [*watch.last, record], watch.args)
-    said = [found[name] for name in sorted(found.keys() - set(before))]
-    if record["bad_updates"]:
-        said.append(f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite")
-    if slow:
-        said.append(slow)
-    for what in said:
-        console.print(f"warning, step {record['step']}: {what}", style="yellow", markup=False, soft_wrap=True)
-    whole = {**record, "warnings": sorted(found)}
-    watch.add(whole)
-    return whole
-
-
-class Gate:
-    """Compares, before a step's weights first change, what its update has computed with what its sampler said."""
-
-    def __init__(self, rollout: Rollout, args: RLArgs, steps_old: int):
-        self.rollout, self.args, self.steps_old = rollout, args, steps_old
-        self.found: dict[str, float | None] = {"sampler_mismatch": None, "sampler_mismatch_max": None}
-        self.passed, self.moved = False, False
-
-    def check(self, seen: Seen) -> None:
-        """Raises `RunStopped` as `mismatch`, for the first mini-batch that has a gradient: where there was one without,
-        momentum has moved the weights a little. From then on a signal waits: until the step is logged, its weights are between
-        two steps."""
-        if not self.passed and seen:
-            self.found = mismatch(seen, self.rollout, self.args, self.steps_old + self.moved)
-            self.passed = True
-        self.moved = True
-        interrupts.hold()
-
-
-@contextmanager
-def meanwhile(work: Callable[[], None], waiting: AbstractContextManager) -> Iterator[None]:
-    """Do `work` in a thread beside the block, and wait for its end after it, within `waiting`. Raises what either raises, the
-    block's error where both do."""
-    with ThreadPoolExecutor(1) as thread:
-        working = thread.submit(work)
-        yield
-        with waiting:
-            working.result()
-
-
-class Clock:
-    """Seconds of each phase of a step."""
-
-    def __init__(self):
-        self.start = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def elapsed(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self.start
-
-    def report(self, rollout: Rollout, drawn: Drawn, updates: dict[str, float | None]) -> dict[str, float]:
-        """Seconds by phase, and tokens a second: those sampled, and those, prompts included, that updates computed."""
-        sampled = sum(rollout.lengths)
-        return {
-            **{f"seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
-            "seconds": self.elapsed(),
-            "tokens_per_second_sample": sampled / drawn.seconds["sample"],
-            "tokens_per_second_update": updates["update_tokens"] / self.seconds["update"],
-        }
-
-
-def report(path: Path, args: RLArgs, console: Console) -> None:
-    """Draw the learning curve, write summary.json, and print the run's before and after."""
-    evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
-    before, after = evals[0], evals[-1]
-    plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
-    table = Table(title=f"{path.name}: {after['problems']} held-out problems, sampled at T={args.sampling_temperature:g}")
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("accuracy", *(_with_interval(e) for e in (before, after)))
-    table.add_row("format rate", *(f"{e['avg_format_rewards']:.3f}" for e in (before, after)))
-    table.add_row("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after)))
-    table.add_row("seconds of RL", "", f"{sum(m['seconds'] for m in metrics):.0f}")
-    console.print(table)
-    console.print(f"of these seconds: {', '.join(f'{name} {share:.1%}' for name, share in phase_shares(metrics))}")
-    first, last = (read_jsonl(path / "completions" / f"eval_{e['step']:06d}.jsonl") for e in (before, after))
-    pairs = list(zip(first, last, strict=True))
-    changed = next((pair for pair in pairs if pair[0]["score"]["reward"] != pair[1]["score"]["reward"]), pairs[0])
-    console.print(f"the first problem whose outcome changed: {printable(changed[0]['question'])}", markup=False)
-    for label, record in zip(("before", "after"), changed, strict=True):
-        console.print(f"  {label}: <think>{printable(record['text'])}", markup=False, highlight=False)
-    console.print(f"learning curve: {path / 'learning_curve.png'}\nmodel: {path / 'final'}", markup=False)
-    # Last, because a run with a summary counts as finished.
-    summary = {
-        "before": before,
-        "after": after,
-        "steps": len(metrics),
-        "seconds": sum(m["seconds"] for m in metrics),
-        "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
-        **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
-    }
-    write_atomically(path / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
-def phase_shares(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
-    """Each phase's share of the steps' time, the largest first; what no phase claims is "other" (logging, books)."""
-    total = sum(record["seconds"] for record in metrics)
-    names = {key for record in metrics for key in record if key.startswith("seconds_")}
-    spent = {name.removeprefix("seconds_"): sum(record.get(name, 0.0) for record in metrics) for name in names}
-    spent["other"] = total - sum(spent.values())
-    return sorted(((name, seconds / total) for name, seconds in spent.items()), key=lambda pair: -pair[1])
-
-
-def _with_interval(record: dict) -> str:
-    low, high = record["avg_all_rewards_ci"]
-    return f"{record['avg_all_rewards']:.3f} ({low:.3f} .. {high:.3f})"
 
 
 def main() -> None:

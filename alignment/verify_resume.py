@@ -17,11 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from alignment.ablation.executors import Job, start
 from alignment.args import RLArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
-from alignment.checkpoint import OPTIMIZER, checkpoint_folder, last_whole_step
-from alignment.errors import RunStopped, UserError, door
-from alignment.executors import Job, start
-from alignment.files import read_jsonl
+from alignment.runs.checkpoint import OPTIMIZER, checkpoint_folder, last_whole_step
+from alignment.system.errors import RunStopped, UserError, door
+from alignment.system.files import read_jsonl
 
 TIMINGS = ("seconds", "tokens_per_second")  # what the names of measured times begin with
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from alignment.ablation import ALPHA, Comparison, compare
+from alignment.ablation.statistics import ALPHA, Comparison, compare
 
 TIE = 0.03
 DRAWS = 500  # of the usual bootstrap

@@ -19,7 +19,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment.files import read_jsonl
+from alignment.system.files import read_jsonl
 
 WARM_UP = 3  # steps that are left out: the first waits for the sampler's process to start
 

@@ -18,12 +18,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment import drgrpo_grader
-from alignment.drgrpo_grader import grade, grade_many
-from alignment.grading.reference import reference_verdict
-from alignment.tasks.gsm8k import problems
+from alignment.data.tasks.gsm8k import problems
+from alignment.rewards import r1_zero
+from alignment.rewards.grading.cascade import grade, grade_many
+from alignment.rewards.grading.reference import reference_verdict
 
-PAIRS = Path(__file__).parents[1] / "tests" / "grading" / "pairs.jsonl"
+PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "grading" / "pairs.jsonl"
 
 
 class Pair(NamedTuple):
@@ -60,7 +60,7 @@ GRADERS: dict[str, Callable[[str, str], bool]] = {
 
 def forget() -> None:
     """Empty the grader's caches."""
-    for cached in (drgrpo_grader._decide, drgrpo_grader._normalised, drgrpo_grader._witnessed):
+    for cached in (r1_zero._decide, r1_zero._normalised, r1_zero._witnessed):
         cached.cache_clear()
 
 

@@ -14,14 +14,15 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from alignment.args import RLArgs, from_preset
-from alignment.models import load_model, load_tokenizer, make_optimizer, resolve_model
-from alignment.policy_update import update
-from alignment.prompts import prompted
-from alignment.records import Group
-from alignment.rollouts import make_rollout, rollout_sampling
-from alignment.samplers.transformers import TransformersSampler
-from alignment.tasks import find_task
-from alignment.tokens import pad_token_id
+from alignment.core.records import Group
+from alignment.core.tokens import pad_token_id
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.policy.loading import load_model, load_tokenizer, make_optimizer, resolve_model
+from alignment.rollouts.batches import make_rollout
+from alignment.rollouts.collect import rollout_sampling
+from alignment.sampling.transformers import TransformersSampler
+from alignment.training.update import update
 
 KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::_linear_pointwise", "mkldnn::_linear_pointwise", "aten::mkldnn"),

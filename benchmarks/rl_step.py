@@ -27,10 +27,10 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.models import load_tokenizer, resolve_model
-from alignment.prompts import prompted
-from alignment.tasks import find_task
-from alignment.tracking import RunFolder
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.policy.loading import load_tokenizer, resolve_model
+from alignment.runs.run_folder import RunFolder
 
 
 def parity(response: str, ground_truth: str) -> dict[str, float]:

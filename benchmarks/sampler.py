@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from alignment.models import context_length, load_config, load_model, load_tokenizer, resolve_model
-from alignment.prompts import prompted
-from alignment.records import Sampling
-from alignment.samplers.transformers import TransformersSampler
-from alignment.tasks import find_task
+from alignment.core.records import Sampling
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.policy.loading import context_length, load_config, load_model, load_tokenizer, resolve_model
+from alignment.sampling.transformers import TransformersSampler
 
 
 def main(
@@ -91,7 +91,7 @@ def main(
 
 def make_vllm(path: str, tokenizer, device: str, dtype: str):
     """Our vLLM sampler, its engine in a process of its own, as runs have it."""
-    from alignment.samplers.vllm import VLLMSampler
+    from alignment.sampling.vllm import VLLMSampler
 
     return VLLMSampler(
         path, tokenizer, device=device, dtype=dtype, context=min(1024, context_length(load_config(path))),

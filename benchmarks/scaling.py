@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.args import RLArgs, from_preset
-from alignment.embedded import embedded_model
-from alignment.models import load_config, load_tokenizer, make_optimizer
-from alignment.policy_update import update
-from alignment.records import Group, Sampling
-from alignment.rollouts import make_rollout, problems_of_step
-from alignment.samplers.transformers import TransformersSampler
-from alignment.tasks import find_task
+from alignment.core.records import Group, Sampling
+from alignment.data.embedded import embedded_model
+from alignment.data.tasks import find_task
+from alignment.policy.loading import load_config, load_tokenizer, make_optimizer
+from alignment.rollouts.batches import make_rollout
+from alignment.rollouts.prompts import problems_of_step
+from alignment.sampling.transformers import TransformersSampler
+from alignment.training.update import update
 
 SWEEPS = {"group_size": (2, 4, 8, 16, 32, 64), "max_new_tokens": (8, 16, 32, 64, 128), "layers": (1, 2, 4, 8, 16)}
 BASE = {"group_size": 8, "max_new_tokens": 32, "layers": 2}

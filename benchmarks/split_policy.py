@@ -16,9 +16,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment.models import load_config, resolve_model
-from alignment.placement import ModelShape, issue_order, layer_parameters, partition_layers
-from alignment.policy_update import IN_FLIGHT
+from alignment.policy.layer_split import IN_FLIGHT
+from alignment.policy.loading import load_config, resolve_model
+from alignment.policy.placement import ModelShape, issue_order, layer_parameters, partition_layers
 
 
 @dataclass(frozen=True)

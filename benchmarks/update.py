@@ -23,19 +23,21 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from alignment import lanes
 from alignment.args import RLArgs, from_preset
-from alignment.embedded import tiny_tokenizer
-from alignment.grpo import grpo_microbatch_train_step
-from alignment.log_probs import compute_entropy
-from alignment.models import load_tokenizer, resolve_model
-from alignment.packing import ATTENTION
-from alignment.policy_update import backward, rows_with_gradient
-from alignment.prompts import prompted
-from alignment.records import Completion, Group, Problem
-from alignment.rollouts import Rollout, make_rollout
-from alignment.tasks import find_task
-from alignment.tokens import packed_tokens, split_rows, take_rows
+from alignment.core.records import Completion, Group, Problem
+from alignment.core.rollout import Rollout
+from alignment.core.tokens import packed_tokens, split_rows, take_rows
+from alignment.core.train_step import grpo_microbatch_train_step
+from alignment.data.embedded import tiny_tokenizer
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.policy import parallel_micro_batches
+from alignment.policy.loading import load_tokenizer, resolve_model
+from alignment.policy.log_probs import compute_entropy
+from alignment.policy.packing import ATTENTION
+from alignment.rollouts.batches import make_rollout
+from alignment.training.references import rows_with_gradient
+from alignment.training.update import backward
 from benchmarks.vs_trl import make_trainer, trl_inputs
 
 VOCABULARY = 49152
@@ -111,7 +113,7 @@ def peers(model, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Cal
 
     def one_lane() -> None:
         """One micro-batch after another, on all threads."""
-        with mock.patch.object(lanes, "LANES", 1):
+        with mock.patch.object(parallel_micro_batches, "LANES", 1):
             ours()
 
     def plain() -> None:

@@ -24,15 +24,17 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
+from alignment.core.records import Sampling
+from alignment.core.rollout import Rollout
+from alignment.core.tokens import pad_token_id
+from alignment.core.train_step import grpo_microbatch_train_step, loss_denominator
+from alignment.data.tasks import find_task
 from alignment.evaluate import evaluate_model
-from alignment.grpo import grpo_microbatch_train_step, loss_denominator
-from alignment.models import load_model, load_tokenizer, policy_log_probs
-from alignment.records import Sampling
-from alignment.rewards import find_reward
-from alignment.rollouts import Rollout, make_rollout, problems_of_step
-from alignment.samplers.transformers import TransformersSampler
-from alignment.tasks import find_task
-from alignment.tokens import pad_token_id
+from alignment.policy.loading import load_model, load_tokenizer, policy_log_probs
+from alignment.rewards.reward import find_reward
+from alignment.rollouts.batches import make_rollout
+from alignment.rollouts.prompts import problems_of_step
+from alignment.sampling.transformers import TransformersSampler
 
 # Name: our arguments, and TRL's for the same loss. In TRL's CISPO epsilon_high is the bound itself.
 LOSSES = {

@@ -26,7 +26,7 @@ settings.load_profile("no deadline")
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """The embedded model as it is built, which any reward can be learnt from."""
-    from alignment.embedded import build_tiny
+    from alignment.data.embedded import build_tiny
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
     folder.mkdir()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import PRESETS, EvaluateArgs, PlanArgs, RLArgs, SFTArgs, as_command, from_preset, parse, preset_names
-from alignment.errors import UserError
+from alignment.system.errors import UserError
 
 REFERENCE = "qwen2.5_math_1.5b_gsm8k_8gpu"
 

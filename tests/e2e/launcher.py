@@ -22,13 +22,14 @@ from collections.abc import Callable, Container
 import matplotlib.pyplot  # noqa: F401  what a run imports late, imported once for all forks
 import torch.utils.tensorboard  # noqa: F401
 
-from alignment import rollouts, train_rl
-from alignment.errors import door
-from alignment.grading import workers
-from alignment.rewards import Reward
-from alignment.samplers.transformers import TransformersSampler
-from alignment.tasks import TASKS
-from alignment.tracking import RunFolder
+from alignment import train_rl
+from alignment.data.tasks import TASKS
+from alignment.rewards.grading import workers
+from alignment.rewards.reward import Reward
+from alignment.rollouts import collect
+from alignment.runs.run_folder import RunFolder
+from alignment.sampling.transformers import TransformersSampler
+from alignment.system.errors import door
 
 # What a run is in the middle of, by the functions it is in; of two, the inner one says.
 PHASES = {
@@ -118,8 +119,8 @@ def run(request: dict) -> None:
     if request.get("workers"):
         workers.pool().warm_up()
     if pause := request.get("pause"):  # before each step, for who wants to see the steps go by
-        draw = rollouts.draw_groups
-        rollouts.draw_groups = lambda *arguments: time.sleep(pause) or draw(*arguments)
+        draw = collect.draw_groups
+        collect.draw_groups = lambda *arguments: time.sleep(pause) or draw(*arguments)
     if "phase" in request or "count" in request:
         at_every_call([request["phase"]] if "phase" in request else set(PHASES.values()), on_call)
     try:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
-from alignment.async_rollouts import version_for
-from alignment.checkpoint import last_whole_step
-from alignment.files import read_jsonl
+from alignment.rollouts.ahead import version_for
+from alignment.runs.checkpoint import last_whole_step
+from alignment.system.files import read_jsonl
 from alignment.verify_resume import TIMINGS, digests
 from tests.e2e.conftest import NAME, said
 
@@ -46,7 +46,7 @@ def samplers_of(pid: int) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "alignment.async_rollouts:serve" in (process.info["cmdline"] or []) and process.info["cmdline"][-1] == str(pid)
+        if "alignment.rollouts.ahead:serve" in (process.info["cmdline"] or []) and process.info["cmdline"][-1] == str(pid)
     ]
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from alignment.audit_grader import AuditArgs, audit, completion_files, error_rates, grade_all, read_completions
-from alignment.errors import UserError
+from alignment.system.errors import UserError
 
 
 def line(answer: str, truth: str) -> str:

@@ -23,7 +23,7 @@ from alignment import (
     train_rl,
     verify_resume,
 )
-from alignment.errors import door
+from alignment.system.errors import door
 
 MAIN = {
     module.__name__.removeprefix("alignment."): module.main

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import evaluate, sft, train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.errors import door
-from alignment.files import read_jsonl
-from alignment.rewards import RULES
-from alignment.tasks import arithmetic
-from alignment.tracking import claim_run_folder, printable
+from alignment.data.tasks import arithmetic
+from alignment.rewards.reward import RULES
+from alignment.runs.run_folder import claim_run_folder
+from alignment.system.errors import door
+from alignment.system.files import read_jsonl
+from alignment.system.terminal import printable
 from alignment.verify_resume import TIMINGS
 
 DOORS = {"evaluate": evaluate.main, "sft": sft.main, "train_rl": train_rl.main}

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.checkpoint import last_whole_step
-from alignment.errors import door
-from alignment.files import damage, held, read_jsonl
-from alignment.rewards import CONTROLS, RULES
+from alignment.rewards.reward import CONTROLS, RULES
+from alignment.runs.checkpoint import last_whole_step
+from alignment.system.errors import door
+from alignment.system.files import damage, held, read_jsonl
 from alignment.verify_resume import digests
 from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 

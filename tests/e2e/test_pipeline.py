@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from alignment.files import read_json, read_jsonl
+from alignment.system.files import read_json, read_jsonl
 
 ROOT = Path(__file__).parents[2]
 STAGES = """

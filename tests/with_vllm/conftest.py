@@ -59,7 +59,7 @@ def model_path(tmp_path_factory, policy, tokenizer) -> str:
 @pytest.fixture(scope="session")
 def start_sampler(model_path, tokenizer):
     """Starts a sampler of the tiny Llama on the CPU."""
-    from alignment.samplers.vllm import VLLMSampler
+    from alignment.sampling.vllm import VLLMSampler
 
     def start(model_path: str = model_path) -> VLLMSampler:
         return VLLMSampler(model_path, tokenizer, device="cpu", dtype="float32", context=CONTEXT, gpu_memory_utilization=0.5)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from alignment.args import RLArgs, from_preset
-from alignment.errors import UserError
-from alignment.records import Sampling
-from alignment.samplers import Restarted, refuse_missing_engine
-from alignment.samplers.vllm import worker_environment
+from alignment.core.records import Sampling
+from alignment.sampling.sampler import Restarted, refuse_missing_engine
+from alignment.sampling.vllm import worker_environment
+from alignment.system.errors import UserError
 from tests.with_vllm.conftest import CONTEXT, VOCABULARY, WORDS, tiny_llama
 
 ROOT = Path(__file__).parents[2]

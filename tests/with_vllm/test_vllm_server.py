@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from alignment.errors import RunStopped, UserError
-from alignment.records import Sampling
-from alignment.samplers import Restarted, SamplerLost
-from alignment.samplers.vllm_server import VLLMServerSampler
+from alignment.core.records import Sampling
+from alignment.sampling.sampler import Restarted, SamplerLost
+from alignment.sampling.vllm_server import VLLMServerSampler
+from alignment.system.errors import RunStopped, UserError
 from tests.with_vllm.conftest import CONTEXT, VOCABULARY, tiny_llama
 from tests.with_vllm.test_vllm_sampler import LONG_PROMPT, OPEN_END, PROMPTS, ROOT, expected_log_probs, flat, happens_within
 
@@ -44,8 +44,8 @@ def starting(tmp_path_factory, tokenizer, compiled):
         port = free.getsockname()[1]
     options = f"""
         --model {folder} --dtype float32 --max-model-len {CONTEXT} --logprobs-mode processed_logprobs
-        --host 127.0.0.1 --port {port} --worker-extension-cls alignment.samplers.vllm_server.SamplerWorker
-        --middleware alignment.samplers.vllm_server.Guard
+        --host 127.0.0.1 --port {port} --worker-extension-cls alignment.sampling.vllm_server.SamplerWorker
+        --middleware alignment.sampling.vllm_server.Guard
         --no-enable-chunked-prefill --max-num-batched-tokens {CONTEXT} --enforce-eager"""
     settings = {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     settings |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1"}
@@ -170,7 +170,7 @@ def test_a_server_that_does_not_fit_says_how_to_start_it(connect, model_path, tm
 
 
 def test_a_folder_that_the_server_does_not_see(connect, monkeypatch):
-    monkeypatch.setattr("alignment.samplers.vllm_server._write_shards", lambda *arguments: None)
+    monkeypatch.setattr("alignment.sampling.vllm_server._write_shards", lambda *arguments: None)
     with pytest.raises(UserError, match="is not to be seen on .*It has to see .*weights, where"):
         connect()
 

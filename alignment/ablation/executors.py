@@ -1,0 +1,199 @@
+"""Where the runs of a sweep are executed: one after another here, or side by side wherever Ray has cores or GPUs free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from alignment.system import signals
+from alignment.system.errors import UserError
+
+ROOT = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command of this project, as a module with flags, the folder it runs in, and the file its output is added to."""
+
+    name: str
+    module: str
+    flags: tuple[str, ...]
+    log: str
+    folder: str = field(default_factory=os.getcwd)
+
+
+class Executor(Protocol):
+    """Runs jobs, each in a process of its own."""
+
+    def submit(self, job: Job) -> None:
+        """Put a job in line."""
+
+    def finished(self, seconds: float) -> dict[str, int]:
+        """Exit codes of the jobs that ended, by name, after waiting for at most so long."""
+
+    def close(self) -> None:
+        """End the jobs under way."""
+
+
+def make_executor(address: str, cpus: int | None, gpus: int | None) -> Executor:
+    """Ray where it is installed, else one run after another. Raises `UserError` where a cluster is asked for without Ray."""
+    if find_spec("ray"):
+        return RayExecutor(address, cpus, gpus)
+    if address:
+        raise UserError(f"--ray_address {address}: Ray is not installed; add --extra ray to `uv run`")
+    return LocalExecutor(cpus)
+
+
+class LocalExecutor:
+    """One job after another, with all cores and GPUs of this machine."""
+
+    def __init__(self, cpus: int | None = None):
+        self.cpus = cpus
+        self.line: list[Job] = []
+        self.current: tuple[Job, subprocess.Popen] | None = None
+
+    def submit(self, job: Job) -> None:
+        self.line.append(job)
+
+    def finished(self, seconds: float) -> dict[str, int]:
+        if self.current is None and self.line:
+            job = self.line.pop(0)
+            self.current = job, start(job, self.cpus)
+        if self.current is None:
+            return {}
+        job, process = self.current
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return {}
+        self.current = None
+        return {job.name: code}
+
+    def close(self) -> None:
+        if self.current is not None:
+            self.current[1].kill()
+            self.current[1].wait()
+
+
+class RayExecutor:
+    """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for.
+
+    Ray gives a task its GPUs by CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them.
+    Signals are held back while Ray's own code runs, which does not survive what a signal's handler raises.
+    """
+
+    @signals.holding()
+    def __init__(self, address: str, cpus: int | None, gpus: int | None):
+        refuse_unreachable(address)
+        os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # the nodes' own environments run the jobs
+        import ray
+
+        self.ray = ray
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            own = {} if address else {"include_dashboard": False}  # a cluster that is there has decided that already
+            ray.init(
+                address or "local",
+                runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+                log_to_driver=False,
+                logging_level="ERROR",
+                **own,
+            )
+        except Exception as error:  # of many kinds, a bare Exception where a node is slow to start among them
+            where = f"--ray_address {address}" if address else "Ray could not start here"
+            raise UserError(f"{where}: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+        with suppress(ValueError):  # only the main thread may; Ray has put a handler of its own in its place
+            signal.signal(signal.SIGTERM, handler)
+        gpus = gpus if gpus is not None else int(ray.cluster_resources().get("GPU", 0) > 0)
+        self.cpus = cpus or 1
+        # A task is not repeated by Ray: the sweep counts the attempts, and continues the run from its last checkpoint.
+        self.task = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_retries=0)(execute)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(node.get("CPU", 0) >= self.cpus and node.get("GPU", 0) >= gpus for node in nodes):
+            ray.shutdown()
+            has = ", ".join(f"{node.get('CPU', 0):g} cores and {node.get('GPU', 0):g} GPUs" for node in nodes)
+            raise UserError(f"--cpus_per_run {self.cpus} --gpus_per_run {gpus}: no machine has them (there are: {has})")
+        self.under_way: dict[object, str] = {}
+
+    @signals.holding()
+    def submit(self, job: Job) -> None:
+        self.under_way[self.task.remote(job, self.cpus)] = job.name
+
+    @signals.holding()
+    def finished(self, seconds: float) -> dict[str, int]:
+        done, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=seconds) if self.under_way else ([], [])
+        codes = {}
+        for reference in done:
+            name = self.under_way.pop(reference)
+            try:
+                codes[name] = self.ray.get(reference)
+            except self.ray.exceptions.RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, OSError) else error) from None  # it could not be started
+            except self.ray.exceptions.RayError:
+                codes[name] = LOST
+        return codes
+
+    def close(self) -> None:
+        self.ray.shutdown()
+
+
+def refuse_unreachable(address: str) -> None:
+    """Raise `UserError` where nobody listens at host:port, which Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--ray_address {address}: no Ray cluster answers there ({error})") from None
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, for nothing may be loaded after a fork
+
+LOST = -1000
+"""Exit code of a job whose machine or worker process is gone."""
+
+
+def execute(job: Job, cpus: int | None) -> int:
+    """Run a job to its end; returns its exit code."""
+    return start(job, cpus).wait()
+
+
+def start(job: Job, cpus: int | None) -> subprocess.Popen:
+    """Start a job, which ends with this process, however that ends."""
+    threads = {"OMP_NUM_THREADS": str(cpus)} if cpus else {}
+    file = Path(job.folder) / job.log  # a machine of a cluster has a working directory of its own
+    file.parent.mkdir(parents=True, exist_ok=True)
+    process = None
+    try:
+        with file.open("ab") as log, signals.holding():  # Python drops what a handler raises while it forks
+            process = subprocess.Popen(
+                [sys.executable, "-m", job.module, *job.flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=job.folder,
+                env={**os.environ, **threads, "PYTHONPATH": ROOT},
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+    except signals.Interrupted:
+        if process is not None:
+            process.kill()
+            process.wait()
+        raise
+    return process
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent is gone (prctl PR_SET_PDEATHSIG): a worker that Ray loses must not leave
+    a run behind that goes on writing."""
+    _LIBC.prctl(1, signal.SIGKILL)

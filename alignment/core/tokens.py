@@ -1,0 +1,113 @@
+"""From text and token ids to padded batches, and means over masks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from alignment.core.records import Batch
+
+
+def collate(prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]], pad_token_id: int) -> Batch:
+    """Right-pad prompt + response and shift by one.
+
+    Returns a `Batch` of shape [batch, max(len(prompt) + len(response)) - 1] on the CPU. The mask comes from lengths, not
+    from `ids != pad`, because many tokenizers pad with EOS, which is also a real response token.
+    """
+    sequences = [[*prompt, *response] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+    width = max(map(len, sequences))
+    padded = torch.tensor([ids + [pad_token_id] * (width - len(ids)) for ids in sequences], dtype=torch.int64)
+    # Label t is token t + 1, so the response's labels start one place before its first token.
+    first = torch.tensor([[len(prompt) - 1] for prompt in prompt_ids])
+    last = torch.tensor([[len(ids) - 1] for ids in sequences])
+    place = torch.arange(width - 1)[None]
+    return Batch(
+        input_ids=padded[:, :-1].contiguous(),
+        labels=padded[:, 1:].contiguous(),
+        response_mask=(first <= place) & (place < last),
+    )
+
+
+def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some rows of a batch, without the padding that only the others need."""
+    index = torch.as_tensor(rows)
+    mask = batch.response_mask[index]
+    width = int(mask.any(dim=0).nonzero().max()) + 1
+    return Batch(
+        input_ids=batch.input_ids[index, :width],
+        labels=batch.labels[index, :width],
+        response_mask=mask[:, :width],
+    )
+
+
+Row = tuple[tuple[int, ...], tuple[int, ...]]
+"""The token ids that go into a model: the prompt's, and the response's without its last, which is only ever a label."""
+
+
+def split_rows(input_ids: torch.Tensor, response_mask: torch.Tensor) -> list[Row]:
+    """The rows of a batch [batch, sequence] on the CPU, without padding: each ends with its last label in the mask."""
+    first = response_mask.int().argmax(dim=1).tolist()
+    last = response_mask.int().cumsum(dim=1).argmax(dim=1).tolist()
+    rows = zip(input_ids.tolist(), first, last, strict=True)
+    return [(tuple(ids[: start + 1]), tuple(ids[start + 1 : end + 1])) for ids, start, end in rows]
+
+
+def packed_tokens(rows: Sequence[Row]) -> int:
+    """Tokens of these rows where rows of one prompt share it."""
+    return sum(len(prompt) for prompt in {prompt for prompt, _ in rows}) + sum(len(response) for _, response in rows)
+
+
+def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
+    """Cut rows into micro-batches of at most `most_tokens` packed tokens (one row at least).
+
+    Returns the row numbers of each: rows of one prompt together, and prompts of long responses first, so that memory peaks
+    at once rather than late and a micro-batch's responses are of similar length.
+    """
+    families: dict[tuple[int, ...], list[int]] = {}
+    for row in sorted(range(len(rows)), key=lambda row: -len(rows[row][1])):
+        families.setdefault(rows[row][0], []).append(row)
+    pieces: list[list[int]] = []
+    room = 0
+    for prompt, members in families.items():
+        unpaid = len(prompt)
+        together = packed_tokens([rows[row] for row in members])
+        for row in members:
+            tokens = len(rows[row][1])
+            if not pieces or unpaid + tokens > room or (unpaid and room < together <= most_tokens):
+                pieces.append([])
+                room, unpaid = most_tokens, len(prompt)
+            pieces[-1].append(row)
+            room, unpaid = room - unpaid - tokens, 0
+    return pieces
+
+
+def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, torch.Tensor]:
+    """Tokenise prompts and outputs apart (so that the border never moves), join, pad and shift.
+
+    Returns {"input_ids", "labels": int64 [batch, sequence], "response_mask": bool [batch, sequence]}, where sequence is
+    the longest joined length minus 1.
+    """
+    prompt_ids = tokenizer(list(prompt_strs))["input_ids"]
+    output_ids = tokenizer(list(output_strs), add_special_tokens=False)["input_ids"]
+    batch = collate(prompt_ids, output_ids, pad_token_id(tokenizer))
+    return {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}
+
+
+def pad_token_id(tokenizer) -> int:
+    """The id to pad with. Any id will do, because masks come from lengths; EOS stands in where there is no pad token."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
+def masked_mean(tensor: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Mean over `dim` (all axes when None) of the elements whose mask is true; NaN where the mask is empty."""
+    kept = torch.where(mask.bool(), tensor, 0)
+    return kept.sum() / mask.sum() if dim is None else kept.sum(dim) / mask.sum(dim)
+
+
+def masked_normalize(
+    tensor: torch.Tensor, mask: torch.Tensor, normalize_constant: float = 1.0, dim: int | None = None
+) -> torch.Tensor:
+    """Sum over `dim` (all axes when None) of the elements whose mask is true, divided by `normalize_constant`."""
+    kept = torch.where(mask.bool(), tensor, 0)
+    return (kept.sum() if dim is None else kept.sum(dim)) / normalize_constant

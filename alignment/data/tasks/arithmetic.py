@@ -1,0 +1,106 @@
+"""Sums of two to four small numbers: a task that a tiny policy can learn on a laptop's CPU.
+
+Problem: `What is 2 + 3 * 4 - 1?`. A careful solution works one operation at a time, by precedence, then answers:
+
+    <think> 3 * 4 = 12 ; 2 + 12 = 14 ; 14 - 1 = 13 </think> <answer> 13 </answer>
+
+The demonstrations end with those of a deliberately careless teacher, who ignores precedence, skips the work or drops
+the tags more often than not. Warmed up on them, a policy knows how to be careful and seldom is; which of its habits pay
+is what reinforcement learning then finds out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import operator
+import random
+from functools import lru_cache
+
+from alignment.core.records import Problem
+from alignment.data.prompts import fill_prompt
+
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERANDS = range(1, 7)
+LARGEST = 20  # absolute value of any intermediate result
+TEST_SHARE = 8  # one problem in so many is held out
+
+DEMONSTRATIONS = {"train": 60_000, "test": 512}
+CAREFUL_SHARE = 0.6  # of the demonstrations, the first ones
+IGNORES_PRECEDENCE, SKIPS_WORK, BREAKS_FORMAT = 0.5, 0.6, 0.5
+
+Expression = tuple[int | str, ...]  # number, sign, number, ...
+Step = tuple[int, str, int, int]
+
+
+def problems(split: str, dataset_path: str = "") -> list[Problem]:
+    """Every problem of the split, in a fixed shuffled order. There is nothing to read: `dataset_path` is ignored."""
+    return [as_problem(expression) for expression in _expressions(split)]
+
+
+def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
+    """(problem, response) pairs on problems of this split only, short problems as often as long.
+
+    Those for training are in teaching order: first careful solutions, which show how to calculate, then those of the
+    careless teacher, whose habits the policy ends up with. Those for testing are all careless.
+    """
+    rng = random.Random(f"{split} {seed}")
+    by_length = [[e for e in _expressions(split) if len(e) == length] for length in (3, 5, 7)]
+    chosen = [rng.choice(rng.choice(by_length)) for _ in range(DEMONSTRATIONS[split])]
+    careful = int(CAREFUL_SHARE * len(chosen)) if split == "train" else 0
+    return [
+        (as_problem(expression), solution(expression) if i < careful else careless_solution(expression, rng))
+        for i, expression in enumerate(chosen)
+    ]
+
+
+def as_problem(expression: Expression) -> Problem:
+    """The problem that asks for an expression's value."""
+    text = " ".join(map(str, expression))
+    question = f"What is {text}?"
+    answer = str(solve(expression, by_precedence=True)[-1][-1])
+    return Problem(id=f"arithmetic/{text}", question=question, prompt=fill_prompt("tiny", question), ground_truth=answer)
+
+
+def solve(expression: Expression, by_precedence: bool) -> list[Step]:
+    """One (left, sign, right, result) for each operation, in the order of precedence or strictly from the left."""
+    steps = []
+    while len(expression) > 1:
+        place = next((i for i, part in enumerate(expression) if part == "*"), 1) if by_precedence else 1
+        left, sign, right = expression[place - 1 : place + 2]
+        result = OPERATIONS[sign](left, right)
+        steps.append((left, sign, right, result))
+        expression = (*expression[: place - 1], result, *expression[place + 2 :])
+    return steps
+
+
+def solution(expression: Expression, by_precedence: bool = True, shows_work: bool = True, in_format: bool = True) -> str:
+    """A worked response; a careful one unless told otherwise."""
+    steps = solve(expression, by_precedence)
+    work = [f"{left} {sign} {right} = {result}" for left, sign, right, result in steps] if shows_work else []
+    shape = "</think> <answer> {} </answer>" if in_format else "</think> {} ."
+    return "".join(f" {part}" for part in (" ; ".join(work), shape.format(steps[-1][-1])) if part)
+
+
+def careless_solution(expression: Expression, rng: random.Random) -> str:
+    """A response as the careless teacher would write it."""
+    return solution(
+        expression,
+        by_precedence=rng.random() >= IGNORES_PRECEDENCE,
+        shows_work=rng.random() >= SKIPS_WORK,
+        in_format=rng.random() >= BREAKS_FORMAT,
+    )
+
+
+@lru_cache
+def _expressions(split: str) -> tuple[Expression, ...]:
+    """All expressions of a split. A hash of the problem decides the split, so no problem can ever be in both."""
+    found = []
+    for count in (2, 3, 4):
+        for signs in itertools.product(OPERATIONS, repeat=count - 1):
+            for numbers in itertools.product(OPERANDS, repeat=count):
+                expression = (*itertools.chain(*zip(numbers[:-1], signs, strict=True)), numbers[-1])
+                if all(abs(result) <= LARGEST for *_, result in solve(expression, by_precedence=True)):
+                    found.append((hashlib.sha256(" ".join(map(str, expression)).encode()).digest(), expression))
+    held_out = {"train": False, "test": True}[split]
+    return tuple(e for digest, e in sorted(found) if (digest[-1] % TEST_SHARE == 0) == held_out)

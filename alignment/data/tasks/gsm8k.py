@@ -1,0 +1,147 @@
+"""GSM8K: 8,792 grade-school word problems with worked solutions (Cobbe et al. 2021, arXiv:2110.14168; MIT licence).
+
+A row of `train.jsonl` or `test.jsonl`:
+
+    {"question": "Natalia sold 48 clips in April ...", "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\\n#### 72"}
+
+    uv run -m alignment.download        # fetches both files into dataset/gsm8k/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import Progress
+
+from alignment.core.records import Problem
+from alignment.data.prompts import fill_prompt
+from alignment.system.errors import UserError
+
+FOLDER = "dataset/gsm8k"
+SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
+SHA256 = {
+    "train.jsonl": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
+    "test.jsonl": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+}
+ANNOTATION = re.compile(r"<<[^<>]*>>")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem as the files hold it: question, worked solution without calculator annotations, final answer."""
+
+    question: str
+    solution: str
+    answer: str
+
+
+def problems(split: str, dataset_path: str = "") -> list[Problem]:
+    """The split's problems under the r1_zero prompt, in file order. Raises `UserError` as `read_rows`."""
+    return [
+        Problem(f"gsm8k/{split}/{index}", row.question, fill_prompt("r1_zero", row.question), row.answer)
+        for index, row in enumerate(read_rows(_file(split, dataset_path)))
+    ]
+
+
+def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
+    """(problem, response) pairs from the worked solutions, shuffled by `seed`."""
+    rows = read_rows(_file(split, dataset_path))
+    pairs = [
+        (problem, f" {row.solution} </think> <answer> {row.answer} </answer>")
+        for problem, row in zip(problems(split, dataset_path), rows, strict=True)
+    ]
+    random.Random(seed).shuffle(pairs)
+    return pairs
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read a file of rows. Raises `UserError`, naming file and line, for a missing or empty file and for a bad row."""
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist: download GSM8K with `uv run -m alignment.download`,"
+            " or point --dataset_path at a folder with train.jsonl and test.jsonl"
+        )
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise UserError(f"{path} holds no problem: download it again or choose another --dataset_path")
+    return rows
+
+
+def _parse(line: str, place: str) -> Row:
+    try:
+        record = json.loads(line)
+        question, answer = record["question"], record["answer"]
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not a JSON object ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise UserError(f"{place}: nested too deeply for a problem") from None
+    except (KeyError, TypeError):
+        raise UserError(f'{place}: needs the keys "question" and "answer"') from None
+    if not (isinstance(question, str) and isinstance(answer, str)):
+        raise UserError(f'{place}: "question" and "answer" must be text')
+    solution, mark, final = answer.rpartition("#### ")
+    if not mark or not final.strip():
+        raise UserError(f'{place}: "answer" must end with `#### ` and the final answer')
+    return Row(question.strip(), ANNOTATION.sub("", solution).strip(), final.strip())
+
+
+def _file(split: str, dataset_path: str) -> Path:
+    return Path(dataset_path or FOLDER) / f"{split}.jsonl"
+
+
+def download(folder: Path, source: str = SOURCE) -> None:
+    """Fetch both files into `folder`; a broken transfer goes on where it stopped.
+
+    A file takes its name only once its SHA-256 is right. Raises `UserError` where it is not, or without a connection.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with Progress() as progress:
+        for name, expected in SHA256.items():
+            if (folder / name).exists() and _sha256(folder / name) == expected:
+                print(f"{folder / name}: already there and whole")
+                continue
+            part = folder / f"{name}.part"
+            _fetch(f"{source}/{name}", part, progress)
+            if _sha256(part) != expected:
+                part.unlink()
+                raise UserError(f"{source}/{name}: the file's SHA-256 is not {expected}; nothing was kept, try again")
+            part.replace(folder / name)
+
+
+def _fetch(url: str, part: Path, progress: Progress) -> None:
+    have = part.stat().st_size if part.exists() else 0
+    try:
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            resumed = response.status == 206
+            expected = int(response.headers.get("Content-Length") or 0) + have * resumed
+            bar = progress.add_task(part.stem, total=expected, completed=have * resumed)
+            with part.open("ab" if resumed else "wb") as file:
+                while block := response.read(1 << 16):
+                    file.write(block)
+                    progress.advance(bar, len(block))
+            if part.stat().st_size < expected:
+                raise OSError(f"the connection broke off after {part.stat().st_size} of {expected} bytes")
+    except urllib.error.HTTPError as error:
+        if error.code != 416:  # 416: nothing is left to send, the part is already complete
+            raise UserError(f"{url}: the server answered {error.code} {error.reason}") from None
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise UserError(
+            f"{url}: could not be fetched ({getattr(error, 'reason', error)}). Check the connection and run the command"
+            " again (it continues), or copy train.jsonl and test.jsonl from elsewhere and use --dataset_path"
+        ) from None
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

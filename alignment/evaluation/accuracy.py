@@ -1,0 +1,162 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from alignment.args import Args
+from alignment.core.records import Group, Problem, Sampling, Score
+from alignment.data.tasks import Task
+from alignment.rewards.r1_zero import extract_answer
+from alignment.rewards.reward import grading_report, score_groups
+from alignment.sampling.sampler import Sampler
+from alignment.system.errors import UserError
+
+AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
+CATEGORIES = ("format and answer", "format only", "neither")
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found. Averages are shares in [0, 1], each with its 95 % interval."""
+
+    groups: tuple[Group, ...]
+    averages: Mapping[str, float]
+    intervals: Mapping[str, Interval]
+    categories: Mapping[str, int]
+    pass_at_k: Mapping[int, float]
+    maj_at_k: float
+    response_length: float
+    finished: float
+    seconds: float
+    rules: tuple[str, ...]
+
+    def record(self) -> dict[str, object]:
+        """All of it as plain data, but for the completions."""
+        return {
+            **self.averages,
+            **{f"{name}_ci": list(interval) for name, interval in self.intervals.items()},
+            "categories": dict(self.categories),
+            **{f"pass@{k}": value for k, value in self.pass_at_k.items()},
+            f"maj@{len(self.groups[0].completions)}": self.maj_at_k,
+            "response_length": self.response_length,
+            "finished": self.finished,
+            **grading_report(self.groups, self.rules),
+            "problems": len(self.groups),
+            "seconds": self.seconds,
+        }
+
+
+def evaluate_vllm(
+    vllm_model: Sampler,
+    reward_fn: Callable[[str, str], Score],
+    problems: Sequence[Problem],
+    eval_sampling_params: Sampling,
+    rules: Sequence[str] = ("r1_zero", "r1_zero_strict"),
+) -> Evaluation:
+    """Sample every problem, score every completion, and summarise. Any `Sampler` will do, vLLM or not. The means under all
+    `rules` are told beside it.
+
+    Raises `UserError` where there is nothing to evaluate.
+    """
+    if not problems:
+        raise UserError("nothing to evaluate: the task has no problem in its test split")
+    start = time.perf_counter()
+    completions = vllm_model.sample([problem.prompt for problem in problems], eval_sampling_params)
+    groups = score_groups(problems, completions, reward_fn)
+    return summarise(groups, time.perf_counter() - start, rules)
+
+
+def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:
+    """Averages, intervals, categories, pass@k and maj@k of scored groups, all of one size."""
+    k = len(groups[0].completions)
+    scores_PG = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
+    correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
+    drawn = [completion for group in groups for completion in group.completions]
+    return Evaluation(
+        groups=tuple(groups),
+        averages={name: sum(map(sum, rows)) / (k * len(rows)) for name, rows in scores_PG.items()},
+        intervals={name: clustered_interval(rows) for name, rows in scores_PG.items()},
+        categories=Counter(map(category, (score for group in groups for score in group.scores))),
+        pass_at_k={j: sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in _powers_of_two(k)},
+        maj_at_k=sum(map(majority_share, groups)) / len(groups),
+        response_length=sum(len(c.token_ids) for c in drawn) / len(drawn),
+        finished=sum(c.finish_reason == "stop" for c in drawn) / len(drawn),
+        seconds=seconds,
+        rules=tuple(rules),
+    )
+
+
+def category(score: Score) -> str:
+    """Which of `CATEGORIES` a score falls in."""
+    if not score["format_reward"]:
+        return CATEGORIES[2]
+    return CATEGORIES[0] if score["answer_reward"] else CATEGORIES[1]
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that k of n samples, drawn without replacement, hold a correct one: 1 - C(n - c, k) / C(n, k).
+
+    Unbiased for the chance that k fresh samples do (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    """
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority_share(group: Group) -> float:
+    """1 where the most frequent answer is right, 0 where it is wrong; between equally frequent answers, the share right.
+
+    Answers are compared as written; responses without one have no vote (Wang et al. 2023, arXiv:2203.11171).
+    """
+    votes = Counter(answer for completion in group.completions if (answer := extract_answer(completion.text)) is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    right = {extract_answer(c.text) for c, score in zip(group.completions, group.scores, strict=True) if score["reward"] == 1}
+    leaders = [answer for answer, count in votes.items() if count == most]
+    return sum(answer in right for answer in leaders) / len(leaders)
+
+
+def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
+    """95 % interval of the mean of scores in [0, 1], of which those of one problem belong together.
+
+    Wilson's interval (Wilson 1927), which stays honest near 0 and 1, with the number of samples that would be as
+    informative were they independent: p(1 - p) / variance of the mean, the variance being taken between problems (Kish
+    1965, design effect). Where scores do not vary at all, each problem counts once.
+    """
+    scores = torch.tensor(scores_PG, dtype=torch.float64)
+    problems, p = scores.shape[0], scores.mean().item()
+    between = scores.mean(dim=1).var(correction=1).item() / problems if problems > 1 else 0.0
+    n = min(p * (1 - p) / between, float(scores.numel())) if between > 0 else float(problems)
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def eval_problems(task: Task, args: Args) -> list[Problem]:
+    """The first --max_problems of the task's test split (0: all of it)."""
+    problems = task.problems("test", args.dataset_path)
+    return problems[: args.max_problems] if args.max_problems else problems
+
+
+def eval_sampling(task: Task, args: Args, n: int = 1, max_new_tokens: int = 0) -> Sampling:
+    """How evaluation samples are drawn. The same seed every time, so that two evaluations differ by their models alone."""
+    return Sampling(
+        n=n,
+        temperature=args.sampling_temperature,
+        top_p=args.sampling_top_p,
+        top_k=args.sampling_top_k,
+        max_new_tokens=max_new_tokens or args.max_new_tokens,
+        stop=task.stop,
+        seed=args.seed,
+    )
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i <= most)})

@@ -1,0 +1,104 @@
+"""Two evaluations of the same problems: the paired difference, and what was won and lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import torch
+
+from alignment.core.records import Group
+from alignment.system.files import write_atomically
+
+SHOWN = 200  # problems of each kind on the page
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One problem: the mean reward of each side, and both sides' first completions."""
+
+    problem: str
+    question: str
+    ground_truth: str
+    a: float
+    b: float
+    a_text: str
+    b_text: str
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """B - A, with its 95 % interval, and the problems on which the mean rewards differ."""
+
+    a: float
+    b: float
+    difference: float
+    interval: tuple[float, float]
+    won: tuple[Outcome, ...]
+    lost: tuple[Outcome, ...]
+
+
+def paired_difference(
+    a: Sequence[Group], b: Sequence[Group], interval_a: tuple[float, float], interval_b: tuple[float, float]
+) -> PairedDifference:
+    """Compare groups of the same problems, in the same order; the intervals are those of each side's mean reward.
+
+    The difference's interval is made of the two sides' own, allowing for the correlation r between problems' mean rewards
+    (Newcombe 1998, Statistics in Medicine 17:2635, method 10): with d = b - a, and lower and upper bounds l and u,
+    d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and likewise above. Unlike the normal one it has a width
+    where both sides have answered everything alike.
+    """
+    means_a, means_b = (torch.tensor([_mean(group) for group in groups], dtype=torch.float64) for groups in (a, b))
+    mean_a, mean_b = means_a.mean().item(), means_b.mean().item()
+    varies = means_a.std() > 0 and means_b.std() > 0
+    r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if varies else 0.0
+    difference = mean_b - mean_a
+
+    def reach(one: float, other: float) -> float:
+        return math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
+
+    low = difference - reach(mean_b - interval_b[0], interval_a[1] - mean_a)
+    high = difference + reach(interval_b[1] - mean_b, mean_a - interval_a[0])
+    outcomes = [
+        Outcome(
+            x.problem.id,
+            x.problem.question,
+            x.problem.ground_truth,
+            _mean(x),
+            _mean(y),
+            x.completions[0].text,
+            y.completions[0].text,
+        )
+        for x, y in zip(a, b, strict=True)
+    ]
+    return PairedDifference(
+        mean_a,
+        mean_b,
+        difference,
+        (low, high),
+        won=tuple(outcome for outcome in outcomes if outcome.b > outcome.a),
+        lost=tuple(outcome for outcome in outcomes if outcome.b < outcome.a),
+    )
+
+
+def write_comparison(found: PairedDifference, names: Sequence[str], folder: Path) -> Path:
+    """Write comparison.jsonl, every problem that was won or lost, and comparison.html, the same side by side."""
+    records = [
+        {"outcome": kind, **vars(outcome)} for kind, some in (("won", found.won), ("lost", found.lost)) for outcome in some
+    ]
+    write_atomically(folder / "comparison.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    kinds = (("won", found.won), ("lost", found.lost))
+    page = environment.get_template("comparison.html.j2").render(found=found, names=names, kinds=kinds, shown=SHOWN)
+    write_atomically(folder / "comparison.html", page)
+    return folder / "comparison.html"
+
+
+def _mean(group: Group) -> float:
+    return sum(score["reward"] for score in group.scores) / len(group.scores)

@@ -1,0 +1,201 @@
+"""Log-probabilities of sampled tokens, and entropy, without logits of every position in memory at once."""
+
+from __future__ import annotations
+
+import torch
+
+from alignment.core.tokens import split_rows
+from alignment.policy.packing import attention_by_layout, pack, send
+
+LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
+LOGITS_IN_CACHE = {"cpu": 2**20}  # of which so many are gone over at a time, where passes over memory are what takes time
+
+
+def compute_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of softmax(logits) over the last axis: logsumexp(z) - sum(softmax(z) * z). [..., V] -> [...]."""
+    logits = logits.float()
+    return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
+
+
+def cumulative(values: torch.Tensor) -> torch.Tensor:
+    """Running sums over the last axis; with --deterministic by the CPU, since torch has no such kernel for GPUs."""
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return values.cpu().cumsum(dim=-1).to(values.device)
+    return values.cumsum(dim=-1)
+
+
+def sampling_logits(
+    logits: torch.Tensor, temperature: float, top_p: float, top_k: int = 0, keep: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits [N, V] of the distribution that is sampled from: z / temperature, -inf outside the `top_k` most likely tokens (0:
+    all) and outside the nucleus.
+
+    The nucleus is the smallest set of most likely tokens whose probability, among the `top_k`, reaches `top_p` (Holtzman et
+    al. 2020, arXiv:1904.09751). `keep` [N] names a token a row that stays in whatever its rank: rounding, and other weights,
+    can push a sampled token over the edge, and its log-probability must stay finite.
+    """
+    scaled = logits.float() / temperature
+    top_k = min(top_k, scaled.shape[-1])
+    if top_p >= 1 and not top_k:
+        return scaled
+    ordered, places = scaled.sort(dim=-1, descending=True)
+    if top_k:
+        ordered = torch.cat([ordered[:, :top_k], torch.full_like(ordered[:, top_k:], -torch.inf)], dim=-1)
+    probabilities = ordered.softmax(dim=-1)
+    # The first is always in: with a top_p below its probability alone.
+    outside = ((cumulative(probabilities) - probabilities) >= top_p) | ordered.isneginf()
+    outside = torch.zeros_like(outside).scatter(-1, places, outside)
+    if keep is not None:
+        outside = outside.scatter(-1, keep[:, None], False)
+    return scaled.masked_fill(outside, -torch.inf)
+
+
+def get_response_log_probs(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    return_token_entropy: bool = False,
+    response_mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> dict[str, torch.Tensor]:
+    """log pi(label | prefix) in nats, fp32, for the positions in `response_mask` (everywhere when None), 0 elsewhere.
+
+    `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded. Give them on the CPU: where rows end and which
+    share a prompt is read off them, for which the host would wait for a GPU. Returns {"log_probs": [batch, sequence]} on the
+    output head's device, with "token_entropy" [batch, sequence] (detached) when asked. The distribution is the tempered,
+    truncated one (`sampling_logits`).
+
+    No padding is computed, a prompt of several rows once (`packing.Packing`), and logits for the mask's positions only, a
+    bounded number at a time. Raises ValueError for a model that does not hand on what its attention is told.
+    """
+    input_ids, labels = input_ids.cpu(), labels.cpu()
+    mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
+    hidden_NH = hidden_states(model, input_ids, mask)
+    return head_log_probs(model, hidden_NH, labels, mask, return_token_entropy, temperature, top_p, top_k)
+
+
+def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """The first half of `get_response_log_probs`: what the output head is given for the mask's N positions, [N, hidden], in the
+    order of the flattened mask."""
+    packing = pack(split_rows(input_ids, response_mask))
+    device = model.get_input_embeddings().weight.device
+    with attention_by_layout(model, packing):
+        hidden = model.get_decoder()(
+            input_ids=send(packing.input_ids_1N, device),
+            position_ids=send(packing.position_ids_1N, device),
+            use_cache=False,
+            layout=packing,
+        ).last_hidden_state
+    spots_BT = torch.nn.functional.pad(packing.spots_BT, (0, response_mask.shape[1] - packing.spots_BT.shape[1]))
+    return hidden[0].index_select(0, send(spots_BT[response_mask], hidden.device))
+
+
+def head_log_probs(
+    model: torch.nn.Module,
+    hidden_NH: torch.Tensor,
+    labels: torch.Tensor,
+    response_mask: torch.Tensor,
+    return_token_entropy: bool = False,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> dict[str, torch.Tensor]:
+    """The second half of `get_response_log_probs`, from the hidden states at the mask's positions."""
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"{type(model).__name__} has a bias in its output head, which is not supported")
+    device = head.weight.device
+    hidden_NH, targets_N = send(hidden_NH, device), send(labels[response_mask], device)
+    found = LabelLogProbs.apply(hidden_NH, head.weight, targets_N, (temperature, top_p, top_k), return_token_entropy)
+    places = send(response_mask.flatten().nonzero().squeeze(1), device)
+    names = ("log_probs", "token_entropy")[: 1 + return_token_entropy]
+    return {
+        name: torch.zeros(labels.numel(), device=device).index_copy(0, places, values).view(labels.shape)
+        for name, values in zip(names, found, strict=False)
+    }
+
+
+class LabelLogProbs(torch.autograd.Function):
+    """log softmax(h W^T)[label] of the tempered, truncated distribution, and its entropy, without all logits in memory.
+
+    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropy is wanted) -> log-probs [N] and
+    entropies [N] (zeros unless wanted; without gradient), both fp32. With p = softmax of a row and g its incoming gradient,
+    d(log p_y)/dz = (1[y] - p) / temperature. Rows go through in pieces of `LOGITS_IN_MEMORY` logits; a single piece keeps p
+    for backward, several compute it again.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, with_entropy):
+        kind = hidden_NH.device.type
+        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VH.dtype
+        ctx.distribution, ctx.probabilities = distribution, None
+        ctx.save_for_backward(hidden_NH, weight_VH, labels_N)
+        pieces = _pieces(len(hidden_NH), weight_VH.shape[0])
+        keep = len(pieces) == 1 and any(ctx.needs_input_grad[:2])
+        with torch.autocast(kind, enabled=False):
+            weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
+            log_probs_N, entropy_N = (torch.zeros(len(hidden), device=hidden.device) for _ in range(2))
+            for piece in pieces:
+                logits = (hidden[piece] @ weight.T).float()
+                score_in_place(logits, labels_N[piece], distribution, with_entropy, log_probs_N[piece], entropy_N[piece])
+            ctx.probabilities = logits if keep else None
+        ctx.mark_non_differentiable(entropy_N)
+        return log_probs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, gradient_N, _):
+        hidden_NH, weight_VH, labels_N = ctx.saved_tensors
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
+            to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+            to_weight = None
+            for piece in _pieces(len(hidden), len(weight)):
+                if (probabilities := ctx.probabilities) is None:
+                    probabilities = (hidden[piece] @ weight.T).float()
+                    score_in_place(probabilities, labels_N[piece], ctx.distribution, False)
+                ctx.probabilities = None  # which are written over here
+                scale = (gradient_N[piece] / ctx.distribution[0])[:, None]
+                by_logits = probabilities.mul_(-scale).scatter_add_(1, labels_N[piece][:, None], scale).to(ctx.dtype)
+                if to_hidden is not None:
+                    to_hidden[piece] = by_logits @ weight
+                if ctx.needs_input_grad[1]:
+                    if to_weight is None:
+                        to_weight = (by_logits.T @ hidden[piece]).to(weight_VH.dtype)
+                    elif to_weight.dtype == ctx.dtype:
+                        to_weight.addmm_(by_logits.T, hidden[piece])  # no second [V, H]
+                    else:
+                        to_weight.add_(by_logits.T @ hidden[piece])
+        return None if to_hidden is None else to_hidden.to(hidden_NH.dtype), to_weight, None, None, None
+
+
+def _pieces(rows: int, vocabulary: int) -> list[slice]:
+    """Rows cut evenly into as few pieces as keep to `LOGITS_IN_MEMORY`."""
+    number = max(1, -(-rows * vocabulary // LOGITS_IN_MEMORY))
+    size = max(1, -(-rows // number))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]
+
+
+def score_in_place(logits_NV, labels_N, distribution, with_entropy, log_probs_N=None, entropy_N=None) -> None:
+    """Turn fp32 logits into the probabilities of the tempered, truncated distribution, and write down the labels' log-probs and
+    the entropies, which are of the tempered one alone."""
+    temperature, top_p, top_k = distribution
+    truncated = top_p < 1 or top_k
+    rows = max(1, LOGITS_IN_CACHE.get(logits_NV.device.type, LOGITS_IN_MEMORY) // logits_NV.shape[1])
+    for start in range(0, len(logits_NV), rows):
+        here = slice(start, start + rows)
+        z = logits_NV[here]
+        if with_entropy and truncated:
+            entropy_N[here] = compute_entropy(z / temperature)
+        kept = sampling_logits(z, temperature, top_p, top_k, keep=labels_N[here])
+        normaliser = kept.logsumexp(dim=-1, keepdim=True)
+        log_p = kept.sub_(normaliser)
+        if log_probs_N is not None:
+            log_probs_N[here] = log_p.gather(-1, labels_N[here][:, None]).squeeze(-1)
+        if with_entropy and not truncated:
+            p = log_p.exp()
+            entropy_N[here] = -(p * log_p).sum(dim=-1)
+            z.copy_(p)
+        else:
+            torch.exp(log_p, out=z)

@@ -1,0 +1,219 @@
+"""Rows of a batch as one sequence without padding, in which rows of one prompt share it, and attention over that."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from alignment.core.tokens import Row
+
+
+@dataclass
+class Packing:
+    """N tokens in one sequence: first S stems, then R branches that each go on from the end of a stem. No padding.
+
+    A prompt of several rows is a stem, and their responses are its branches; a row that shares its prompt with no other is a
+    stem as a whole. What a token sees are the tokens before it in its stem and, in a branch, in the branch.
+    """
+
+    input_ids_1N: torch.Tensor
+    position_ids_1N: torch.Tensor
+    spots_BT: torch.Tensor
+    """The place in the sequence of token t of row b of the batch; 0 beyond the row's end."""
+    stems_SL: torch.Tensor
+    """Places of each stem's tokens, right-padded with 0."""
+    stem_tokens: torch.Tensor
+    """Which of the flattened [S * L] are tokens."""
+    branches_RQ: torch.Tensor | None = None
+    """Places of each branch's tokens, right-padded with 0; None without branches."""
+    seen_RK: torch.Tensor | None = None
+    """Places of what they see: the stem, left-padded with 0, then the branch itself, right-padded."""
+    bias_R1QK: torch.Tensor | None = None
+    """0 where a branch's token sees another, else -inf; [1, 1, Q, K] where stems are equally long."""
+    branch_tokens: torch.Tensor | None = None
+    """Which of the flattened [R * Q] are tokens."""
+    applied: list[bool] = field(default_factory=list)
+    copies: dict[torch.device, Packing] = field(default_factory=dict)
+    biases: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def bias(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """`bias_R1QK` for as many queries one after another, made once: every layer keeps it for its backward."""
+        if (groups, dtype) not in self.biases:
+            self.biases[groups, dtype] = self.bias_R1QK.to(dtype).repeat(1, 1, groups, 1)
+        return self.biases[groups, dtype]
+
+    def attend(self, module, query, key, value, scaling) -> torch.Tensor:
+        """See `Layout.attend`; there is one row, of N tokens."""
+        here = self.to(query.device)
+        q_NHD, k_NHD, v_NHD = (t[0].transpose(0, 1) for t in (query, key, value))
+        stems = _attend(q_NHD, k_NHD, v_NHD, here.stems_SL, here.stems_SL, None, scaling)
+        out = [stems.index_select(0, here.stem_tokens)]
+        if here.branches_RQ is not None:
+            bias = here.bias(query.shape[1] // key.shape[1], query.dtype)
+            branches = _attend(q_NHD, k_NHD, v_NHD, here.branches_RQ, here.seen_RK, bias, scaling)
+            out.append(branches.index_select(0, here.branch_tokens))
+        return torch.cat(out)[None]
+
+    def to(self, device: torch.device | str) -> Packing:
+        """The same on another device, copied there once however many layers ask."""
+        device = torch.device(device)
+        if device == self.stems_SL.device:
+            return self
+        if device not in self.copies:
+            tensors = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
+            moved = {name: send(tensor, device) for name, tensor in tensors.items()}
+            self.copies[device] = replace(self, **moved, biases={}, copies={})
+        return self.copies[device]
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on its way to a device; the host goes on meanwhile, which it can only where the memory is pinned."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)  # what comes to a CPU must have arrived
+
+
+def pack(rows: Sequence[Row]) -> Packing:
+    """Pack rows, on the CPU: those of one prompt together."""
+    families: dict[Sequence[int], list[int]] = defaultdict(list)
+    for index, (prompt, _) in enumerate(rows):
+        families[prompt].append(index)
+    # A stem has token ids, and rows; a branch token ids, its row, and its stem.
+    alone = {members[0] for members in families.values() if len(members) == 1}
+    stems = [(prompt + rows[own[0]][1] if own[0] in alone else prompt, own) for prompt, own in families.items()]
+    branches = [(rows[row][1], row, stem) for stem, (_, own) in enumerate(stems) for row in own if row not in alone]
+    branches = [branch for branch in branches if branch[0]]
+
+    pieces = [ids for ids, *_ in (*stems, *branches)]
+    ends = list(itertools.accumulate(map(len, pieces)))
+    ranges = [torch.arange(end - len(ids), end) for ids, end in zip(pieces, ends, strict=True)]
+    stem_ranges, branch_ranges = ranges[: len(stems)], ranges[len(stems) :]
+    spots_BT = torch.zeros(len(rows), max(len(prompt) + len(response) for prompt, response in rows), dtype=torch.int64)
+    for (ids, own), places in zip(stems, stem_ranges, strict=True):
+        spots_BT[own, : len(ids)] = places
+    for (ids, row, stem), places in zip(branches, branch_ranges, strict=True):
+        first = len(stems[stem][0])
+        spots_BT[row, first : first + len(ids)] = places
+    positions = [torch.arange(len(ids)) for ids, _ in stems]
+    positions += [torch.arange(len(stems[stem][0]), len(stems[stem][0]) + len(ids)) for ids, _, stem in branches]
+    stems_SL = _padded(stem_ranges)
+    return Packing(
+        input_ids_1N=torch.tensor([list(itertools.chain(*pieces))]),
+        position_ids_1N=torch.cat(positions)[None],
+        spots_BT=spots_BT,
+        stems_SL=stems_SL.clamp(min=0),
+        stem_tokens=_real(stems_SL),
+        **(_branching(branch_ranges, [stem_ranges[stem] for _, _, stem in branches]) if branches else {}),
+    )
+
+
+def _branching(branches: Sequence[torch.Tensor], stems: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The fields of a `Packing` that say what branches see, from the places of each branch and of its stem."""
+    branches_RQ, stems_RP = _padded(branches), _padded(stems, "left")
+    width = branches_RQ.shape[1]
+    # What pads a branch on the right comes after all of its tokens, so it needs no masking.
+    stem_seen_RP = stems_RP >= 0
+    stem_seen_RP = stem_seen_RP[:1] if len({len(stem) for stem in stems}) == 1 else stem_seen_RP
+    causal_QQ = torch.ones(width, width, dtype=torch.bool).tril()
+    seen_RQK = torch.cat(
+        [stem_seen_RP[:, None].expand(-1, width, -1), causal_QQ[None].expand(len(stem_seen_RP), -1, -1)], dim=2
+    )
+    return {
+        "branches_RQ": branches_RQ.clamp(min=0),
+        "seen_RK": torch.cat([stems_RP, branches_RQ], dim=1).clamp(min=0),
+        "bias_R1QK": torch.zeros(seen_RQK.shape).masked_fill(~seen_RQK, -torch.inf)[:, None],
+        "branch_tokens": _real(branches_RQ),
+    }
+
+
+def _padded(places: Sequence[torch.Tensor], side: str = "right") -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True, padding_value=-1, padding_side=side)
+
+
+def _real(padded: torch.Tensor) -> torch.Tensor:
+    return (padded.flatten() >= 0).nonzero().squeeze(1)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+class Layout(Protocol):
+    """What attention goes by, where it is not one plain sequence a row."""
+
+    applied: list[bool]
+    """Not empty once it has: a model that ignores its layout would mix up its rows in silence."""
+
+    def attend(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float):
+        """[rows, heads, tokens, D] -> [rows, tokens, heads, D]."""
+        ...
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Scaled dot-product attention as transformers calls it, by a layout where one is given.
+
+    It has no mask but the one it is handed: transformers would build one for every forward pass, and read a value from the
+    device for it, which on a split policy would keep micro-batches from overlapping.
+    """
+    if layout is None:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    layout.applied.append(True)
+    return layout.attend(module, query, key, value, scaling), None
+
+
+ATTENTION = "layout_sdpa"
+AttentionInterface.register(ATTENTION, attention)
+
+
+@contextmanager
+def attention_by_layout(model: torch.nn.Module, layout: Layout) -> Iterator[None]:
+    """Have a model's attention go by a layout, whatever it was loaded with.
+
+    Raises ValueError for a model that does not hand it on, or that would run its layers again in backward without it.
+    """
+    before = model.config._attn_implementation
+    if before != ATTENTION and getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(f"load the model with attn_implementation={ATTENTION!r}: its layers are run again in backward")
+    model.config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+    if not layout.applied:
+        raise ValueError(
+            f"{type(model).__name__} does not pass keyword arguments to its attention, so it cannot be told a layout"
+        )
+
+
+def _attend(q_NHD, k_NHD, v_NHD, queries_RQ, keys_RK, bias, scaling) -> torch.Tensor:
+    """Attention of some places to others, causal where there is no bias: [R * Q, H, D]."""
+    (rows, width), heads, groups = queries_RQ.shape, k_NHD.shape[1], q_NHD.shape[1] // k_NHD.shape[1]
+    q = q_NHD.index_select(0, queries_RQ.flatten()).view(rows, width, heads, groups, -1)
+    k, v = (
+        t.index_select(0, keys_RK.flatten()).view(rows, keys_RK.shape[1], heads, -1).transpose(1, 2) for t in (k_NHD, v_NHD)
+    )
+    if bias is None:
+        q = q.flatten(2, 3).transpose(1, 2)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return out.transpose(1, 2).flatten(0, 1)
+    # The queries that share a head of keys are as so many more rows of queries, so that keys need not be repeated.
+    q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
+    return out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)

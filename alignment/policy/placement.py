@@ -1,0 +1,382 @@
+"""GPUs + model shape -> which role and which layer sits where, and the bytes on each. No device is touched.
+
+Devices are the strings "cpu" and "cuda:N". A device map is the dict that `from_pretrained(device_map=...)` and
+`accelerate.dispatch_model` take: both accept "cuda:3" as well as 3, and strings say the same thing in a log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from alignment.system.errors import UserError
+
+TRAINED_BYTES = {"adamw": 16, "adamw_cpu_offload": 8, "adamw_8bit": 10}
+"""Bytes a trained parameter takes on its device: weight, gradient and AdamW's two moments, each fp32; or without the
+moments; or with moments of a byte each (and an fp32 scale for every 256 of them, left out here)."""
+MOMENT_BYTES = 8
+"""Bytes of a parameter's two moments where they stay on the CPU."""
+COPY_BYTES = {"sample": 2, "eval": 2, "sample+eval": 2, "reference": 4}
+"""Bytes a parameter takes in each copy that only runs forward: bf16 to sample from, fp32 for the reference, whose
+log-probs must be the policy's own."""
+
+FLAGS = {
+    "policy": "--policy_devices",
+    "sample": "--sample_device",
+    "reference": "--reference_model_device",
+    "eval": "--eval_device",
+}
+ROTARY = "model.rotary_emb"  # has no parameters, yet a device map must name it
+HELPERS = ("sample", "reference", "eval")  # the order in which GPUs are handed out, highest first
+ENGINES = ("sample", "eval")  # the helpers that generate text
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Where each role runs. `policy` holds its devices in layer order."""
+
+    policy: tuple[str, ...]
+    sample: str
+    reference: str
+    eval: str
+
+
+def assign_roles(
+    num_gpus: int,
+    sample_device: str | None = None,
+    reference_model_device: str | None = None,
+    eval_device: str | None = None,
+    policy_devices: tuple[str, ...] = (),
+    vllm: bool = False,
+) -> Roles:
+    """Give each role its device; None and () ask for the default.
+
+    By default sampler, reference and eval take the highest GPUs in that order and the policy keeps the rest: 7, 6, 5
+    and 0-4 of eight. With three GPUs reference and eval share one, with two all three share cuda:1, one GPU holds
+    everything, and without a GPU everything is on "cpu". What is named is honoured; the defaults fill the highest
+    GPUs left and share once these run out, never taking the policy's last one.
+
+    Raises UserError for a device that is malformed, absent, or taken, naming the flag and what to change.
+    """
+    gpus = tuple(f"cuda:{index}" for index in range(num_gpus))
+    texts = {"sample": sample_device, "reference": reference_model_device, "eval": eval_device}
+    named = {role: _read_device(FLAGS[role], text, gpus) for role, text in texts.items() if text is not None}
+    policy = tuple(_read_device(FLAGS["policy"], text, gpus) for text in policy_devices)
+    _refuse_repeats(policy)
+    if not gpus:
+        return Roles(policy=("cpu",), sample="cpu", reference="cpu", eval="cpu")
+
+    free = [gpu for gpu in gpus if gpu not in policy and gpu not in named.values()]
+    if not policy and not free and num_gpus > 1:
+        _refuse_no_policy_gpu(named, num_gpus)
+    spare = free if policy else free[1:]  # a policy by default keeps the lowest free GPU
+    helpers = _place_helpers(named, spare, policy, gpus)
+    if vllm:
+        _refuse_vllm_clashes(named, helpers, spare, policy, gpus)
+    # No GPU is left over only when there is just one, which then holds everything.
+    rest = tuple(gpu for gpu in gpus if gpu not in helpers.values()) or gpus
+    return Roles(policy=policy or rest, **helpers)
+
+
+def _read_device(flag: str, text: str, gpus: Sequence[str]) -> str:
+    """The device that `text` names, as "cpu" or "cuda:N"; bare "cuda" is cuda:0."""
+    if text == "cpu":
+        return text
+    match = re.fullmatch(r"cuda(?::([0-9]+))?", text)
+    if match is None:
+        raise UserError(f"{flag} {text!r} is not a device; write cpu or cuda:N, such as cuda:0")
+    device = f"cuda:{int(match[1] or 0)}"
+    if not gpus:
+        raise UserError(f"{flag} {device}, but no GPU is visible; use cpu or leave the flag out")
+    if device not in gpus:
+        visible = f"1 GPU is visible ({gpus[0]})" if len(gpus) == 1 else f"{len(gpus)} GPUs are visible ({_span(gpus)})"
+        raise UserError(f"{flag} {device}, but only {visible}; name one of these or leave the flag out")
+    return device
+
+
+def _span(gpus: Sequence[str]) -> str:
+    return gpus[0] if len(gpus) == 1 else f"{gpus[0]}..{gpus[-1]}"
+
+
+def _refuse_repeats(policy: Sequence[str]) -> None:
+    for device, times in Counter(policy).items():
+        if times > 1:
+            raise UserError(f"{FLAGS['policy']} lists {device} {times} times; list each device once")
+
+
+def _refuse_no_policy_gpu(named: dict[str, str], num_gpus: int) -> None:
+    flags = " and ".join(f"{FLAGS[role]} {device}" for role, device in named.items() if device != "cpu")
+    raise UserError(
+        f"{flags} leave none of the {num_gpus} GPUs for the policy; "
+        f"put two of these on one GPU, or say which GPU the policy shares with {FLAGS['policy']}"
+    )
+
+
+def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
+    """Fill in the helpers that were not named: the highest spare GPU each, then sharing.
+
+    One that finds no spare GPU joins the helper just before it (eval the reference, the reference the sampler), else
+    one after it, and goes among the policy's GPUs only when the policy has them all.
+    """
+    placed = dict(named)
+    left = list(spare)
+    for index, role in enumerate(HELPERS):
+        if role in named:
+            continue
+        if left:
+            placed[role] = left.pop()
+            continue
+        neighbours = [placed.get(other) for other in (*reversed(HELPERS[:index]), *HELPERS[index + 1 :])]
+        shareable = [device for device in neighbours if device in gpus and device not in policy]
+        placed[role] = shareable[0] if shareable else gpus[-1]
+    return placed
+
+
+def _refuse_vllm_clashes(
+    named: dict[str, str], helpers: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
+) -> None:
+    """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another role needs.
+
+    The sampler and eval may share a GPU, since they then share one engine, and a single GPU holds everything by design.
+    Sampler and reference may share while no GPU is spare: that is the default for two GPUs.
+    """
+    greedy = "but vLLM claims most of its GPU's memory at start"
+    for role in ENGINES:
+        if helpers[role] == "cpu":
+            raise UserError(
+                f"{FLAGS[role]} cpu, but vLLM's NVIDIA build cannot run there; "
+                f"name a GPU ({_span(gpus)}), leave the flag out, or sample without vLLM"
+            )
+        if len(gpus) == 1 or helpers[role] not in policy:
+            continue
+        if role not in named:
+            raise UserError(
+                f"{FLAGS['policy']} names every GPU, {greedy} and the {role} role has none to itself; "
+                f"take {gpus[-1]} off {FLAGS['policy']}"
+            )
+        remedy = f"use {FLAGS[role]} {spare[-1]}" if spare else f"take {helpers[role]} off {FLAGS['policy']}"
+        raise UserError(f"{FLAGS[role]} {helpers[role]} is also in {FLAGS['policy']}, {greedy}; {remedy}")
+    if "sample" in named and named["sample"] == named.get("reference") and spare:
+        raise UserError(
+            f"{FLAGS['sample']} and {FLAGS['reference']} are both {named['sample']}, {greedy}; "
+            f"use {FLAGS['reference']} {spare[-1]}"
+        )
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the parameter count of a Llama, Qwen2 or Qwen3 decoder depends on."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # one RMSNorm of head_dim for queries, one for keys
+
+    @classmethod
+    def from_config(cls, config: Any) -> ModelShape:
+        """Read a transformers config by its attributes. Raises UserError for an unknown `model_type`."""
+        if config.model_type not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise UserError(f"model_type {config.model_type!r} cannot be placed; use a model of one of: {known}")
+        return cls(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            # Qwen2's config has no such field, but its model reads one where a checkpoint states it.
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            tie_word_embeddings=config.tie_word_embeddings,
+            **FAMILIES[config.model_type](config),
+        )
+
+
+FAMILIES = {
+    "llama": lambda config: {
+        "qkv_bias": config.attention_bias,
+        "output_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+    },
+    "qwen2": lambda config: {"qkv_bias": True},
+    "qwen3": lambda config: {
+        "qkv_bias": config.attention_bias,
+        "output_bias": config.attention_bias,
+        "qk_norm": True,
+    },
+}
+"""model_type -> the optional parts of its layers."""
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """The number of parameters in one decoder layer: attention, gated MLP and two RMSNorms."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    queries = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    qkv = (queries + 2 * keys) * (hidden + shape.qkv_bias)
+    output = (queries + shape.output_bias) * hidden
+    mlp = 3 * hidden * inner + shape.mlp_bias * (2 * inner + hidden)
+    norms = 2 * hidden + shape.qk_norm * 2 * shape.head_dim
+    return qkv + output + mlp + norms
+
+
+def module_bytes(shape: ModelShape, bytes_per_parameter: int) -> dict[str, int]:
+    """Hugging Face module name -> bytes of its parameters, in forward order. A tied lm_head counts 0: its one matrix
+    is counted as the embedding."""
+    embedding = shape.vocab_size * shape.hidden_size
+    parameters = {"model.embed_tokens": embedding}
+    parameters |= {f"model.layers.{index}": layer_parameters(shape) for index in range(shape.num_layers)}
+    parameters |= {"model.norm": shape.hidden_size, "lm_head": 0 if shape.tie_word_embeddings else embedding}
+    return {name: count * bytes_per_parameter for name, count in parameters.items()}
+
+
+def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str]:
+    """Spread a model over `devices` in forward order: module name -> device, for `from_pretrained(device_map=...)`.
+
+    Each device gets one contiguous run of [embed_tokens, layers, lm_head]; the largest run is as small as it can be
+    and, among such splits, the bytes are as even as they can be. The norm stays with the last layer, a tied lm_head
+    with the embedding it shares, and rotary_emb with the first device, where the forward pass computes it. Every
+    device gets something while there are modules to give; of more devices than that, the first ones are used.
+
+    A map that mixes "cpu" with GPUs places layers for our own moves only: accelerate takes "cpu" there to mean weights
+    that are offloaded and brought to a GPU at each use, which cannot be trained.
+    """
+    if not devices or len(set(devices)) < len(devices):
+        raise ValueError(f"partition_layers needs at least one device, each listed once, got {list(devices)}")
+    bytes_of = module_bytes(shape, bytes_per_parameter=1)  # every module scales alike, so any number will do
+    runs = [["model.embed_tokens"], *([f"model.layers.{index}"] for index in range(shape.num_layers))]
+    runs[-1].append("model.norm")
+    if shape.tie_word_embeddings:
+        runs[0].append("lm_head")
+    else:
+        runs.append(["lm_head"])
+    sizes = [sum(bytes_of[name] for name in run) for run in runs]
+    owners = [devices[part] for part in split_evenly(sizes, min(len(devices), len(sizes)))]
+    placed = {name: device for run, device in zip(runs, owners, strict=True) for name in run}
+    return {ROTARY: devices[0]} | {name: placed[name] for name in bytes_of}
+
+
+def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
+    """Cut `sizes` into `parts` contiguous, non-empty parts; returns the part that each item falls in.
+
+    Exact: the largest part's sum is minimal and, among such cuts, so is the sum of squares. The second says which of
+    many equal bottlenecks to take, so that one big embedding does not excuse a lopsided rest. Needs
+    1 <= parts <= len(sizes). The time is O(parts * len(sizes)^2).
+    """
+    limit = _smallest_bottleneck(sizes, parts)
+    ends = [0, *accumulate(sizes)]
+    # costs[end]: the least sum of squares of the first `end` items in `part` parts, each within the limit.
+    costs: dict[int, int] = {0: 0}
+    starts: list[dict[int, int]] = []  # starts[part][end]: where that part begins
+    for _ in range(parts):
+        next_costs, chosen = {}, {}
+        for end in range(1, len(ends)):
+            options = [
+                (cost + (ends[end] - ends[start]) ** 2, start)
+                for start, cost in costs.items()
+                if start < end and ends[end] - ends[start] <= limit
+            ]
+            if options:
+                next_costs[end], chosen[end] = min(options)
+        costs = next_costs
+        starts.append(chosen)
+
+    owners: list[int] = []
+    end = len(sizes)
+    for part in reversed(range(parts)):
+        start = starts[part][end]
+        owners = [part] * (end - start) + owners
+        end = start
+    return owners
+
+
+def _smallest_bottleneck(sizes: Sequence[int], parts: int) -> int:
+    """The least limit within which at most `parts` contiguous parts hold every item (cutting further keeps to it)."""
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if _parts_within(sizes, middle) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _parts_within(sizes: Sequence[int], limit: int) -> int:
+    """How many parts it takes when each is filled up to `limit` before the next is begun."""
+    parts, filled = 1, 0
+    for size in sizes:
+        if filled + size > limit:
+            parts, filled = parts + 1, 0
+        filled += size
+    return parts
+
+
+@dataclass(frozen=True)
+class Share:
+    """One role's part of one device. `bytes` are its parameters' and, for the policy, gradients' and moments'; not
+    activations, not caches, not what vLLM claims beyond the weights."""
+
+    device: str
+    role: str
+    modules: tuple[str, ...]
+    bytes: int
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The decoder layers held, by index."""
+        return tuple(int(name.rpartition(".")[2]) for name in self.modules if name.startswith("model.layers."))
+
+
+def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterator[tuple[str, int]]:
+    """("forward", "head" or "backward", number of the micro-batch) in the order in which a step issues them.
+
+    In blocks of `in_flight`: all of a block's forwards, then, from the output head and the loss on, what leads back (GPipe,
+    Huang et al. 2019, arXiv:1811.06965). A device does what it is given in that order; with one in flight, the first device of
+    a split model waits through each micro-batch's whole way there and back. `heads_first` is for a head
+    that is not on the last layers' device, as a tied one: a block's heads then come before all of its backwards, of which the
+    first ends on that device too.
+    """
+    for start in range(0, micro_batches, in_flight):
+        block = range(start, min(start + in_flight, micro_batches))
+        yield from (("forward", number) for number in block)
+        if heads_first:
+            yield from (("head", number) for number in block)
+        for number in block:
+            yield from () if heads_first else (("head", number),)
+            yield "backward", number
+
+
+def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Share, ...]:
+    """The policy's share of each of its devices, the moments that `optimizer` keeps on the CPU, then one whole copy for each
+    other role.
+
+    Eval on the sampler's device runs in the sampler's engine, so the two hold one copy, under the role "sample+eval".
+    """
+    parameters, trained = module_bytes(shape, 1), module_bytes(shape, TRAINED_BYTES[optimizer])
+    held: dict[str, list[str]] = {}
+    for name, device in partition_layers(shape, roles.policy).items():
+        held.setdefault(device, []).append(name)
+    policy = (
+        Share(device, "policy", tuple(names), sum(trained.get(name, 0) for name in names)) for device, names in held.items()
+    )
+    engines = {"sample+eval": roles.sample} if roles.sample == roles.eval else {"sample": roles.sample, "eval": roles.eval}
+    # A policy that sits whole on the reference's device is the old policy itself, until its first update.
+    reference = {} if roles.policy == (roles.reference,) else {"reference": roles.reference}
+    copies = engines | reference
+    everything, total = (ROTARY, *parameters), sum(parameters.values())
+    moments = (Share("cpu", "moments", everything, total * MOMENT_BYTES),) if optimizer == "adamw_cpu_offload" else ()
+    others = (Share(device, role, everything, total * COPY_BYTES[role]) for role, device in copies.items())
+    return (*policy, *moments, *others)

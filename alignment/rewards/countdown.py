@@ -1,0 +1,78 @@
+"""Countdown: is an expression made of the given numbers, each once, and is its value the target?
+
+A ground truth is `65 = 19 36 55 7`: the target, and the numbers. Expressions are parsed, never evaluated as Python: the tree
+may hold sums, differences, products, quotients, minus signs and whole numbers, and nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from fractions import Fraction
+
+from alignment.core.records import Score
+
+LONGEST = 200  # characters of an expression
+ALLOWED = re.compile(r"[0-9+\-*/() ]+")
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+WHOLE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n<answer>(?:(?!</?answer>).)*</answer>", re.DOTALL)
+TOLERANCE = Fraction(1, 100_000)
+
+
+def countdown_reward_fn(response: str, ground_truth: str) -> Score:
+    """Graded format, and whether the answer is right, which is the reward; for the continuation of a prompt that ends in
+    `<think>`.
+
+    Format: 1 for exactly `...</think>\\n<answer>...</answer>`, else 0.1 for a closed thought and 0.5 for an answer in its
+    tags. Answer: 1 where the last answer is right (`is_right`), else 0.
+    """
+    turn = f"<think>{response}".strip()
+    answers = ANSWER.findall(turn)
+    graded = 1.0 if WHOLE.fullmatch(turn) else 0.1 * ("</think>" in turn) + 0.5 * bool(answers)
+    answer = float(bool(answers) and is_right(answers[-1], ground_truth))
+    return {"reward": answer, "format_reward": graded, "answer_reward": answer}
+
+
+def is_right(expression: str, ground_truth: str) -> bool:
+    """Whether it uses each of the given numbers exactly once, and nothing else, and is within 1e-5 of the target."""
+    target, _, numbers = ground_truth.partition("=")
+    found = value_of(expression)
+    if found is None:
+        return False
+    value, used = found
+    return sorted(used) == sorted(map(int, numbers.split())) and abs(value - int(target)) < TOLERANCE
+
+
+def value_of(expression: str) -> tuple[Fraction, list[int]] | None:
+    """The value of an expression and the numbers in it; None where it is none, or divides by zero."""
+    text = expression.strip()
+    if len(text) > LONGEST or not ALLOWED.fullmatch(text):
+        return None
+    try:
+        tree = ast.parse(text, mode="eval").body
+        used: list[int] = []
+        return _walk(tree, used), used
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _walk(node: ast.expr, used: list[int]) -> Fraction:
+    """The value of a node. Raises ValueError for anything but + - * / and whole numbers, such as a power."""
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(number, bool) and number < 10**9:
+            used.append(number)
+            return Fraction(number)
+        case ast.BinOp(left=left, op=sign, right=right):
+            a, b = _walk(left, used), _walk(right, used)
+            match sign:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return a / b
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_walk(operand, used)
+    raise ValueError(f"{type(node).__name__} is not allowed")

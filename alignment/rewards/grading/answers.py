@@ -1,0 +1,97 @@
+"""What an answer can be: a quantity with its unit, words, a listing, a matrix, a region of the real line, ..."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flint import arb
+
+from alignment.rewards.grading.expressions import Node
+
+
+@dataclass(frozen=True)
+class Words:
+    """An answer in words, or a sign that is no number: ∅, ∞."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A value with its unit, "" where none was given.
+
+    `decimals` and `digits` (significant ones) say how a decimal number was written; both are 0 for anything else.
+    """
+
+    value: Node
+    unit: str = ""
+    decimals: int = 0
+    digits: int = 0
+
+
+@dataclass(frozen=True)
+class About:
+    """An answer that says of itself that it is an approximation: ≈ 3.14, about 5."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """`label = answer`."""
+
+    label: str
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any order, "=" for
+    values of several labels, ":" for a ratio, "+" for a measure in two units."""
+
+    kind: str
+    parts: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of cells."""
+
+    rows: tuple[tuple[Answer, ...], ...]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A piece of the real line; infinite ends are open."""
+
+    low: arb
+    low_closed: bool
+    high: arb
+    high_closed: bool
+
+
+@dataclass(frozen=True)
+class Region:
+    """A union of intervals, in order and apart from each other."""
+
+    pieces: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """`left sign right` with sign one of = < ≤ ≠, where it is not a label or a region."""
+
+    sign: str
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A time of day: seconds since midnight; `half` is "am", "pm", "24" for an hour past twelve or below one, else ""."""
+
+    seconds: int
+    half: str
+
+
+Answer = Words | Quantity | About | Labelled | Listing | Matrix | Region | Relation | Clock

@@ -1,0 +1,94 @@
+"""math-verify as the last witness: what it is asked, and how.
+
+It reads LaTeX with a grammar, but hands what it reads to sympy, which computes: it runs in a worker that can be killed.
+"""
+
+from __future__ import annotations
+
+import re
+
+from alignment.rewards.grading.expressions import CAPITALS, FUNCTIONS, GREEK
+from alignment.rewards.grading.text import split
+
+MAX_CHARS = 200
+
+_KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
+_NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # what our own grammar does not read, or not everywhere
+_TO_LATEX = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∞": r"\infty ",
+             "±": r"\pm ", "∈": r"\in ", "→": r"\to ", "*": r"\cdot "}  # fmt: skip
+
+
+def may_ask(answer: str, truth: str) -> bool:
+    """Whether math-verify is worth asking about two normalised texts: one has notation for it, and both are harmless."""
+    return bool(_NOTATION.search(answer) or _NOTATION.search(truth)) and _harmless(answer) and _harmless(truth)
+
+
+def _harmless(text: str) -> bool:
+    """Whether a normalised text is short, whole, of known commands, and without words or large numbers.
+
+    Not an equation either: of `7 = 5` math-verify would see the 5, and it takes unsolvable ones for equal. Nor a relation
+    of numbers, which is true or false and says nothing of the answer.
+    """
+    if len(text) > MAX_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN:
+        return False
+    if not _whole(text):
+        return False
+    bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
+    signs = re.sub(r"\\[A-Za-z]+", " ", bare)
+    if r"\int" in bare:
+        signs = re.sub(r"d[a-z](?![A-Za-z])", " x", signs)
+    relation = re.search("[<>≤≥≠]", bare)
+    # No number or power so large that computing it takes long, and no two digits after a \frac, which it misreads.
+    powers = len(re.findall(r"\^|\*\*", bare))
+    if powers != len(re.findall(r"\^ ?(?:[\w∞]|\{ ?-? ?[\w∞]{1,2} ?\})(?! ?[\^*!])", bare)) or powers > 6:
+        return False
+    if re.search(r"[0-9]{7}|\\frac ?[0-9]{2}|! ?!|[0-9]{3} ?!|\\binom[^}]*[0-9]{4}", bare):
+        return False
+    sums = re.search(r"\\(?:sum|prod|int|lim)", bare)
+    if re.search(r"[A-Za-z]{2}|[0-9]{16}|[0-9] +[0-9]|[!'\"`:;$%#~?≈∅]|\.\.", signs) or ("=" in signs and not sums):
+        return False
+    return not (relation and not re.search("[A-Za-z]", signs))
+
+
+def _whole(text: str) -> bool:
+    """Whether brackets match up and nothing is missing: no \\frac without its two parts, no sign at an end."""
+    if not split(text) or re.search(r"\{ ?\}|[-+*/^_=<≤∪∩∖] ?$|^ ?[*/^_=<>≤≥∪∩∖]", text):
+        return False
+    if re.findall(r"\\begin ?\{(\w+)\}", text) != re.findall(r"\\end ?\{(\w+)\}", text):
+        return False
+    return not re.search(
+        r"\\(?:frac|binom)(?! ?(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\} ?){2})|"
+        r"\\(?:sqrt|sum|prod|int|lim|begin)(?! ?[\[{_A-Za-z0-9])",
+        text,
+    )
+
+
+def math_verify_equal(answer: str, truth: str) -> bool:
+    """math-verify's verdict on two normalised texts. May take any time and memory; errors are a no."""
+    return math_verify_reading(_latex(answer), _latex(truth))[0]
+
+
+def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
+    """math-verify's verdict on two texts in LaTeX, and what it took the answer for.
+
+    Only its LaTeX extraction is used: the one for plain expressions hands text to sympy's `parse_expr`, which is `eval`.
+    The LaTeX grammar gives sympy nothing but its own number tokens as text. Its own clock, `signal.alarm`, is left off.
+    """
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    config = [LatexExtractionConfig()]
+    try:
+        gold, target = (
+            parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)
+        )
+        # Rounding only beyond what a decimal can hold here: 0.33 is no more 1/3 inside a matrix than outside.
+        equal = bool(gold and target) and verify(gold, target, float_rounding=15, numeric_precision=30, timeout_seconds=None)
+        return equal, f"read as {str(target[0])[:40]}" if target else "not read"
+    except MemoryError:
+        raise
+    except Exception as error:
+        return False, type(error).__name__
+
+
+def _latex(text: str) -> str:
+    return "".join(_TO_LATEX.get(letter, letter) for letter in text)

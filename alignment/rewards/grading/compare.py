@@ -1,0 +1,405 @@
+"""Whether two answers are equal, as a careful teacher would say, and which stage of the cascade could tell.
+
+An answer is compared with a ground truth, not the other way round: the precision is the ground truth's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from flint import arb
+
+from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
+from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, variables
+from alignment.rewards.grading.reading import read
+from alignment.rewards.grading.regions import as_region, same_point
+from alignment.rewards.grading.sentences import (
+    option_letter,
+    option_letters,
+    option_with_text,
+    plain_words,
+    said_in_sentence,
+    said_twice,
+    words_in_sentence,
+)
+from alignment.rewards.grading.text import squeeze
+from alignment.rewards.grading.units import SYMBOLS, read_unit, same_unit
+from alignment.rewards.grading.values import equal_values, mentions_i, proportional, rational, real_value, substitute
+
+STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
+
+# A decimal number with so many decimals may be the rounding of an exact value: with two significant digits, of a value that
+# no decimal number is (0.67 of 2/3); with three, of a longer decimal number too (3.14 of 3.1416, but not 0.18 of 0.184).
+_ROUNDED_DECIMALS, _ROUNDED_DIGITS, _SHORTENED_DIGITS = 2, 2, 3
+_ROUND_NUMBER = 25  # a truth such as 0.25 or 2.50, with a smaller denominator, is taken to be exact
+
+_HATS = (r"\ihat", r"\jhat", r"\khat")
+
+
+@dataclass
+class Comparison:
+    """Compares normalised texts; `stage` is the dearest stage that had a say. `fast` leaves out the symbolic stage."""
+
+    fast: bool = False
+    stage: str = "normalised"
+
+    def texts(self, answer: str, truth: str, said: bool = False) -> bool | None:
+        """Whether two normalised texts say the same; None where one of them is in a notation that is not read here.
+
+        `said` tells that the answer has been taken out of a sentence, which is done once.
+        """
+        if not answer or not truth:
+            return False
+        if squeeze(answer) == squeeze(truth):
+            return True
+        if "..." in answer and answer.replace(" ", "") == truth.replace(" ", ""):
+            return True
+        letter = option_letter(truth)
+        if letter and letter in (option_letter(answer), option_with_text(answer)):
+            return True
+        words_a, words_t = plain_words(answer), plain_words(truth)
+        if words_a and words_t and words_t in (words_a, words_in_sentence(words_a)):
+            return True
+        if (letters := option_letters(truth)) and letters == option_letters(answer):
+            return True
+        try:
+            truth_read = read(truth)
+        except NoAnswer:
+            return False
+        except Refused:
+            return False if words_a or words_t else None
+        try:
+            return self.answers(read(answer), truth_read) or False  # both are read: what cannot be told is not asked on
+        except NoAnswer:
+            return False
+        except Refused:
+            if not said and (inner := said_in_sentence(answer)):
+                return self.texts(inner, truth, said=True)
+            if not said and (twice := said_twice(answer)):
+                return self.texts(*twice, said=True) and self.texts(twice[0], truth, said=True)
+            return False if words_a or words_t else None
+
+    def answers(self, a: Answer, t: Answer) -> bool | None:
+        """Whether answer `a` says what the truth `t` says; None where that cannot be told."""
+        if isinstance(a, Labelled) and isinstance(t, Relation):
+            return self._relations(_as_relation(a), t)
+        if isinstance(t, Labelled) and isinstance(a, Relation):
+            return _is_formula(t) and self._relations(a, _as_relation(t))
+        if isinstance(a, Labelled) or isinstance(t, Labelled):
+            return self._labelled(a, t)
+        if isinstance(t, About):
+            return self._about(a.answer if isinstance(a, About) else a, t.answer)
+        if isinstance(a, About):
+            return self._rounded(a.answer, t)
+        if isinstance(a, Quantity) and isinstance(t, Quantity):
+            return self._quantities(a, t)
+        if isinstance(a, Words) and isinstance(t, Words):
+            return a.text == t.text
+        self._reaches("structured")
+        if isinstance(a, Clock) and isinstance(t, Clock):
+            return _same_time(a, t)
+        if isinstance(a, Relation) and isinstance(t, Relation):
+            return self._relations(a, t)
+        if isinstance(a, Relation) and isinstance(t, Quantity) and _names_a_sum(a):
+            return self._quantities(Quantity(a.right), t)  # m + n = 113
+        if isinstance(a, Region) or isinstance(t, Region):
+            return _same_region(a, t)
+        if isinstance(a, Listing | Matrix) or isinstance(t, Listing | Matrix):
+            return self._structures(a, t)
+        return False
+
+    def _reaches(self, stage: str) -> None:
+        if STAGES.index(stage) > STAGES.index(self.stage):
+            self.stage = stage
+
+    # --- labels and approximations --------------------------------------------------------------------
+
+    def _labelled(self, a: Answer, t: Answer) -> bool | None:
+        """A label may be left out; two symbols must be one, a name in words may stand for any."""
+        if isinstance(a, Labelled) and isinstance(t, Labelled):
+            if a.label != t.label and not any(label[:3].isalpha() and len(label) > 2 for label in (a.label, t.label)):
+                return False
+            return self.answers(a.answer, t.answer)
+        return self.answers(a.answer, t) if isinstance(a, Labelled) else self.answers(a, t.answer)
+
+    def _about(self, a: Answer, t: Answer) -> bool | None:
+        """The truth is an approximation: whatever rounds to it is right."""
+        if not (isinstance(a, Quantity) and isinstance(t, Quantity)):
+            return self.answers(a, t)
+        return self._quantities(a, t) or (_units_agree(a, t) and self._rounds_to(a.value, t.value, t.decimals))
+
+    def _rounded(self, a: Answer, t: Answer) -> bool | None:
+        """The answer is an approximation, the truth does not say so: right only if the truth may be one as well."""
+        if not (isinstance(a, Quantity) and isinstance(t, Quantity)):
+            return False
+        return t.decimals > 0 and self._quantities(a, t)
+
+    def _rounds_to(self, value: Node, truth: Node, decimals: int) -> bool:
+        """Whether a value is closer to a decimal number than half a unit of its last place."""
+        self._reaches("rational" if is_rational(value) else "symbolic")
+        if self.fast and not is_rational(value):
+            return False
+        try:
+            return bool(abs(real_value(value) - real_value(truth)) < arb(10) ** -decimals / 2)
+        except Refused:
+            return False
+
+    # --- quantities -----------------------------------------------------------------------------------
+
+    def values(self, a: Node, t: Node) -> bool | None:
+        """Whether two trees have equal values: exactly where both are rational, else by evaluation at points."""
+        if is_rational(a) and is_rational(t):
+            self._reaches("rational")
+            try:
+                return rational(a) == rational(t)
+            except (Refused, ArithmeticError):
+                return False
+        self._reaches("symbolic")
+        names_a, names_t = variables(a), variables(t)
+        for unit in "Ij":  # as code writes the imaginary unit
+            if unit in names_a - names_t and mentions_i(t):
+                a = substitute(a, {unit: "i"})
+        return None if self.fast else equal_values(a, t)
+
+    def _quantities(self, a: Quantity, t: Quantity) -> bool | None:
+        """Equal values, exactly; a unit may be absent on one side but must not differ.
+
+        50% is 50% and 0.5, and also 50: a sign on one side alone may be left out, not the factor. An angle in degrees is
+        also its value in radians. A ground truth such as 3.14 may be rounded: what has more digits, or no end, and
+        rounds to it is right.
+        """
+        if not _units_agree(a, t):
+            return self._symbol_as_unit(a, t)
+        equal = self.values(a.value, t.value)
+        if equal and {a.unit, t.unit} == {"", "%"} and _below_one(t.value):
+            return False  # 0.25 may be 25 %, so that no sign was left out
+        if equal or a.unit == t.unit:
+            return equal or self._more_exact(a, t) or equal
+        for unit, factor in (("%", Fraction(1, 100)), ("degree", ("/", r"\pi", Fraction(180)))):
+            if unit in (a.unit, t.unit) and (unit == "%" or _mentions_pi(a.value) or _mentions_pi(t.value)):
+                scaled = [("*", q.value, factor) if q.unit == unit else q.value for q in (a, t)]
+                return self.values(*scaled)
+        return self._symbol_as_unit(a, t) or self._more_exact(a, t) or equal
+
+    def _more_exact(self, a: Quantity, t: Quantity) -> bool:
+        """Whether the answer is the more exact value of a truth that may be rounded."""
+        endless = not isinstance(a.value, Fraction) and not _terminates(a.value)
+        longer = a.decimals > t.decimals and t.digits >= _SHORTENED_DIGITS
+        rounded = t.decimals >= _ROUNDED_DECIMALS and t.digits >= _ROUNDED_DIGITS and (endless or longer)
+        round_number = isinstance(t.value, Fraction) and t.value.denominator < _ROUND_NUMBER
+        return rounded and not round_number and self._rounds_to(a.value, t.value, t.decimals)
+
+    def _symbol_as_unit(self, a: Quantity, t: Quantity) -> bool:
+        """Whether 5m, which reads as algebra, means the other side's 5 metres."""
+        for one, other in ((a, t), (t, a)):
+            value = one.value
+            product = isinstance(value, tuple) and value[0] == "*" and isinstance(value[1], Fraction) and value[2] in SYMBOLS
+            if product and not one.unit and other.unit and read_unit(value[2]) == other.unit:
+                return self.values(value[1], other.value) is True
+        return False
+
+    # --- structures -----------------------------------------------------------------------------------
+
+    def _relations(self, a: Relation | None, t: Relation | None) -> bool | None:
+        """Whether one is the other multiplied by a constant, and for < and ≤ by a positive one."""
+        if a is None or t is None or a.sign != t.sign:
+            return False
+        self._reaches("symbolic")
+        if self.fast:
+            return None
+        return proportional(("-", a.left, a.right), ("-", t.left, t.right), positive=a.sign in "<≤")
+
+    def _structures(self, a: Answer, t: Answer) -> bool | None:
+        for one, other in ((a, t), (t, a)):
+            if isinstance(one, Quantity) and not variables(one.value).isdisjoint(_HATS):
+                size = len(other.parts) if isinstance(other, Listing) else max(map(len, (other.rows, other.rows[0])))
+                vector = _as_vector(one, size)
+                return size in (2, 3) and (self._structures(vector, t) if one is a else self._structures(a, vector))
+        if isinstance(a, Matrix) or isinstance(t, Matrix):
+            return self._matrices(a, t)
+        kind_a, kind_t = (x.kind if isinstance(x, Listing) else None for x in (a, t))
+        if kind_a is None or kind_t is None:
+            return self._single(a, t)
+        if kind_a == kind_t == ":":
+            return self._ratios(a.parts, t.parts)
+        if kind_a == "=" or kind_t == "=":
+            return self._assignments(a, t)
+        if {kind_a, kind_t} <= {"{}", "or", ""} and not (kind_a == kind_t == "" and len(t.parts) > 2):
+            return self._in_any_order(a.parts, t.parts)  # but a longer bare list may be an arrangement
+        vectors = {"⟨⟩", "()"}
+        if kind_a != kind_t and not {kind_a, kind_t} <= vectors:
+            return False
+        return self._in_order(a.parts, t.parts)
+
+    def _single(self, a: Answer, t: Answer) -> bool | None:
+        """One of the two is a listing. {5} is 5, and 3:4 is 3/4; a list of guesses is not one answer."""
+        listing, other, swapped = (a, t, False) if isinstance(a, Listing) else (t, a, True)
+        if listing.kind == "{}" and len(listing.parts) == 1:
+            part = listing.parts[0]
+            if not isinstance(part, Quantity):
+                return False  # {∅} is not ∅
+            return self.answers(other, part) if swapped else self.answers(part, other)
+        if listing.kind == ":" and len(listing.parts) == 2 and isinstance(other, Quantity) and not other.unit:
+            return self.values(("/", listing.parts[0].value, listing.parts[1].value), other.value)
+        return False
+
+    def _ratios(self, a: Sequence[Quantity], t: Sequence[Quantity]) -> bool | None:
+        if len(a) != len(t):
+            return False
+        return _all(
+            self.values(("*", x.value, t[0].value), ("*", y.value, a[0].value)) for x, y in zip(a[1:], t[1:], strict=True)
+        )
+
+    def _assignments(self, a: Listing, t: Listing) -> bool | None:
+        """`x = 1, y = 2` is itself in any order, and (1, 2), the values in the order of the names."""
+        if a.kind == t.kind:
+            if {part.label for part in a.parts} != {part.label for part in t.parts} or len(a.parts) != len(t.parts):
+                return False
+            given = {part.label: part.answer for part in a.parts}
+            in_order = _all(self.answers(given[part.label], part.answer) for part in t.parts)
+            numbered = all(part.label.startswith("x_") for part in t.parts)  # x_1 and x_2 number the solutions
+            return self._in_any_order([*given.values()], [part.answer for part in t.parts]) if numbered else in_order
+        labelled, other = (a, t) if a.kind == "=" else (t, a)
+        if len({part.label.partition("_")[0] for part in labelled.parts}) == 1 and other.kind in ("{}", "or", ""):
+            return self._in_any_order(a.parts, t.parts)
+        ordered = sorted(labelled.parts, key=lambda part: part.label)
+        return other.kind in ("()", "") and self._in_order(*(ordered if x is labelled else x.parts for x in (a, t)))
+
+    def _matrices(self, a: Answer, t: Answer) -> bool | None:
+        """Cell by cell; a vector also as a tuple, a matrix also as a list of lists."""
+        rows_a, rows_t = _rows(a), _rows(t)
+        if rows_a is None or rows_t is None:
+            return False
+        if not (isinstance(a, Matrix) and isinstance(t, Matrix)):
+            rows_a, rows_t = (
+                rows if len(rows) == 1 or len(rows[0]) > 1 else (tuple(r[0] for r in rows),) for rows in (rows_a, rows_t)
+            )
+        if [len(row) for row in rows_a] != [len(row) for row in rows_t]:
+            return False
+        return _all(self._in_order(x, y) for x, y in zip(rows_a, rows_t, strict=True))
+
+    def _in_order(self, a: Sequence[Answer], t: Sequence[Answer]) -> bool | None:
+        if len(a) != len(t):
+            return False
+        return _all(self.answers(x, y) for x, y in zip(a, t, strict=True))
+
+    def _in_any_order(self, a: Sequence[Answer], t: Sequence[Answer]) -> bool | None:
+        if len(a) != len(t):
+            return False
+        if any(isinstance(part, Listing) and part.kind in ("{}", "or") for part in (*a, *t)) and len(a) > 4:
+            return None  # matching a set of sets takes a power of their sizes
+        left = list(t)
+        for part in a:
+            match = next((i for i, truth in enumerate(left) if self.answers(part, truth)), None)
+            if match is None:
+                return False
+            del left[match]
+        return True
+
+
+def _names_a_sum(equation: Relation) -> bool:
+    """Whether the left side adds different variables up and the right one is their sum."""
+    left, terms = equation.left, []
+    while isinstance(left, tuple) and left[0] == "+":
+        left, term = left[1:]
+        terms.append(term)
+    terms.append(left)
+    names = all(isinstance(term, str) for term in terms) and len(set(terms)) == len(terms) > 1
+    return equation.sign == "=" and names and is_rational(equation.right)
+
+
+def _is_formula(answer: Labelled) -> bool:
+    """Whether it is an equation of a curve, y = 2x + 1, and not a solution, x = 5, which an unsolved equation is not."""
+    return isinstance(answer.answer, Quantity) and bool(variables(answer.answer.value))
+
+
+def _as_relation(answer: Labelled) -> Relation | None:
+    """`y = 2x + 1` as an equation of its two sides."""
+    if not isinstance(answer.answer, Quantity) or len(answer.label) > 1:
+        return None
+    return Relation("=", answer.label, answer.answer.value)
+
+
+def _all(verdicts) -> bool | None:
+    """Three-valued: false if any is, else unknown if any is; stops at the first that is false."""
+    result: bool | None = True
+    for verdict in verdicts:
+        if verdict is False:
+            return False
+        result = result and verdict
+    return result
+
+
+def _units_agree(a: Quantity, t: Quantity) -> bool:
+    """The same unit, or one left out; but a remainder modulo n is a number only where the truth asks for it."""
+    if a.unit.startswith("mod ") and a.unit != t.unit:
+        return False
+    return not a.unit or not t.unit or same_unit(a.unit, t.unit)
+
+
+def _terminates(value: Node) -> bool:
+    """Whether a rational value has a last decimal."""
+    if not is_rational(value):
+        return False
+    try:
+        bottom = rational(value).denominator
+    except (Refused, ArithmeticError):
+        return True
+    for prime in (2, 5):
+        while bottom % prime == 0:
+            bottom //= prime
+    return bottom == 1
+
+
+def _below_one(value: Node) -> bool:
+    try:
+        return bool(0 < abs(real_value(value)) < 1)
+    except Refused:
+        return False
+
+
+def _mentions_pi(node: Node) -> bool:
+    return node == r"\pi" or (isinstance(node, tuple) and any(map(_mentions_pi, node[1:])))
+
+
+def _same_time(a: Clock, t: Clock) -> bool:
+    """The same time of day; without am or pm, the same on the dial, unless the other counts to 24."""
+    if a.half == t.half or (a.half and t.half):
+        return a.seconds == t.seconds
+    if "24" in (a.half, t.half):
+        return False
+    return a.seconds % 43200 == t.seconds % 43200
+
+
+def _same_region(a: Answer, t: Answer) -> bool | None:
+    try:
+        pieces_a, pieces_t = as_region(a).pieces, as_region(t).pieces
+    except Refused:
+        return False
+    return len(pieces_a) == len(pieces_t) and all(
+        same_point(x.low, y.low)
+        and same_point(x.high, y.high)
+        and (x.low_closed, x.high_closed) == (y.low_closed, y.high_closed)
+        for x, y in zip(pieces_a, pieces_t, strict=True)
+    )
+
+
+def _rows(answer: Answer) -> tuple[tuple[Answer, ...], ...] | None:
+    """The rows of a matrix, of a list of lists, or of a vector written as a tuple."""
+    if isinstance(answer, Matrix):
+        return answer.rows
+    if not isinstance(answer, Listing) or answer.kind not in ("()", "[]", "⟨⟩", "{}"):
+        return None
+    nested = [isinstance(part, Listing) for part in answer.parts]
+    if all(nested) and len({(part.kind, len(part.parts)) for part in answer.parts}) == 1:
+        return tuple(part.parts for part in answer.parts)
+    return None if any(nested) or answer.kind == "{}" else (answer.parts,)
+
+
+def _as_vector(answer: Quantity, size: int) -> Listing:
+    """The components of `2i + 3j` in unit vectors."""
+    zero = dict.fromkeys(_HATS, Fraction(0))
+    parts = (("-", substitute(answer.value, zero | {hat: Fraction(1)}), substitute(answer.value, zero)) for hat in _HATS[:size])
+    return Listing("⟨⟩", tuple(map(Quantity, parts)))

@@ -1,0 +1,432 @@
+"""Normalised text to an answer, whatever its structure."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from flint import arb
+
+from alignment.rewards.grading.answers import (
+    About,
+    Answer,
+    Interval,
+    Labelled,
+    Listing,
+    Matrix,
+    Quantity,
+    Region,
+    Relation,
+    Words,
+)
+from alignment.rewards.grading.expressions import FUNCTIONS, GREEK, NoAnswer, Node, Refused, parse_expression, variables
+from alignment.rewards.grading.quantities import read_clock, read_number_in_words, read_quantity, read_ratio, read_two_units
+from alignment.rewards.grading.regions import (
+    EVERYWHERE,
+    as_region,
+    complement,
+    edge,
+    half_line,
+    intersection,
+    is_interval,
+    region_of,
+    union,
+)
+from alignment.rewards.grading.sentences import plain_words, qualified, without_clause
+from alignment.rewards.grading.text import RELATIONS, split, squeeze
+from alignment.rewards.grading.values import equal_values, is_narrow, real_value, substitute
+
+MAX_PARTS = 20  # of a listing
+MAX_CELLS = 64  # of a matrix
+MAX_LEVELS = 5  # of structure inside structure
+
+
+def read(text: str, levels: int = MAX_LEVELS) -> Answer:
+    """The answer that a normalised text states. Raises `Refused` where it is beyond what is read here."""
+    text = without_clause(text.strip())
+    if levels == 0 or not text:
+        raise Refused("too deep, or empty")
+    for reader in (
+        _cases,
+        read_clock,
+        _phrase,
+        read_number_in_words,
+        read_two_units,
+        _alternatives,
+        _plus_minus_pair,
+        _comma_list,
+        _plus_minus,
+        _relation,
+    ):
+        answer = reader(text, levels)
+        if answer is not None:
+            return answer
+    for reader in (_matrix, _set_operation, _bracketed, read_ratio, _approximation):
+        answer = reader(text, levels)
+        if answer is not None:
+            return answer
+    return read_quantity(text)
+
+
+_PHRASES = {
+    "∅": "no solution|no solutions|no real solution|no real solutions|there is no solution|there are no solutions|"
+    "no solutions exist|no solution exists|empty set|the empty set|null set|∅|none|{}|{ }|( )",
+    "dne": "dne|does not exist|doesn't exist|d.n.e",
+    "infinitely many": "infinitely many|infinitely many solutions|infinite solutions|an infinite number of solutions|"
+    "infinite number of solutions|infinite",
+    "∞": "∞|+∞|infinity|positive infinity|+infinity",
+    "-∞": "-∞|negative infinity|minus infinity|- ∞|-infinity",
+}
+_PHRASE = {phrase: name for name, phrases in _PHRASES.items() for phrase in phrases.split("|")}
+_SENTENCE_OF_PHRASE = re.compile(
+    r"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){0,3}? ("
+    + "|".join(p for p in _PHRASE if re.fullmatch("[a-z' ]{9,}", p))
+    + ")"
+)
+_EVERYTHING = {
+    "ℝ",
+    "all real numbers",
+    "all reals",
+    "real numbers",
+    "the real numbers",
+    "all real x",
+    "the set of real numbers",
+}
+
+
+def _phrase(text: str, levels: int) -> Answer | None:
+    low = text.casefold()
+    if low in _PHRASE:
+        return Words(_PHRASE[low])
+    if (lead := _SENTENCE_OF_PHRASE.fullmatch(low)) and not qualified(low[: lead.start(1)]):
+        return Words(_PHRASE[lead[1]])
+    if low in _EVERYTHING:
+        return EVERYWHERE
+    return Words(words) if (words := plain_words(text)) else None
+
+
+def _alternatives(text: str, levels: int) -> Answer | None:
+    """`1 or 2`, `x = 1 and y = 2`, `1, 2, and 3`."""
+    pieces = re.split(r",? (or|and) ", re.sub("^(?:either|both) ", "", text))
+    if len(pieces) == 1 or not all(split(piece) for piece in pieces[::2]):
+        return None
+    if len(pieces) > 2 * MAX_PARTS:
+        raise NoAnswer("too many alternatives")
+    parts = [read(piece, levels - 1) for piece in pieces[::2]]
+    inner = [part.answer if isinstance(part, Labelled) else part for part in parts]
+    if all(isinstance(part, Region) for part in inner):
+        return union(inner) if pieces[1] == "or" else intersection(inner)
+    if pieces[1] == "or" and all(is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
+        return union([as_region(part) for part in inner])
+    return _collect("or", parts)
+
+
+def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
+    """A listing; values of different labels are an assignment, of one label alternatives. Alternatives are spliced in."""
+    labels = [part.label for part in parts if isinstance(part, Labelled)]
+    if len(labels) == len(parts) > 1 and len(set(labels)) == len(labels):
+        return Listing("=", tuple(parts))
+    if labels and kind in ("", "or"):
+        if len(set(labels)) > 1:
+            raise Refused("labels that do not fit together")
+        kind, parts = "or", [part.answer if isinstance(part, Labelled) else part for part in parts]
+    flat: list[Answer] = []
+    for part in parts:
+        spliced = isinstance(part, Listing) and (part.kind == "or" or (kind == "or" and part.kind == ""))
+        if spliced and kind in ("", "or", "{}"):
+            kind = kind or "or"
+            flat += part.parts
+        else:
+            flat.append(part)
+    if len(flat) > MAX_PARTS:
+        raise NoAnswer("too many parts")
+    return Listing(kind, tuple(flat))
+
+
+def _pieces(inner: str, bare: bool) -> list[str]:
+    """The parts of a list. Where it spaces its commas, or has no brackets, 1,234 is one number."""
+    if bare or ", " in inner:
+        inner = re.sub(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])", lambda m: m[0].replace(",", ""), inner)
+    return split(inner.replace(";", ","))
+
+
+def _comma_list(text: str, levels: int) -> Answer | None:
+    parts = _pieces(text, bare=True)
+    if len(parts) < 2 or _whole_bracket(text):
+        return None
+    return _collect("", [read(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
+
+
+def _plus_minus_pair(text: str, levels: int) -> Answer | None:
+    """`(1, ±2)` is two pairs; elsewhere each part of a list has its own signs."""
+    return _plus_minus(text, levels) if "±" in text and text[0] == "(" and _whole_bracket(text) else None
+
+
+def _plus_minus(text: str, levels: int) -> Answer | None:
+    text = text if "±" in text else text.replace("∓", "±")
+    count = text.count("±")
+    if not count or (text[0] == "{" and _whole_bracket(text)):
+        return None
+    if count > 3:
+        raise Refused("too many signs")
+    together = "∓" in text
+    choices = [("+",) * count, ("-",) * count] if together else list(itertools.product("+-", repeat=count))
+    parts = []
+    for signs in choices:
+        chosen = text.replace("∓", "-" if signs[0] == "+" else "+")
+        for sign in signs:
+            chosen = chosen.replace("±", sign, 1)
+        parts.append(read(chosen, levels - 1))
+    return _collect("or", parts)
+
+
+_VARIABLE = re.compile(rf"(?:[A-Za-z]|\\(?:{'|'.join(GREEK)}))(?:_\{{?\w{{1,3}}\}}?)?'*")
+_LABEL = re.compile(
+    rf"{_VARIABLE.pattern}|[fgh](?:\^ ?(?:\{{ ?-1 ?\}}|-1))?'*(?: ?\([^()=]{{1,12}}\))?|[PE] ?\([^()=]{{1,12}}\)|"
+    rf"{_VARIABLE.pattern} ?\((?:[a-z]|[0-9]{{1,4}})(?:, ?(?:[a-z]|[0-9]{{1,4}})){{0,2}}\)|"
+    r"(?:m ?)?\\(?:angle|overline) ?\{?[A-Za-z]{1,3}\}?|[A-Z]{2,3}|\|?[A-Z]{2}\|?|[A-Z](?: ?[∪∩∖] ?[A-Z]){1,3}|"
+    r"[A-Za-z]{3,}(?: [A-Za-z]+){0,6}|\([a-z](?: ?, ?[a-z]){1,3}\)|[A-Za-z]+-(?:coordinate|intercept)|d[a-z]/d[a-z]|"
+    r"\\frac\{d[a-z]\}\{d[a-z]\}"
+)
+_FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
+
+
+def _relation(text: str, levels: int) -> Answer | None:
+    """`x = 5`, `2 + 3 = 5`, `y = 2x`, `1 < x ≤ 2`, `x ∈ [0, 1]`, `x ≈ 3.14`."""
+    sides, signs = _sides(text)
+    if not signs:
+        return None
+    if "∈" in signs:
+        if len(signs) == 1 and _LABEL.fullmatch(sides[0]):
+            return _with_label(sides[0], read(sides[1], levels - 1))
+        raise NoAnswer("a membership that is no answer")
+    if "≈" in signs:
+        return _about(sides, signs, levels)
+    if set(signs) == {"="}:
+        return _equation(sides, levels)
+    return _inequality(sides, signs)
+
+
+def _sides(text: str) -> tuple[list[str], list[str]]:
+    """What stands between the relation signs outside all brackets, and those signs."""
+    depth, sides, signs, start = 0, [], [], 0
+    for i, c in enumerate(text):
+        depth += (c in "([{⟨") - (c in ")]}⟩")
+        if depth == 0 and c in RELATIONS:
+            sides.append(text[start:i].strip())
+            signs.append(c)
+            start = i + 1
+    return [*sides, text[start:].strip()], signs
+
+
+def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
+    """A sign ≈ after nothing or a label says that what follows is rounded; after a value that the value is exact."""
+    if len(sides) == 2 and (not sides[0] or _is_label(sides[0])):
+        return About(read(sides[1], levels - 1))
+    if len(sides) == 3 and signs == ["=", "≈"] and _is_label(sides[0]):
+        return _with_label(sides[0], _about(sides[1:], ["≈"], levels))
+    if len(sides) != 2:
+        raise Refused("too many relations")
+    exact, rounded = (read(side, levels - 1) for side in sides)
+    if not (isinstance(exact, Quantity) and isinstance(rounded, Quantity)):
+        raise NoAnswer("an approximation of what is no quantity")
+    if not abs(real_value(exact.value) - real_value(rounded.value)) < arb(10) ** -rounded.decimals / 2:
+        raise NoAnswer("an approximation that is far off")
+    return exact
+
+
+def _is_label(text: str) -> bool:
+    """Whether a text names what an equation gives: a symbol, f(x), or words that compute nothing and deny nothing."""
+    if not _LABEL.fullmatch(text) or text in ("e", "i", r"\pi") or re.match(r"[xyz] ?\([0-9]", text):
+        return False
+    return not qualified(text) and not set(re.findall("[A-Za-z]+", text)) & {*FUNCTIONS}
+
+
+def _equation(sides: list[str], levels: int) -> Answer:
+    if len(sides) > 6 or not all(sides):
+        raise Refused("no chain of equations")
+    if _is_label(sides[0]):
+        return _with_label(sides[0], _chain(sides[1:], levels))
+    if len(sides) == 2 and _VARIABLE.fullmatch(sides[1]) and sides[1] not in ("e", "i"):
+        return _with_label(sides[1], read(sides[0], levels - 1))
+    return _chain(sides, levels)
+
+
+def _with_label(label: str, answer: Answer) -> Answer:
+    """The labelled answer; `(x, y) = (1, 2)` as the two that it is."""
+    names = re.findall("[a-z]", label) if label[0] == "(" else []
+    if isinstance(answer, Listing) and answer.kind == "()" and len(answer.parts) == len(names) == len(set(names)) > 1:
+        return Listing("=", tuple(map(Labelled, names, answer.parts)))
+    if names:
+        raise NoAnswer("a pair that is no pair")
+    return Labelled(_label(label), answer)
+
+
+def _label(text: str) -> str:
+    """A label in one spelling: x_{1} is x_1."""
+    return squeeze(re.sub(r"_\{(\w+)\}", r"_\1", text))
+
+
+def _chain(sides: list[str], levels: int) -> Answer:
+    """The last of several equal sides; an equation where two sides are not equal in themselves."""
+    answers = [read(side, levels - 1) for side in sides]
+    if len(answers) == 1:
+        return answers[0]
+    if not all(isinstance(answer, Quantity) for answer in answers) or len({a.unit for a in answers} - {"", "%"}) > 1:
+        raise Refused("an equation of what are no quantities of one kind")
+    values = [("/", answer.value, Fraction(100)) if answer.unit == "%" else answer.value for answer in answers]
+    if all(equal_values(values[0], value) for value in values[1:]):
+        return answers[-1]
+    if len(values) == 2 and (variables(values[0]) or variables(values[1])):
+        return Relation("=", values[0], values[1])
+    raise NoAnswer("sides that are not equal")
+
+
+def _inequality(sides: list[str], signs: list[str]) -> Answer:
+    if len(sides) == 2 and _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
+        sides, signs = sides[::-1], [_FLIPPED[signs[0]]]
+    if len(sides) == 2 and _VARIABLE.fullmatch(sides[0]):
+        end = _end(sides[1])
+        if end is not None:
+            return Labelled(_label(sides[0]), half_line(signs[0], end))
+    if len(sides) == 3 and _VARIABLE.fullmatch(sides[1]) and len(set(signs) & {"<", "≤"}) == len(set(signs)):
+        ends = _end(sides[0]), _end(sides[2])
+    elif len(sides) == 3 and _VARIABLE.fullmatch(sides[1]) and len(set(signs) & {">", "≥"}) == len(set(signs)):
+        ends, signs = (_end(sides[2]), _end(sides[0])), [_FLIPPED[sign] for sign in signs[::-1]]
+    else:
+        ends = None, None
+    if None not in ends:
+        return Labelled(_label(sides[1]), region_of([Interval(ends[0], signs[0] == "≤", ends[1], signs[1] == "≤")]))
+    if len(sides) != 2:
+        raise NoAnswer("a chain of inequalities")
+    left, right = (parse_expression(side) for side in (sides if signs[0] in "<≤≠" else sides[::-1]))
+    if region := _between_bars(signs[0], *(parse_expression(side) for side in sides)):
+        return region
+    if not variables(left) | variables(right):
+        raise NoAnswer("a relation of numbers is true or false, which says nothing of the answer")
+    return Relation(signs[0] if signs[0] in "<≤≠" else _FLIPPED[signs[0]], left, right)
+
+
+def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
+    """The region of |ax + b| < c and the like; None for any other inequality."""
+    names = variables(left)
+    if not (isinstance(left, tuple) and left[0] == "abs" and len(names) == 1 and isinstance(right, Fraction) and right > 0):
+        return None
+    at = [real_value(substitute(left[1], {name: Fraction(k) for name in names})) for k in range(3)]
+    slope = at[1] - at[0]
+    if not all(map(is_narrow, at)) or not (at[2] - at[1] - slope).contains(0) or slope.contains(0):
+        return None
+    ends = sorted(((arb(c.numerator) / c.denominator - at[0]) / slope for c in (right, -right)), key=float)
+    inside = region_of([Interval(ends[0], sign in "≤>", ends[1], sign in "≤>")])
+    return Labelled(names.pop(), inside if sign in "<≤" else complement(inside)) if sign != "≠" else None
+
+
+def _end(text: str) -> arb | None:
+    """A real constant or an infinity; None for anything else."""
+    try:
+        answer = _phrase(text, 1) or read_quantity(text)
+        return edge(answer)
+    except Refused:
+        return None
+
+
+def _set_operation(text: str, levels: int) -> Answer | None:
+    """`(-∞, 1) ∪ (2, ∞)`, `ℝ ∖ {0}`."""
+    for sign, operation in (("∪", union), ("∖", None), ("∩", intersection)):
+        parts = split(text, sign)
+        if len(parts) < 2:
+            continue
+        if len(parts) > MAX_PARTS:
+            raise NoAnswer("too many parts")
+        regions = [as_region(read(part, levels - 1)) for part in parts]
+        return operation(regions) if operation else intersection([regions[0], *map(complement, regions[1:])])
+    if text.startswith("ℝ-"):
+        return _set_operation(text.replace("-", "∖", 1), levels)
+    return None
+
+
+_BUILDER = re.compile(r"\{ ?([a-z])(?: ?∈ ?ℝ)? ?[|:] ?(.*)\}")
+
+
+def _whole_bracket(text: str) -> bool:
+    """Whether the first bracket is closed by the last character."""
+    return text[0] in "([{⟨" and text[-1] in ")]}⟩" and bool(split(text[1:-1]))
+
+
+def _bracketed(text: str, levels: int) -> Answer | None:
+    if re.match(r"[A-Z]'? ?\(", text) and _whole_bracket(point := text[text.index("(") :]) and len(split(point[1:-1])) > 1:
+        return Labelled(text[0], _bracketed(point, levels))  # P(2, 3)
+    if not _whole_bracket(text):
+        return None
+    if builder := _BUILDER.fullmatch(text):
+        condition = read(builder[2], levels - 1)
+        if not isinstance(condition, Labelled | Relation | Region | Listing):
+            raise NoAnswer("a set without a condition")
+        return condition
+    kind = text[0] + text[-1]
+    parts = _pieces(text[1:-1], bare=False)
+    if len(parts) > MAX_PARTS:
+        raise NoAnswer("too many parts")
+    if kind == "{}" and len(parts) == 1 and re.fullmatch(r"\{[^{},]+\}", parts[0]):
+        return read(parts[0], levels - 1)  # braces that only group
+    if len(parts) > 1 or kind == "{}":
+        return _collect(kind, [read(part, levels - 1) for part in parts])
+    return read(text[1:-1], levels - 1) if kind in ("()", "[]") else None
+
+
+_MATRIX = re.compile(r"\\begin ?\{([pbvBV]?matrix|smallmatrix|array)\}(?: ?\{[lcr| ]+\})?(.*)\\end ?\{\1\}")
+
+
+def _matrix(text: str, levels: int) -> Answer | None:
+    match = _MATRIX.fullmatch(text.strip("()[] ") if "{array}" in text or "{smallmatrix}" in text else text)
+    if match is None:
+        return None
+    lines = [line for line in re.split(r"\\\\(?:\[[^\]]{0,8}\])?", match[2]) if line.strip()]
+    rows = tuple(tuple(line.split("&")) for line in lines)
+    if not rows or len({len(row) for row in rows}) > 1 or len(rows) * len(rows[0]) > MAX_CELLS:
+        raise NoAnswer("no rectangle, or too large a one")
+    cells = tuple(tuple(read(cell, levels - 1) for cell in row) for row in rows)
+    return Quantity(_determinant(cells)) if match[1] == "vmatrix" else Matrix(cells)
+
+
+_CASES = re.compile(r"(?:([A-Za-z][^=&]{0,12})= ?)?\\begin ?\{cases\}(.*)\\end ?\{cases\}")
+_CONDITION = re.compile(r" *(?:(?:if|when|for|where) )?(.*?)[ ,.]*")
+
+
+def _cases(text: str, levels: int) -> Answer | None:
+    """Values with their conditions, in any order; a system of equations where there are none."""
+    match = _CASES.fullmatch(text)
+    if match is None:
+        return None
+    rows = [[_CONDITION.fullmatch(cell)[1] for cell in line.split("&")] for line in match[2].split("\\\\") if line.strip()]
+    if not 1 <= len(rows) <= MAX_PARTS or len({len(row) for row in rows}) > 1:
+        raise NoAnswer("rows that are no cases, or too many")
+    if len(rows[0]) == 1:
+        return _collect("or", [read(row[0], levels - 1) for row in rows])
+    pieces = Listing("{}", tuple(Listing("()", tuple(read(cell, levels - 1) for cell in row)) for row in rows))
+    return _with_label(match[1].strip(), pieces) if match[1] else pieces
+
+
+def _determinant(rows: Sequence[Sequence[Answer]]) -> Node:
+    """The tree of a determinant, expanded along its first row. Raises `Refused` beyond 4 x 4."""
+    if len(rows) != len(rows[0]) or len(rows) > 4 or not all(isinstance(cell, Quantity) for row in rows for cell in row):
+        raise Refused("no small square of quantities")
+    if len(rows) == 1:
+        return rows[0][0].value
+    total: Node = Fraction(0)
+    for j, cell in enumerate(rows[0]):
+        minor = _determinant([[*row[:j], *row[j + 1 :]] for row in rows[1:]])
+        total = ("-" if j % 2 else "+", total, ("*", cell.value, minor))
+    return total
+
+
+_ABOUT = re.compile(
+    r"(?i)(?:is )?(?:about|approximately|approx\.?|around|roughly|nearly|almost|≈) (.*)|(.*) \(?(?:approximately|approx\.?)\)?"
+)
+
+
+def _approximation(text: str, levels: int) -> Answer | None:
+    match = _ABOUT.fullmatch(text)
+    return About(read(match[1] or match[2], levels - 1)) if match else None

@@ -1,0 +1,120 @@
+"""Answers in words, option letters, and what a sentence says: text to text."""
+
+from __future__ import annotations
+
+import re
+
+from alignment.rewards.grading.expressions import NAMES
+from alignment.rewards.grading.units import number_in_words, quantity_in_words
+
+_ARTICLES = re.compile(r"\b(?:the|an?) (?=\w)")
+_LETTERS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
+_NO_WORD = re.compile(r"[b-df-hj-np-tv-z]{2,3}|a?b?c?d?|x?y?z?")  # ab, xy, pqr: products
+
+
+def plain_words(text: str) -> str:
+    """Text that is nothing but words, in one spelling; "" where it is anything else."""
+    if not _LETTERS.fullmatch(text) or len(text) < 2 or not NAMES.isdisjoint(re.findall("[A-Za-z]+", text)):
+        return ""
+    if _NO_WORD.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text) or quantity_in_words(text) is not None:
+        return ""
+    return " ".join(_ARTICLES.sub("", text.casefold().replace("-", " ").replace("'", "")).split())
+
+
+_OPTION = re.compile(r"(?i:(?:the )?(?:correct |right |best )?(?:option|choice|answer) (?:is )?)?\(?([A-Ja-j])\)?[.):]?")
+_OPTION_TEXT = re.compile(r"(?:(?i:option|choice) )?(?:\(([A-J])\)[:.]?|([A-J])[).:]) ?(?=\S)(.*)")
+
+
+def option_letter(text: str) -> str:
+    """The letter of "(A)", "A." or "option A", in lower case; "" for anything else."""
+    match = _OPTION.fullmatch(text)
+    return match[1].lower() if match else ""
+
+
+def option_with_text(text: str) -> str:
+    """The letter of one option given with its text, "(B) 12"; "" for anything else, several options among it."""
+    match = _OPTION_TEXT.fullmatch(text)
+    if match is None or re.search(r"\([A-J]\)|\b[A-J][).:]|\b[B-J]\b|\band\b", match[3]) or qualified(match[3]):
+        return ""
+    return (match[1] or match[2]).lower()
+
+
+_SENTENCE = re.compile(
+    r"(?:[A-Za-z']+,? ){0,10}"
+    r"(?:is|are|was|were|equals|equal to|be|has|have|had|costs?|earns?|gets?|makes?|pays?|spends?|needs?|takes?|at|"
+    r"there are|there were|total of|left with|saves?|sold|sells?|owes?|contains?|weighs?|measures?|travels?|walks?|runs?|"
+    r"reads?)(?: (?:him|her|them|it|us|me|you))?(?: (?:now|still|exactly|only|just|all|a total of|equal to))? "
+    r"(?=[-0-9$£€¥\\(\[{])(.*)"
+)
+# Words that deny, hedge, choose, compute or compare: what is said with one of them is not taken for an answer.
+_QUALIFYING = frozenset(
+    """not no never none nobody nothing nowhere neither nor cannot cant wont dont doesnt isnt arent wasnt false untrue wrong
+    incorrect mistaken impossible unlikely hardly barely rarely doubt deny anything maybe perhaps probably possibly might may
+    could would should suppose assume guess think believe imagine hope wish pretend or either between about approximately
+    around roughly nearly almost rather instead except but if unless until before least most less more than over under range
+    from minus plus times negative opposite reciprocal inverse complement half twice double triple square cube root
+    logarithm percent hundred thousand million mod modulo base power dozen remainder""".split()
+)
+
+
+def qualified(text: str) -> bool:
+    """Whether a text denies, hedges, offers a choice or describes a calculation."""
+    words = re.findall("[a-z']+", text.lower())
+    return any(word in _QUALIFYING or word.endswith("n't") for word in words)
+
+
+def said_in_sentence(text: str) -> str:
+    """What a plain sentence says the answer is, "So there are 15 ways"; "" where it denies, hedges or offers a choice."""
+    match = _SENTENCE.fullmatch(text)
+    if match is None or qualified(text):
+        return ""
+    said, _, rest = re.fullmatch(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?", match[1]).groups()
+    return "" if any(number_in_words(word) is not None for word in (rest or "").split()) else said
+
+
+_WORDS_IN_SENTENCE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
+
+
+def words_in_sentence(words: str) -> str:
+    """What a plain sentence says that something is, "The function is odd"; "" where it denies or hedges."""
+    match = _WORDS_IN_SENTENCE.fullmatch(words)
+    return "" if match is None or qualified(words) else match[1]
+
+
+_SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
+
+
+def said_twice(text: str) -> tuple[str, str] | None:
+    """The two forms of an answer that is given again in brackets: `1/4 (or 0.25)`."""
+    match = _SAME_AGAIN.fullmatch(text)
+    return None if match is None or any(map(_SAME_AGAIN.fullmatch, match.groups())) else (match[1], match[2])
+
+
+_SET_OF_LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
+
+
+def option_letters(text: str) -> frozenset[str]:
+    """The letters of several options, `A, C`, `AC` or `A and C`; empty for anything else."""
+    letters = re.findall("[A-J]", text)
+    return frozenset(letters) if _SET_OF_LETTERS.fullmatch(text) and len(set(letters)) == len(letters) else frozenset()
+
+
+_CLAUSE = re.compile(
+    r"(?:,| )? ?(?:(?:where|for|with|and) )?(?:(?:all|any|every|some) )?"
+    r"(?:integers? ([a-z])|([a-z])(?: is)?(?: ?∈ ?[ℤℕ]| an?(?:y|ll)? integer| integer))"
+)
+
+
+def without_clause(text: str) -> str:
+    """Without a closing "k ∈ ℤ", which goes without saying beside a free parameter; that is then n."""
+    match = re.search(r"(?:, ?| )(?:where |for |with )", text) or re.search(r", ?(?=[a-z] ?∈)| (?=for integers?\b)", text)
+    clause = match and _CLAUSE.fullmatch(text[match.start() :])
+    if not clause:
+        return text
+    given, text, name = text, text[: match.start()], clause[1] or clause[2]
+    alone = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
+    letters = re.sub(r"\\[A-Za-z]+", "", text)
+    if name not in letters:
+        return given
+    whole = len(alone.findall(letters)) == letters.count(name) and "n" not in letters
+    return alone.sub("n", text) if whole else text

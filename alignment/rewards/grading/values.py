@@ -1,0 +1,276 @@
+"""The values of expression trees, and whether two trees have equal values.
+
+Values are exact fractions while everything stays rational, and after that balls: FLINT's real and complex numbers with a
+rigorous bound on their error (Johansson 2017, "Arb: efficient arbitrary-precision midpoint-radius interval arithmetic",
+IEEE Trans. Comput. 66(8)). A ball that excludes zero proves a difference. Every size is bounded before it is computed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+import flint
+from flint import acb, arb, fmpq, fmpz
+
+from alignment.rewards.grading.expressions import Node, Refused, variables
+
+MAX_BITS = 4000  # of an exact numerator or denominator on the way
+flint.ctx.prec = 1024  # bits; one number for the whole process and all its threads, so it is set once and never changed
+POINTS = 12  # tried, for expressions with variables
+ENOUGH = 3  # points at which both sides are defined and agree
+MAX_GAMMAS = 8  # factorials and binomials of what is no whole number take milliseconds each
+_NEGLIGIBLE = arb(2) ** -250  # an inexact difference below this, of what stays below 2^50, is none
+
+_Value = fmpq | arb | acb
+
+
+def equal_values(a: Node, b: Node) -> bool | None:
+    """Whether two trees have equal values; None where it cannot be told (undefined, out of bounds).
+
+    Constants are compared once. Expressions with variables are compared at random rational points (Schwartz 1980,
+    J. ACM 27(4); Zippel 1979), negative ones among them, at which both are defined: distinct rational functions agree at a
+    generic point by accident only, and the real branches of |x|, roots and logarithms differ in sign.
+    """
+    if _gammas(a) + _gammas(b) > MAX_GAMMAS:
+        return None
+    names = sorted(variables(a) | variables(b))
+    field = acb if mentions_i(a) or mentions_i(b) else arb
+    agreed = 0
+    for point in _points(names, seed=repr((a, b))) if names else ({},):
+        verdict = _equal_at(a, b, point, field)
+        if verdict is False:
+            return False
+        agreed += verdict is True
+        if agreed == ENOUGH + 2:
+            break
+    return True if agreed >= (ENOUGH if names else 1) else None
+
+
+def rational(node: Node) -> Fraction:
+    """The exact value of a tree for which `is_rational` holds. Raises `Refused` where it is undefined or too large."""
+    value = _value(node, {}, arb)
+    if not isinstance(value, fmpq):
+        raise Refused("not rational")
+    return Fraction(int(value.numerator), int(value.denominator))
+
+
+def real_value(node: Node) -> arb:
+    """The value of a constant tree. Raises `Refused` where it is not a real number within bounds."""
+    if variables(node) or mentions_i(node):
+        raise Refused("not a real constant")
+    value = _evaluate(node, {}, arb)
+    if value is None:
+        raise Refused("undefined")
+    return arb(value)
+
+
+def is_narrow(ball: arb) -> bool:
+    """Whether a real number is known well enough to be compared: to 2^-250 of its size."""
+    return bool(ball.rad() < _NEGLIGIBLE * (1 + abs(ball.mid())))
+
+
+def proportional(a: Node, b: Node, positive: bool = False) -> bool:
+    """Whether two trees with variables differ by a constant factor (a positive one, where that is asked)."""
+    names = sorted(variables(a) | variables(b))
+    if not names:
+        return False
+    ratio = ("/", a, b)
+    first = next(_points(names, seed=repr((a, b))))
+    substituted = substitute(ratio, first)
+    if positive or not (mentions_i(a) or mentions_i(b)):
+        try:
+            factor = real_value(substituted)
+        except Refused:
+            return False
+        if not (factor > 0 if positive else abs(factor) > 0):
+            return False
+    return equal_values(a, ("*", b, substituted)) is True
+
+
+def substitute(node: Node, point: dict[str, Node]) -> Node:
+    """The tree with other trees in the place of variables."""
+    if isinstance(node, str):
+        return point.get(node, node)
+    return (node[0], *(substitute(part, point) for part in node[1:])) if isinstance(node, tuple) else node
+
+
+def mentions_i(node: Node) -> bool:
+    """Whether the imaginary unit stands in the tree."""
+    return node == "i" or (isinstance(node, tuple) and any(map(mentions_i, node[1:])))
+
+
+def _gammas(node: Node) -> int:
+    if not isinstance(node, tuple):
+        return 0
+    return (node[0] in ("!", "binom") and bool(variables(node))) + sum(map(_gammas, node[1:]))
+
+
+def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
+    """Rational points, half of them positive, with values below and above one in turn.
+
+    They depend on what is compared, so that no answer can be written to agree with the truth at these points alone.
+    """
+    rng = random.Random(seed)
+    for k in range(POINTS):
+        values = [Fraction(rng.randrange(101, 199), rng.randrange(201, 399)) for _ in names]
+        signs = [1 if k % 2 == 0 else rng.choice((1, -1)) if k % 4 == 1 else -1 for _ in names]
+        yield {name: signs[j] * values[j] ** (-1) ** (j + k // 2) for j, name in enumerate(names)}
+
+
+def _equal_at(a: Node, b: Node, point: dict[str, Fraction], field: type) -> bool | None:
+    """True and False are proved, the first up to 2^-250 of the size of the values; None where a side is undefined, or
+    its ball is too wide to tell."""
+    at_a, at_b = _evaluate(a, point, field), _evaluate(b, point, field)
+    if at_a is None or at_b is None:
+        return None
+    if type(at_a) is type(at_b) is fmpq:
+        return at_a == at_b
+    at_a, at_b = field(at_a), field(at_b)
+    difference = at_a - at_b
+    if not difference.contains(0):
+        return False
+    size = max(at_a.abs_upper(), at_b.abs_upper(), _NEGLIGIBLE)
+    return True if difference.abs_upper() < _NEGLIGIBLE * min(size, arb(2) ** 50) else None
+
+
+# --- evaluation at a point --------------------------------------------------------------------------
+
+
+def _evaluate(node: Node, point: dict[str, Fraction], field: type) -> _Value | None:
+    """The value at a point; None where it is undefined in the field or beyond the bounds."""
+    try:
+        value = _value(node, point, field)
+    except (Refused, ArithmeticError, OverflowError):
+        return None
+    return value if isinstance(value, fmpq) or value.is_finite() else None
+
+
+def _value(node: Node, point: dict[str, Fraction], field: type) -> _Value:
+    if isinstance(node, Fraction):
+        return fmpq(node.numerator, node.denominator)
+    if isinstance(node, str):
+        if node in point:
+            return fmpq(point[node].numerator, point[node].denominator)
+        return field(arb.pi()) if node == r"\pi" else field(1).exp() if node == "e" else acb(0, 1)
+    operation, *operands = node
+    value = _OPERATIONS[operation](field, *(_value(operand, point, field) for operand in operands))
+    if isinstance(value, fmpq):
+        if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+            raise Refused("too large")
+    elif not value.is_finite():
+        raise Refused("undefined")
+    return value
+
+
+def _arithmetic(operation: Callable[[_Value, _Value], _Value]) -> Callable[..., _Value]:
+    return lambda field, a, b: operation(a, b) if type(a) is type(b) else operation(field(a), field(b))
+
+
+def _method(name: str) -> Callable[..., _Value]:
+    return lambda field, x: getattr(field(x), name)()
+
+
+def _reciprocal(name: str) -> Callable[..., _Value]:
+    return lambda field, x: 1 / getattr(field(x), name)()
+
+
+def _power(field: type, base: _Value, exponent: _Value) -> _Value:
+    """A negative real base takes any rational exponent with an odd denominator among the reals: (-8)^(1/3) is -2."""
+    if base == 0:
+        if not (isinstance(exponent, fmpq) and exponent > 0):
+            raise Refused("undefined")
+        return fmpq(0)
+    if isinstance(exponent, fmpq):
+        top, bottom = exponent.numerator, exponent.denominator
+        if bottom == 1 and isinstance(base, fmpq):
+            if abs(top) * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS:
+                raise Refused("too large")
+            return base ** int(top)
+        if bottom == 1:
+            return field(base) ** field(exponent)
+        if bottom % 2 and isinstance(base, fmpq | arb) and base < 0:
+            return (field(-base) ** field(exponent)) * (-1 if top % 2 else 1)
+        if isinstance(base, fmpq) and base > 0 and (exact := _exact_root(base, int(bottom))) is not None:
+            return _power(field, exact, fmpq(top))
+    return field(base) ** field(exponent)
+
+
+def _exact_root(base: fmpq, degree: int) -> fmpq | None:
+    """The positive root where it is rational, so that sqrt(4) is 2 exactly."""
+    if degree > 64:
+        return None
+    roots = [_integer_root(part, degree) for part in (base.numerator, base.denominator)]
+    return None if None in roots else fmpq(*roots)
+
+
+def _integer_root(n: fmpz, degree: int) -> fmpz | None:
+    root = n.root(degree)
+    return root if root**degree == n else None
+
+
+def _factorial(field: type, x: _Value) -> _Value:
+    if isinstance(x, fmpq) and x.denominator == 1:
+        if not 0 <= x <= 450:  # 450! has MAX_BITS bits
+            raise Refused("too large, or undefined")
+        return fmpq(fmpz(math.factorial(int(x.numerator))))
+    return _gamma(field, x + 1)
+
+
+def _gamma(field: type, x: _Value) -> _Value:
+    x = field(x)
+    if not x.abs_upper() < 1000:
+        raise Refused("too large")
+    return x.gamma()
+
+
+def _binomial(field: type, n: _Value, k: _Value) -> _Value:
+    if all(isinstance(x, fmpq) and x.denominator == 1 for x in (n, k)):
+        if not 0 <= k <= n or n > 4000:
+            raise Refused("out of bounds")
+        value = math.comb(int(n.numerator), int(k.numerator))
+        if value.bit_length() > MAX_BITS:
+            raise Refused("too large")
+        return fmpq(fmpz(value))
+    return _gamma(field, n + 1) / (_gamma(field, k + 1) * _gamma(field, n - k + 1))
+
+
+def _rounded(upwards: bool) -> Callable[..., _Value]:
+    def rounded(field: type, x: _Value) -> _Value:
+        if isinstance(x, fmpq):
+            return fmpq(x.ceil() if upwards else x.floor())
+        if field is acb:
+            raise Refused("not real")
+        return x.ceil() if upwards else x.floor()
+
+    return rounded
+
+
+_OPERATIONS: dict[str, Callable[..., _Value]] = {
+    "+": _arithmetic(lambda a, b: a + b),
+    "-": _arithmetic(lambda a, b: a - b),
+    "*": _arithmetic(lambda a, b: a * b),
+    "/": _arithmetic(lambda a, b: a / b),
+    "^": _power,
+    "!": _factorial,
+    "binom": _binomial,
+    "abs": lambda field, x: abs(x),
+    "floor": _rounded(upwards=False),
+    "ceil": _rounded(upwards=True),
+    "exp": _method("exp"),
+    "ln": _method("log"),
+    "sin": _method("sin"),
+    "cos": _method("cos"),
+    "tan": _method("tan"),
+    "cot": _reciprocal("tan"),
+    "sec": _reciprocal("cos"),
+    "csc": _reciprocal("sin"),
+    "arcsin": _method("asin"),
+    "arccos": _method("acos"),
+    "arctan": _method("atan"),
+    "sinh": _method("sinh"),
+    "cosh": _method("cosh"),
+    "tanh": _method("tanh"),
+}

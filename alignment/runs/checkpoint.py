@@ -1,0 +1,113 @@
+"""Checkpoints: a Hugging Face folder with the trainer's state beside the weights, whole or absent.
+
+All randomness of a run is a function of its seed and the step number, so step, weights, optimiser, and the rollouts that
+older weights have drawn ahead, are all there is to save for a resumed run to repeat the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from alignment.core.records import Completion, Group, Problem, Score
+from alignment.core.rollout import Drawn
+from alignment.system.errors import UserError
+from alignment.system.files import atomic_folder, damage, full_disk_is_an_os_error, manifested, read_jsonl
+
+# Out of the top folder, where loaders take every *.safetensors file for model weights.
+OPTIMIZER = Path("trainer") / "optimizer.safetensors"
+ROLLOUTS = Path("trainer") / "rollouts.jsonl"
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps is."""
+    return run / f"step_{step:06d}"
+
+
+def last_whole_step(run: Path) -> tuple[int, list[str]]:
+    """The newest undamaged checkpoint's step, and what is wrong with each newer one. 0 where there are no checkpoints.
+
+    Raises `UserError` where all of them are damaged.
+    """
+    found = []
+    for step in sorted(_steps(run), reverse=True):
+        wrong = damage(checkpoint_folder(run, step))
+        if wrong is None:
+            return step, found
+        found.append(f"{checkpoint_folder(run, step)} is damaged: {wrong}")
+    if found:
+        raise UserError(f"no checkpoint is whole: {'; '.join(found)}. Start a new run, or delete these folders to begin again")
+    return 0, []
+
+
+def put_aside(run: Path, after: int) -> None:
+    """Rename the checkpoints after a step, which are damaged, so that they are neither used nor in the way."""
+    for step in [step for step in _steps(run) if step > after]:
+        folder = checkpoint_folder(run, step)
+        names = itertools.chain([f"damaged_{folder.name}"], (f"damaged_{folder.name}-{n}" for n in itertools.count(2)))
+        folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
+
+
+def save_checkpoint(folder: Path, model, tokenizer, optimizer: torch.optim.Optimizer, ahead: Sequence[Drawn] = ()) -> None:
+    """Write model, tokenizer, optimiser state and the rollouts drawn ahead to `folder`, which appears only when all of it is
+    on the disk."""
+    with atomic_folder(folder) as building, manifested(building), full_disk_is_an_os_error(folder):
+        _save(building, model, tokenizer)
+        (building / OPTIMIZER).parent.mkdir()
+        state = optimizer.state_dict()["state"]
+        tensors = {f"{index}.{key}": t.contiguous() for index, values in state.items() for key, t in values.items()}
+        save_file(tensors, building / OPTIMIZER)
+        if ahead:
+            (building / ROLLOUTS).write_text("".join(json.dumps(asdict(drawn)) + "\n" for drawn in ahead))
+
+
+def save_model(folder: Path, model, tokenizer) -> None:
+    """Write what `from_pretrained` and vLLM load into a folder that is being made, with a manifest."""
+    with manifested(folder), full_disk_is_an_os_error(folder):
+        _save(folder, model, tokenizer)
+
+
+def _save(folder: Path, model, tokenizer) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Fill a fresh optimiser with a whole checkpoint's state."""
+    saved = load_file(folder / OPTIMIZER)
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in saved.items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def load_rollouts(folder: Path) -> list[Drawn]:
+    """The rollouts that a whole checkpoint's run had drawn ahead."""
+    records = read_jsonl(folder / ROLLOUTS)
+    return [Drawn(**record | {"groups": [_group(**group) for group in record["groups"]]}) for record in records]
+
+
+def _group(problem: dict, completions: list[dict], scores: list[Score]) -> Group:
+    drawn = ({key: tuple(v) if isinstance(v, list) else v for key, v in completion.items()} for completion in completions)
+    return Group(Problem(**problem), tuple(Completion(**fields) for fields in drawn), tuple(scores))
+
+
+def drop_old_checkpoints(run: Path, keep: int, spared: int = 0) -> None:
+    """Delete all checkpoints but the newest `keep`, and the one of step `spared`; 0 keeps all."""
+    for step in sorted(_steps(run))[: -keep or None] if keep else []:
+        if step != spared:
+            shutil.rmtree(checkpoint_folder(run, step))
+
+
+def _steps(run: Path) -> list[int]:
+    found = (re.fullmatch(r"step_(\d{6,})", path.name) for path in run.glob("step_*"))
+    return [int(match[1]) for match in found if match]

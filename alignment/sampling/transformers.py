@@ -1,0 +1,341 @@
+"""Batched decoding over a Hugging Face model: a group shares its prompt's keys and values, finished rows are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from alignment.core.records import Completion, Sampling
+from alignment.policy.log_probs import cumulative, sampling_logits
+from alignment.policy.packing import attention_by_layout, pack
+from alignment.sampling.sampler import Ended, encode_prompts
+
+CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
+LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
+STEPS_UNSEEN = {"cpu": 1, "cuda": 16}  # tokens of each row that are drawn before the host looks at them: it waits for a GPU
+WORK_A_THREAD = 2**25  # floating-point operations of a product, from which a thread of its own pays (benchmarks/README.md)
+
+
+@dataclass
+class _Row:
+    """A response in the making."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finished: bool
+
+
+class TransformersSampler:
+    """A `Sampler` that runs the model itself.
+
+    `model` may be the policy being trained (it is only read): `load_weights` then finds its own tensors and copies
+    nothing. The model sits whole on one device.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer, context: int, policy_version: int = 0):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.context = context
+        self.policy_version = policy_version
+        self.restarts = 0
+        self._device = model.get_input_embeddings().weight.device
+        self._eos = {tokenizer.eos_token_id, *_as_list(model.generation_config.eos_token_id)} - {None}
+        self._may_end: dict[tuple[str, ...], list[bool]] = {}
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy every weight over, in place, with a cast where the types differ."""
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                if own[name].data_ptr() != tensor.data_ptr():
+                    own[name].copy_(tensor, non_blocking=True)
+        self.policy_version = version
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.model = None
+
+    @torch.inference_mode()
+    def sample(self, prompts: Sequence[str], sampling: Sampling, ended: Ended | None = None) -> list[list[Completion]]:
+        """See `Sampler.sample`. Each row has random numbers of its own, so waves and dropped rows change no other row."""
+        encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
+        generator = torch.Generator().manual_seed(sampling.seed)
+        uniforms = torch.rand(len(prompts), sampling.n, sampling.max_new_tokens, generator=generator)
+        was_training = self.model.training
+        self.model.eval()
+        groups: list[list[Completion]] = [[] for _ in prompts]
+        for wave in self._waves(encoded, sampling):
+            lines = uniforms[wave].flatten(0, 1).to(self._device)
+            rows = self._decode(encoded, wave, lines, sampling, ended)
+            for position, row in enumerate(rows):
+                index = wave[position // sampling.n]
+                groups[index].append(self._completion(encoded[index], row, self._text(row, sampling.stop)))
+        self.model.train(was_training)
+        return groups
+
+    def _text(self, row: _Row, stop: tuple[str, ...]) -> str:
+        return _up_to_stop(self.tokenizer.decode(row.token_ids, skip_special_tokens=True), stop)
+
+    def _completion(self, prompt_ids: list[int], row: _Row, text: str) -> Completion:
+        return Completion(
+            prompt_ids=tuple(prompt_ids),
+            token_ids=tuple(row.token_ids),
+            log_probs=tuple(row.log_probs),
+            text=text,
+            finish_reason="stop" if row.finished else "length",
+            policy_version=self.policy_version,
+        )
+
+    def _waves(self, encoded: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        """Prompts cut into lots of similar length whose keys and values fit in the cache."""
+        config = self.model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * self.model.dtype.itemsize
+        group_bytes = (max(map(len, encoded)) + sampling.n * sampling.max_new_tokens) * token_bytes
+        size = max(1, CACHE_BYTES[self._device.type] // group_bytes)
+        by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+        return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+
+    def _decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        wave: Sequence[int],
+        uniforms: torch.Tensor,
+        sampling: Sampling,
+        ended: Ended | None,
+    ) -> list[_Row]:
+        """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens] decide every draw."""
+        encoded = [prompts[number] for number in wave]
+        prefix, logits = self._prefill(encoded, sampling.n)
+        logits = logits.repeat_interleave(sampling.n, dim=0)
+        positions = torch.tensor([len(prompt) for prompt in encoded], device=self._device).repeat_interleave(sampling.n)
+        cache = Cache(layers=[_PreallocatedLayer(sampling.max_new_tokens) for _ in prefix.keys])
+        may_end = self._tokens_that_may_end(sampling.stop)
+        rows = [_Row([], [], False) for _ in range(len(encoded) * sampling.n)]
+        live = list(range(len(rows)))  # the row that each line of the tensors belongs to
+        unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with few_threads(self.model, len(rows)):
+            for step in range(sampling.max_new_tokens):
+                tokens, log_probs = draw(logits, uniforms[:, step], sampling)
+                unseen.append((tokens, log_probs))
+                last = step + 1 == sampling.max_new_tokens
+                if last or len(unseen) == STEPS_UNSEEN[self._device.type]:
+                    drawn = zip(live, *(torch.stack(each, dim=1).tolist() for each in zip(*unseen, strict=True)), strict=True)
+                    for index, ids, values in drawn:
+                        has_ended = self._extend(rows[index], ids, values, may_end, sampling.stop)
+                        if ended and has_ended:
+                            ended(wave[index // sampling.n], self._text(rows[index], sampling.stop))
+                    unseen = []
+                    unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
+                    if last or not unfinished:
+                        break
+                    if len(unfinished) < LIVE_SHARE * len(live):
+                        keep = torch.tensor(unfinished, device=self._device)
+                        live = [live[line] for line in unfinished]
+                        tokens, uniforms, positions = (t[keep] for t in (tokens, uniforms, positions))
+                        cache.batch_select_indices(keep)
+                        prefix.share_among([index // sampling.n for index in live])
+                with attention_by_layout(self.model, prefix):
+                    logits = self.model(
+                        input_ids=tokens[:, None],
+                        position_ids=(positions + step)[:, None],
+                        past_key_values=cache,
+                        use_cache=True,
+                        layout=prefix,
+                    ).logits[:, -1]
+        return rows
+
+    def _extend(self, row: _Row, ids: list[int], log_probs: list[float], may_end: list[bool], stop: tuple[str, ...]) -> bool:
+        """Add what was drawn for a row, up to its end, which the host may see late. Returns whether that was among it."""
+        if row.finished:
+            return False
+        for token, log_prob in zip(ids, log_probs, strict=True):
+            row.token_ids.append(token)
+            row.log_probs.append(log_prob)
+            row.finished = may_end[token] and self._has_ended(row.token_ids, stop)
+            if row.finished:
+                break
+        return row.finished
+
+    def _prefill(self, encoded: Sequence[Sequence[int]], n: int) -> tuple[_SharedPrefix, torch.Tensor]:
+        """The prompts' keys and values for `n` lines each, and the logits after each prompt, [prompts, vocabulary]."""
+        packing, cache, device = pack([(tuple(prompt), ()) for prompt in encoded]), DynamicCache(), self._device
+        with attention_by_layout(self.model, packing):
+            hidden = self.model.get_decoder()(
+                input_ids=packing.input_ids_1N.to(device),
+                position_ids=packing.position_ids_1N.to(device),
+                past_key_values=cache,
+                use_cache=True,
+                layout=packing,
+            ).last_hidden_state[0]
+        places_GP = packing.spots_BT.to(device)
+        lengths_G = torch.tensor([len(prompt) for prompt in encoded], device=device)
+        ends_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
+        prefix = _SharedPrefix(
+            keys=[_taken(layer.keys, places_GP) for layer in cache.layers],
+            values=[_taken(layer.values, places_GP) for layer in cache.layers],
+            outside_GP=torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None],
+        )
+        prefix.share_among([group for group in range(len(encoded)) for _ in range(n)])
+        return prefix, self.model.get_output_embeddings()(hidden[ends_G])
+
+    def _tokens_that_may_end(self, stop: tuple[str, ...]) -> list[bool]:
+        """Of each token, whether a response can be over after it, because it is EOS or completes a stop string.
+
+        Decoding text at every step would cost more than a tiny model's forward pass; this table spares nearly all of it.
+        """
+        if stop not in self._may_end:
+            size = self.model.get_output_embeddings().weight.shape[0]
+            texts = self.tokenizer.batch_decode([[token] for token in range(size)])
+            last_letters = {string[-1] for string in stop}
+            self._may_end[stop] = [token in self._eos or not last_letters.isdisjoint(text) for token, text in enumerate(texts)]
+        return self._may_end[stop]
+
+    def _has_ended(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
+        if token_ids[-1] in self._eos:
+            return True
+        longest = max(map(len, stop), default=0)
+        tail = self.tokenizer.decode(token_ids[-longest - 1 :], skip_special_tokens=True)
+        return any(string in tail for string in stop)
+
+
+@contextmanager
+def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
+    """On a CPU, as many threads as a layer's largest product has work for: to deal a step of few rows out and to wait for it
+    costs more than it gains."""
+    before = torch.get_num_threads()
+    work = 2 * rows * model.config.hidden_size * model.config.intermediate_size
+    torch.set_num_threads(max(1, min(before, work // WORK_A_THREAD)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each line of `logits` [lines, vocabulary], by inverting the distribution's CDF at `uniforms` [lines].
+
+    Returns (tokens [lines], their log-probabilities [lines] under the distribution drawn from). Greedy decoding draws
+    from a point mass, whose log-probability says nothing; it reports the untempered model's instead.
+    """
+    if sampling.temperature == 0:
+        log_probs = logits.float().log_softmax(dim=-1)
+        tokens = logits.argmax(dim=-1)
+    else:
+        log_probs = sampling_logits(logits, sampling.temperature, sampling.top_p, sampling.top_k).log_softmax(dim=-1)
+        cdf = cumulative(log_probs.exp())
+        # right=True finds the first place where the CDF exceeds the target, which always has some probability.
+        tokens = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(1)
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(1)
+
+
+def _up_to_stop(text: str, stop: tuple[str, ...]) -> str:
+    """The text up to and with the first stop string; the last token may carry letters beyond it."""
+    ends = [text.index(string) + len(string) for string in stop if string in text]
+    return text[: min(ends)] if ends else text
+
+
+def _as_list(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:
+    """The keys or values of some places, [G, H, P, D]."""
+    return states_1HND[0].index_select(1, places_GP.flatten()).unflatten(1, places_GP.shape).transpose(0, 1).contiguous()
+
+
+@dataclass
+class _SharedPrefix:
+    """A `Layout`: each of L lines, which is one token long, sees its group's prompt and then its own cache.
+
+    A prompt's keys and values are there once, however many lines it has: attention to them is one matrix product a group, of
+    the queries of M lines, some of which stand for none.
+    """
+
+    keys: list[torch.Tensor]
+    """Of each layer, [G, H, P, D]."""
+    values: list[torch.Tensor]
+    outside_GP: torch.Tensor
+    """What is not of the prompt, but padding."""
+    applied: list[bool] = field(default_factory=list)
+
+    def share_among(self, groups_L: Sequence[int]) -> None:
+        """Say which group each line belongs to."""
+        device, held = self.outside_GP.device, [0] * len(self.outside_GP)
+        seats = []
+        for group in groups_L:
+            seats.append(held[group])
+            held[group] += 1
+        most = max(held)
+        self.seat_L = torch.tensor([g * most + seat for g, seat in zip(groups_L, seats, strict=True)], device=device)
+        line_S = torch.zeros(len(held) * most, dtype=torch.int64, device=device)
+        self.line_GM = line_S.scatter(0, self.seat_L, torch.arange(len(groups_L), device=device)).view(-1, most)
+        self.full = seats == list(range(most)) * len(held)  # every seat is taken, in order
+
+    def attend(self, module, query, key, value, scaling) -> torch.Tensor:
+        """See `Layout.attend`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share each of H heads of keys."""
+        keys_GHPD, values_GHPD = self.keys[module.layer_idx], self.values[module.layer_idx]
+        q_LHRD = query.view(len(query), key.shape[1], -1, query.shape[-1]) * scaling
+        to_prompt_GHSP = self._by_group(q_LHRD) @ keys_GHPD.transpose(2, 3)
+        to_prompt_LHRP = self._by_line(to_prompt_GHSP.masked_fill(self.outside_GP[:, None, None], -torch.inf))
+        to_own_LHRT = q_LHRD @ key.transpose(2, 3)
+        weights = torch.cat([to_prompt_LHRP, to_own_LHRT], dim=3).softmax(dim=3, dtype=torch.float32).to(value.dtype)
+        of_prompt_LHRP, of_own_LHRT = weights.split([to_prompt_LHRP.shape[3], to_own_LHRT.shape[3]], dim=3)
+        out_LHRD = self._by_line(self._by_group(of_prompt_LHRP) @ values_GHPD) + of_own_LHRT @ value
+        return out_LHRD.flatten(1, 2)[:, None]
+
+    def _by_group(self, lines_LHRX: torch.Tensor) -> torch.Tensor:
+        """[L, H, R, X] -> [G, H, M * R, X]."""
+        lines_GMHRX = lines_LHRX.unflatten(0, self.line_GM.shape) if self.full else lines_LHRX[self.line_GM]
+        return lines_GMHRX.transpose(1, 2).flatten(2, 3)
+
+    def _by_line(self, groups_GHSX: torch.Tensor) -> torch.Tensor:
+        """[G, H, M * R, X] -> [L, H, R, X]."""
+        seats_GMHRX = groups_GHSX.unflatten(2, (self.line_GM.shape[1], -1)).transpose(1, 2)
+        seats_SHRX = seats_GMHRX.flatten(0, 1)
+        return seats_SHRX if self.full else seats_SHRX[self.seat_L]
+
+
+class _PreallocatedLayer(CacheLayerMixin):
+    """One layer's keys and values, [lines, heads, capacity, head size], written in place instead of grown by copying."""
+
+    is_sliding = False
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys, self.values = (
+            states.new_empty(*states.shape[:2], self.capacity, states.shape[3]) for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:  # not yet where rows end with their first token
+            self.keys, self.values = self.keys[indices], self.values[indices]

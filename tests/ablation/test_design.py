@@ -1,0 +1,188 @@
+"""The design of sweeps: which arms a command line means, and what the linter says of them."""
+
+import dataclasses
+
+import pytest
+import tyro
+
+from alignment.ablation.design import OWN_RULE, canonical, grid, lint, named_arms, with_controls
+from alignment.args import RLArgs, SweepArgs, command_line, from_preset, parse
+from alignment.data.tasks import TASKS
+from alignment.system.errors import UserError
+
+
+def sweep(*flags: str):
+    return tyro.cli(SweepArgs, args=list(flags), use_underscores=True)
+
+
+def arm(**values) -> RLArgs:
+    return from_preset(RLArgs, "tiny", **values)
+
+
+def test_the_grid_is_the_product():
+    arms = grid(sweep("--loss_type", "no_baseline", "grpo_clip", "--learning_rate", "1e-4", "2e-4", "--num_steps", "7"))
+    assert list(arms) == [
+        "no_baseline_learning_rate0.0001", "no_baseline_learning_rate0.0002",
+        "grpo_clip_learning_rate0.0001", "grpo_clip_learning_rate0.0002",
+    ]  # fmt: skip
+    assert {(a.loss_type, a.learning_rate) for a in arms.values()} == {
+        (loss, rate) for loss in ("no_baseline", "grpo_clip") for rate in (1e-4, 2e-4)
+    }
+    assert {a.num_steps for a in arms.values()} == {7}
+
+
+def test_both_forms_of_group_size():
+    held = {a.group_size: a for a in grid(sweep("--group_size", "4", "16")).values()}
+    assert {size: a.prompts_per_rollout for size, a in held.items()} == {4: 64, 16: 16}  # 256 responses each
+    free = {a.group_size: a for a in grid(sweep("--group_size", "4", "16", "--hold", "prompts")).values()}
+    assert {size: a.rollout_size for size, a in free.items()} == {4: 128, 16: 512}  # 32 prompts each
+
+
+def test_group_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(UserError, match="--group_size 3 --hold rollouts: 256 responses"):
+        grid(sweep("--group_size", "3", "4"))
+
+
+def test_booleans_and_names():
+    arms = grid(sweep("--normalize_by_std", "True", "False"))
+    assert {name: a.normalize_by_std for name, a in arms.items()} == {"normalize_by_std": True, "no_normalize_by_std": False}
+
+
+def test_an_arm_that_cannot_work_is_refused():
+    with pytest.raises(UserError, match="--cliprange"):
+        grid(sweep("--cliprange", "0.2", "2"))
+
+
+def test_stale_rollouts_are_another_thing():
+    """The ratio is to older weights, so that a clipped loss is no REINFORCE even with one update; k = 0 is the synchronous run."""
+    plain, stale = arm(train_mini_batch_size=0), arm(train_mini_batch_size=0, rollouts="async")
+    assert canonical(plain)["loss_type"] == "reinforce_with_baseline" != canonical(stale)["loss_type"]
+    assert canonical(arm(rollouts="async", max_staleness=0)) == canonical(arm())
+    assert canonical(arm(rollouts="async", max_staleness=1)) == canonical(arm(rollouts="async"))
+
+
+def test_refills_cost_samples():
+    (warning,) = [each for each in lint({"a": arm(), "b": arm(max_refills=4)}, (0, 1)) if each.kind == "confounded"]
+    assert "--max_refills also changes draws of a group, at most" in str(warning)
+
+
+def test_every_arm_survives_its_command_line():
+    for args in grid(sweep("--loss_type", "no_baseline", "grpo_clip", "--normalize_by_std", "True", "False")).values():
+        placed = dataclasses.replace(args, run_name="x", resume=True, policy_devices=("cuda:0", "cuda:1"))
+        assert parse(RLArgs, command_line(placed)) == placed
+
+
+def test_controls():
+    arms = with_controls({"a": arm()})
+    assert {name: a.reward for name, a in arms.items()} == {
+        "a": "r1_zero", "control_random": "random", "control_format_only": "format_only", "control_inverted": "inverted",
+    }  # fmt: skip
+
+
+# --- files of arms ----------------------------------------------------------------------------------------
+
+
+def test_named_arms(tmp_path):
+    file = tmp_path / "dr.toml"
+    file.write_text('num_steps = 5\n[arms.grpo]\n[arms.dr_grpo]\nnormalize_by_std = false\nloss_normalization = "constant"\n')
+    arms = named_arms(sweep("--sweep_file", str(file), "--group_size", "4"))
+    assert arms == {
+        "grpo": arm(num_steps=5, group_size=4),
+        "dr_grpo": arm(num_steps=5, group_size=4, normalize_by_std=False, loss_normalization="constant"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"needs a table \[arms.NAME\]"),
+        ("arms = 3", r"needs a table \[arms.NAME\]"),
+        ("[arms.a", "Expected"),
+        ("[arms.a]\nlos_type = 'grpo_clip'", "arm a: los_type is no argument of an arm"),
+        ("[arms.a]\nseed = 3", "arm a: seed is no argument of an arm"),
+        ("[arms.a]\nloss_type = 'ppo'", "arm a: loss_type = 'ppo': choose one of no_baseline"),
+        ("[arms.a]\ngroup_size = '4'", "arm a: group_size = '4': must be a whole number"),
+        ("[arms.a]\ngroup_size = true", "arm a: group_size = True: must be a whole number"),
+        ("[arms.a]\nnormalize_by_std = 1", "arm a: normalize_by_std = 1: must be true or false"),
+        ("[arms.a]\ngroup_size = 0", "--group_size"),
+        ("[arms.'../up']", "arm '../up': use letters"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path, text, message):
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        named_arms(sweep("--sweep_file", str(tmp_path / "x.toml")))
+
+
+def test_no_file_and_several_values_beside_a_file_are_refused(tmp_path):
+    with pytest.raises(UserError, match="there is no such file"):
+        named_arms(sweep("--sweep_file", str(tmp_path / "none.toml")))
+    with pytest.raises(UserError, match="--group_size: with --sweep_file"):
+        named_arms(sweep("--sweep_file", "x.toml", "--group_size", "2", "4"))
+
+
+# --- the linter -------------------------------------------------------------------------------------------
+
+
+def said(arms, seeds=(0, 1)) -> dict[str, list[str]]:
+    found = {}
+    for warning in lint(arms, seeds):
+        found.setdefault(warning.kind, []).append(str(warning))
+    return found
+
+
+def test_clipping_without_a_second_update_is_reinforce():
+    once = {"train_mini_batch_size": 0}
+    arms = {"a": arm(loss_type="grpo_clip", **once), "b": arm(loss_type="reinforce_with_baseline", **once)}
+    (same,) = said(arms)["same"]
+    assert same.startswith("a, b: mathematically the same") and "ratio is 1" in same
+    assert "same" not in said({"a": arm(loss_type="grpo_clip"), "b": arm(loss_type="reinforce_with_baseline")})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ({"loss_type": "no_baseline"}, {"loss_type": "no_baseline", "normalize_by_std": False}, True),
+        ({"loss_type": "grpo_clip"}, {"loss_type": "grpo_clip", "normalize_by_std": False}, False),
+        ({"loss_type": "reinforce_with_baseline"}, {"loss_type": "reinforce_with_baseline", "cliprange": 0.3}, True),
+        ({"normalize_by_std": False}, {"normalize_by_std": False, "advantage_eps": 0.1}, True),
+        ({"advantage_eps": 1e-6}, {"advantage_eps": 0.1}, False),
+        ({"train_mini_batch_size": 0}, {"train_mini_batch_size": 256}, True),
+        ({"train_mini_batch_size": 0}, {"train_mini_batch_size": 255}, False),
+        ({}, {"micro_batch_tokens": 99}, True),
+        ({"loss_type": "grpo_clip"}, {"loss_type": "grpo_clip", "old_log_probs": "sampler"}, False),
+        ({"loss_type": "no_baseline"}, {"loss_type": "no_baseline", "old_log_probs": "sampler"}, True),
+        ({}, {"learning_rate": 1e-3}, False),
+    ],
+)
+def test_what_plays_no_part(a, b, same):
+    assert (canonical(arm(**a)) == canonical(arm(**b))) is same
+    assert ("same" in said({"a": arm(**a), "b": arm(**b)})) is same
+
+
+def test_group_size_is_confounded_either_way():
+    (held,) = said(grid(sweep("--group_size", "4", "16")))["confounded"]
+    assert held.endswith("--group_size also changes prompts a step")
+    (free,) = said(grid(sweep("--group_size", "4", "16", "--hold", "prompts")))["confounded"]
+    assert free.endswith("--group_size also changes responses a step, responses in all, optimiser updates")
+
+
+def test_losses_alone_are_not_confounded():
+    assert said({"a": arm(loss_type="grpo_clip"), "b": arm(loss_type="no_baseline")}) == {}
+
+
+def test_other_ways_of_evaluating_are_warned_of():
+    for field, values in (("reward", ("r1_zero", "r1_zero_strict")), ("sampling_temperature", (0.5, 1.0))):
+        (warning,) = said({"a": arm(**{field: values[0]}), "b": arm(**{field: values[1]})})["confounded"]
+        assert "how the evaluation samples or scores" in warning
+    assert {name: task.rules[0] for name, task in TASKS.items()} == {name: OWN_RULE.get(name, "r1_zero") for name in TASKS}
+    assert "confounded" not in said(with_controls({"a": arm()}))  # controls are scored by r1_zero
+    assert "confounded" in said(with_controls({"a": arm(reward="r1_zero_strict")}))
+
+
+def test_more_steps_are_not_confounded_with_their_updates():
+    assert said({"a": arm(num_steps=10), "b": arm(num_steps=20)}) == {}
+
+
+def test_a_single_seed_is_warned_of():
+    assert "one seed" in said({"a": arm()}, seeds=(0,))["seeds"][0]

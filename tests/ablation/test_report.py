@@ -1,0 +1,204 @@
+"""The report of a study: what it reads, says and draws, from run folders made by hand."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from alignment.ablation import report
+from alignment.ablation.report import (
+    decide,
+    decide_factors,
+    grid_of,
+    half_widths,
+    headline,
+    read_study,
+    shell,
+    split_of_gain,
+    write_report,
+)
+from alignment.runs.run_records import read_run
+from alignment.system.errors import UserError
+
+
+def make_run(folder: Path, seed: int, accuracy: float, questions: int = 40, text: str = "fine", **args) -> Path:
+    """A run with two evaluations: a tenth of the questions right before, `accuracy` of them after."""
+    (folder / "completions").mkdir(parents=True)
+    facts = {"args": {"seed": seed, "preset": "tiny", **args}, "command": ["python3", "/x/alignment/train_rl.py", "--a", "1"],
+             "versions": {"python": "3.11.7", "code": "abc1234"}}  # fmt: skip
+    (folder / "args.json").write_text(json.dumps(facts))
+    records = []
+    for step, share in ((0, 0.1), (4, accuracy)):
+        right = [i < share * questions for i in range(questions)]
+        lines = [
+            {
+                "problem": f"q{i}",
+                "question": f"What is {i}?",
+                "ground_truth": str(i),
+                "text": text,
+                "score": {"reward": float(r)},
+            }
+            for i, r in enumerate(right)
+        ]
+        (folder / "completions" / f"eval_{step:06d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        records.append(
+            {"step": step, "avg_all_rewards": sum(right) / questions, "avg_format_rewards": 0.5 if step == 0 else 1.0}
+        )
+    (folder / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    metrics = [{"step": s, "response_length": 5.0 + s, "entropy": 1.0, "grad_norm": 0.1} for s in (1, 2, 3, 4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
+    (folder / "summary.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """A sweep of two losses and two group sizes with three seeds, in which the loss decides and the group size does not."""
+    rng, arms = np.random.default_rng(0), {}
+    for loss, accuracy in (("grpo_clip", 0.8), ("no_baseline", 0.4)):
+        for size in (4, 8):
+            name = f"{loss}_group_size{size}"
+            arms[name] = {"loss_type": loss, "group_size": size, "prompts_per_rollout": 256 // size, "num_steps": 4}
+            for seed in range(3):
+                at = accuracy + rng.integers(-1, 2) / 40
+                make_run(tmp_path / f"{name}_seed{seed}", seed, at, text="<script>alert(1)</script>\x1b[2J", **arms[name])
+    facts = {"arms": arms, "seeds": [0, 1, 2], "tie": 0.03, "hold": "rollouts", "alpha": 0.05, "warnings": ["careful <b>"],
+             "command": ["sweep.py", "--x"]}  # fmt: skip
+    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    return tmp_path
+
+
+def test_the_choice_that_decides_is_named(grid):
+    study = read_study([grid])
+    factors = decide_factors(study)
+    assert list(factors) == ["loss_type", "group_size"]
+    (loss,), (size,) = factors["loss_type"], factors["group_size"]
+    assert loss.verdict == "grpo_clip > no_baseline"
+    assert loss.difference == pytest.approx(0.4, abs=0.06)
+    assert ">" not in size.verdict
+    assert len(decide(study)) == 6
+    assert headline(factors, decide(study))[0].startswith("loss_type: grpo_clip > no_baseline (0.")
+
+
+def test_the_table_of_losses_and_group_sizes(grid):
+    study = read_study([grid])
+    means = {arm: float(i) for i, arm in enumerate(study.arms)}
+    table = grid_of(study, means)
+    assert table["losses"] == ["grpo_clip", "no_baseline"] and table["sizes"] == [4, 8]
+    assert table["cells"]["no_baseline", 8] == means["no_baseline_group_size8"]
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+
+def test_the_page_needs_no_network_and_runs_nothing(grid):
+    html, markdown = write_report(read_study([grid]), grid)
+    text, tags = html.read_text(), Tags()
+    tags.feed(text)
+    assert "script" not in {tag for tag, _ in tags.found}
+    fetching = [(tag, a) for tag, a in tags.found if {"src", "srcset"} & set(a) or tag in ("link", "iframe", "object")]
+    assert fetching == []
+    outside = [a for tag, a in tags.found for key, a in a.items() if key.endswith("href") and not a.startswith("#")]
+    assert outside == []
+    assert "\x1b" not in text and "&lt;script&gt;" in text and "careful &lt;b&gt;" in text
+    assert text.count("<svg") == 5  # learning, final, length, entropy, gradient norm; nothing was clipped
+    assert text.index("Verdicts") < text.index("Figures") < text.index("Samples")
+    assert "uv run -m alignment.train_rl --a 1" in text and "abc1234" in text
+    assert "| grpo_clip_group_size4 |" in markdown.read_text()
+
+
+def test_two_reports_of_one_study_are_equal(grid):
+    first = write_report(read_study([grid]), grid)[0].read_text()
+    assert write_report(read_study([grid]), grid)[0].read_text() == first
+
+
+def test_unfinished_and_missing_runs_are_named(grid):
+    (grid / "grpo_clip_group_size4_seed1" / "summary.json").unlink()
+    study = read_study([grid])
+    assert study.missing == ("grpo_clip_group_size4_seed1",)
+    html, _ = write_report(study, grid)
+    assert "Missing, and so not in any verdict: grpo_clip_group_size4_seed1" in html.read_text()
+
+
+def test_runs_without_a_sweep_are_grouped_by_their_arguments(tmp_path):
+    runs = [make_run(tmp_path / f"{loss}{s}", s, 0.5, loss_type=loss) for loss in ("a", "b") for s in (0, 1)]
+    study = read_study(runs)
+    assert {arm: sorted(by_seed) for arm, by_seed in study.arms.items()} == {"loss_type a": [0, 1], "loss_type b": [0, 1]}
+    with pytest.raises(UserError, match="same arguments and seed"):
+        read_study([runs[0], make_run(tmp_path / "again", 0, 0.5, loss_type="a")])
+
+
+def test_tasks_are_compared_apart_and_summed_up_by_their_interquartile_mean(tmp_path):
+    runs = []
+    for task, questions, shift in (("sums", 40, 0.0), ("gsm8k", 30, 0.2)):
+        for loss, accuracy in (("a", 0.3), ("b", 0.6)):
+            for seed in (0, 1):
+                name = tmp_path / f"{task}_{loss}_{seed}"
+                runs.append(make_run(name, seed, accuracy + shift, questions, loss_type=loss, task=task))
+    study = read_study(runs)
+    compared = {frozenset((c.a, c.b)) for c in decide(study)}
+    assert compared == {frozenset(f"loss_type {loss}, task {task}" for loss in "ab") for task in ("sums", "gsm8k")}
+    assert decide_factors(study) == {}
+    # Accuracies 0.3, 0.3, 0.5, 0.5 and 0.6, 0.6, 0.8, 0.8: the middle two are 0.3 and 0.5, and 0.6 and 0.8.
+    assert report.over_tasks(study) == pytest.approx({"a": 0.4, "b": 0.7})
+    assert "Interquartile mean over tasks" in write_report(study, tmp_path)[0].read_text()
+
+
+def test_other_questions_are_refused(tmp_path):
+    study = read_study([make_run(tmp_path / "a", 0, 0.5, loss_type="a"), make_run(tmp_path / "b", 0, 0.5, 30, loss_type="b")])
+    with pytest.raises(UserError, match="different questions"):
+        decide(study)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"args": {}}'])
+def test_damaged_folders_are_named(tmp_path, text):
+    (tmp_path / "args.json").write_text(text)
+    with pytest.raises(UserError, match="args.json is damaged"):
+        read_run(tmp_path)
+    with pytest.raises(UserError, match="has no args.json"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_format_and_answers_share_the_gain(tmp_path):
+    # 0.1 = 0.5 * 0.2 before, 0.8 = 1 * 0.8 after: format 0.5 * 0.5 = 0.25, answers 0.6 * 0.75 = 0.45, gain 0.7.
+    gain = split_of_gain(read_run(make_run(tmp_path / "r", 0, 0.8)))
+    assert gain == pytest.approx((0.7, 0.25, 0.45), abs=1e-12)
+
+
+def test_half_widths_are_students_t_with_a_common_deviation():
+    # Variances 0.02 and 0.08 with one degree of freedom each: 0.05; t(2) = 4.3027; sqrt(0.05 / seeds).
+    two = 4.302653 * np.sqrt(0.05 / 2)
+    assert half_widths([[0.1, 0.3], [0.2, 0.6]]) == pytest.approx([two, two], rel=1e-6)
+    assert half_widths([[0.1, 0.3], [0.2, 0.6], [0.4]]) == pytest.approx([two, two, two * np.sqrt(2)], rel=1e-6)
+    assert half_widths([[0.1], [0.2]]) == [0, 0]
+
+
+def test_arms_that_were_evaluated_at_other_steps_are_drawn_too(tmp_path):
+    runs = [make_run(tmp_path / f"{loss}{s}", s, 0.5, loss_type=loss) for loss in ("a", "b") for s in (0, 1)]
+    for run in runs[2:]:
+        (run / "evals.jsonl").write_text((run / "evals.jsonl").read_text().splitlines()[1] + "\n")
+    assert "<svg" in write_report(read_study(runs), tmp_path)[0].read_text()
+
+
+def test_a_recorded_command_is_one_that_can_be_typed():
+    command = ["python3", "/a/b/alignment/train_rl.py", "--sft_base", "", "--model", "my model", "--resume"]
+    assert shell(command) == "uv run -m alignment.train_rl --sft_base '' --model 'my model'"
+
+
+def test_no_finished_run_is_one_clear_line(tmp_path, monkeypatch, capsys):
+    folder = make_run(tmp_path / "r", 0, 0.5)
+    (folder / "summary.json").unlink()
+    monkeypatch.setattr("sys.argv", ["report", "--runs", str(folder)])
+    with pytest.raises(SystemExit) as stop:
+        report.door(report.main)
+    assert stop.value.code == 2
+    assert re.fullmatch(r"error: --runs .*: no finished run there\n", capsys.readouterr().err)

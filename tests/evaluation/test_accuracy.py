@@ -1,0 +1,118 @@
+"""Averages, intervals, pass@k and majority votes against numbers worked by hand."""
+
+import itertools
+import math
+from statistics import NormalDist
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alignment.core.records import Completion, Group, Problem, Sampling
+from alignment.evaluation.accuracy import (
+    CATEGORIES,
+    category,
+    clustered_interval,
+    evaluate_vllm,
+    majority_share,
+    pass_at_k,
+    summarise,
+)
+from alignment.system.errors import UserError
+
+PROBLEM = Problem("p", "", "", "5")
+GRADES = {
+    "right": {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0},
+    "wrong": {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0},
+    "shapeless": {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0},
+}
+
+
+def group(*answers: tuple[str, str]) -> Group:
+    """A group of (text inside the answer tags or "", grade)."""
+    completions = tuple(
+        Completion((1,), (2,), (0.0,), f" </think> <answer> {text} </answer>" if text else "?", "stop", 0)
+        for text, _ in answers
+    )
+    return Group(PROBLEM, completions, tuple(GRADES[grade] for _, grade in answers))
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
+    for n, correct, k in itertools.product(range(1, 6), range(6), range(1, 6)):
+        if correct <= n and k <= n:
+            draws = list(itertools.combinations([1] * correct + [0] * (n - correct), k))
+            assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_majority():
+    assert majority_share(group(("5", "right"), ("5", "right"), ("4", "wrong"))) == 1
+    assert majority_share(group(("4", "wrong"), ("4", "wrong"), ("5", "right"))) == 0
+    assert majority_share(group(("4", "wrong"), ("5", "right"))) == 0.5  # a draw
+    assert majority_share(group(("", "shapeless"), ("", "shapeless"), ("5", "right"))) == 1  # no answer, no vote
+    assert majority_share(group(("", "shapeless"))) == 0
+
+
+def test_categories():
+    assert [category(GRADES[grade]) for grade in ("right", "wrong", "shapeless")] == list(CATEGORIES)
+
+
+def test_one_sample_a_problem_gives_wilsons_interval():
+    # 10 of 40, z = 1.96: centre (0.25 + 0.04802) / 1.09604, half width 0.13082... (Wilson 1927)
+    low, high = clustered_interval([[1.0]] * 10 + [[0.0]] * 30)
+    n = 40 * 39 / 40  # the unbiased variance between problems counts one problem less
+    centre, spread = 0.25 + 1.96**2 / (2 * n), 1.96 * math.sqrt(0.25 * 0.75 / n + 1.96**2 / (4 * n * n))
+    assert (low, high) == pytest.approx(((centre - spread) / (1 + 1.96**2 / n), (centre + spread) / (1 + 1.96**2 / n)))
+    assert (low, high) == pytest.approx((0.141, 0.403), abs=2e-3)
+
+
+def test_nothing_right_does_not_mean_certainly_nothing():
+    low, high = clustered_interval([[0.0]] * 64)
+    assert low == 0
+    assert high == pytest.approx(1.96**2 / (64 + 1.96**2))
+
+
+def test_copies_of_the_same_outcome_add_no_certainty():
+    one = clustered_interval([[1.0]] * 10 + [[0.0]] * 30)
+    assert clustered_interval([[1.0] * 8] * 10 + [[0.0] * 8] * 30) == pytest.approx(one)
+
+
+def test_independent_samples_add_certainty():
+    scores = (torch.rand(400, 4, generator=torch.Generator().manual_seed(0)) < 0.25).double()
+    low, high = clustered_interval(scores.tolist())
+    # As of 1,600 independent samples: 2 * 1.96 * sqrt(0.25 * 0.75 / 1600) = 0.042, not of 400: 0.085.
+    assert high - low == pytest.approx(0.042, abs=0.005)
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    trials, problems, samples, hits = 2000, 60, 4, 0
+    for _ in range(trials):
+        skill = torch.rand(problems, 1, generator=generator)  # mean 1/2, and problems differ
+        scores = (torch.rand(problems, samples, generator=generator) < skill).double()
+        low, high = clustered_interval(scores.tolist())
+        hits += low <= 0.5 <= high
+    # Three standard errors of a coverage of 95 % in 2,000 trials are 1.5 points.
+    assert hits / trials == pytest.approx(0.95, abs=0.015)
+    assert NormalDist().inv_cdf(0.975) == pytest.approx(1.96, abs=1e-4)
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=2), min_size=1, max_size=30))
+def test_the_interval_holds_the_mean_and_stays_in_range(scores):
+    low, high = clustered_interval(scores)
+    mean = sum(map(sum, scores)) / (2 * len(scores))
+    assert 0 <= low <= mean + 1e-12 and mean - 1e-12 <= high <= 1
+
+
+def test_summary():
+    found = summarise([group(("5", "right"), ("4", "wrong")), group(("", "shapeless"), ("5", "right"))], seconds=3.0)
+    assert found.averages == {"avg_format_rewards": 0.75, "avg_answer_rewards": 0.5, "avg_all_rewards": 0.5}
+    assert found.categories == {"format and answer": 2, "format only": 1, "neither": 1}
+    assert found.pass_at_k == {1: 0.5, 2: 1.0}
+    assert found.maj_at_k == 0.75
+    assert found.record()["maj@2"] == 0.75
+
+
+def test_nothing_to_evaluate_is_refused():
+    with pytest.raises(UserError, match="nothing to evaluate"):
+        evaluate_vllm(None, None, [], Sampling())

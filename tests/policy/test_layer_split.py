@@ -1,0 +1,114 @@
+"""A policy split over devices: the same numbers, and no waiting between micro-batches."""
+
+import copy
+import dataclasses
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from alignment.args import RLArgs, from_preset
+from alignment.core.records import Completion, Group, Problem
+from alignment.policy import layer_split, parallel_micro_batches
+from alignment.policy.loading import load_model, spread
+from alignment.policy.log_probs import get_response_log_probs
+from alignment.policy.placement import ModelShape, partition_layers
+from alignment.rollouts.batches import make_rollout
+from alignment.training.update import backward
+
+CONFIG = Qwen2Config(
+    vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+    intermediate_size=48, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def log_probs(model):
+    ids = torch.arange(12).view(2, 6)
+    mask = torch.tensor([[False, False, True, True, True, True], [False, True, True, False, False, False]])
+    return get_response_log_probs(model, ids, ids + 1, True, response_mask=mask)["log_probs"]
+
+
+def test_loss_and_gradients_equal_those_of_the_whole_model():
+    torch.manual_seed(0)
+    whole = Qwen2ForCausalLM(CONFIG)
+    # Two names for the CPU stand for two devices: all moves are made, and none of them may change a number.
+    device_map = partition_layers(ModelShape.from_config(CONFIG), ["cpu", "cpu:0"])
+    assert set(device_map.values()) == {"cpu", "cpu:0"}
+    split = spread(copy.deepcopy(whole), device_map)
+    expected, found = log_probs(whole), log_probs(split)
+    assert torch.equal(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
+    for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+        assert torch.equal(other.grad, one.grad), name
+
+
+HOST_SIDE = 1  # `take_rows` reads the width of the rows it takes, from a mask that never leaves the CPU
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of tensor values by the host: on a GPU each one waits for all that was issued before."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return function(*args, **(kwargs or {}))
+
+
+def made_up_rollout(args):
+    """Two groups of eight responses of three tokens, half of them right."""
+    completion = Completion((1, 2), (3, 4, 5), (-1.0, -1.0, -1.0), "", "stop", 0)
+    score = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+    other = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
+    group = Group(Problem("", "", "", ""), (completion,) * 8, (score, other) * 4)
+    return make_rollout([group, group], args, pad=0)
+
+
+def test_micro_batches_do_not_wait_for_the_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel_micro_batches, "LANES", 1)  # as on a GPU
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(CONFIG).save_pretrained(saved := tmp_path / "model")
+    args = from_preset(RLArgs, "tiny", train_mini_batch_size=0)
+    rollout, model = made_up_rollout(args), load_model(saved, ("cpu",), torch.float32)
+
+    def reads(micro_batch_tokens: int) -> tuple[int, int]:
+        few = dataclasses.replace(args, micro_batch_tokens=micro_batch_tokens)
+        with HostReads() as counter:
+            pieces = list(backward(model, rollout, range(16), 16.0, few, torch.float32))
+        return len(pieces), counter.count - HOST_SIDE * (1 + len(pieces))
+
+    assert reads(1000) == (1, 0)
+    assert reads(8) == (6, 0)  # 2 tokens of prompt and 2 of each response: three responses a micro-batch
+
+
+def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(monkeypatch):
+    torch.manual_seed(0)
+    whole = Qwen2ForCausalLM(CONFIG)
+    split = spread(copy.deepcopy(whole), partition_layers(ModelShape.from_config(CONFIG), ["cpu", "cpu:0"]))
+    here = [torch.device("cpu"), torch.device("cpu", 0)]  # which torch takes for one
+    monkeypatch.setattr(layer_split, "devices_of", lambda model: here[: 2 if model is split else 1])
+    args = from_preset(RLArgs, "tiny", train_mini_batch_size=0, micro_batch_tokens=16)
+    rollout, under_way, most = made_up_rollout(args), 0, 0
+
+    def count(change):
+        nonlocal under_way, most
+        under_way += change
+        most = max(most, under_way)
+
+    split.model.norm.register_forward_hook(lambda *_: count(1))
+    split.model.norm.register_full_backward_hook(lambda *_: count(-1))
+    rows = {name: [r for r, *_ in backward(m, rollout, range(16), 16.0, args, torch.float32)]
+            for name, m in (("whole", whole), ("split", split))}  # fmt: skip
+    # Of four in flight each has a quarter of the budget, and so one response.
+    assert (len(rows["whole"]), len(rows["split"]), most) == (3, 16, 4)
+    for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_check_sees_a_wait():
+    with HostReads() as counter:
+        float(torch.ones(1) + 1)
+    assert counter.count == 1

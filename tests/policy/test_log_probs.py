@@ -1,0 +1,127 @@
+"""Log-probs and entropy against log_softmax of the whole logits."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from alignment.policy import log_probs as module
+from alignment.policy.log_probs import compute_entropy, get_response_log_probs, sampling_logits
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+    }
+    return LlamaForCausalLM(LlamaConfig(**shape)).double()
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(1)
+    mask = torch.tensor([[False, True, True, True, False], [False, False, True, False, False]])
+    return torch.randint(0, 61, (2, 5)), torch.randint(0, 61, (2, 5)), mask
+
+
+def plain(model, inputs, labels, temperature=1.0):
+    return (model(inputs).logits / temperature).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def test_entropy_of_known_distributions():
+    logits = torch.tensor([[0.0, 0, 0, 0], [100, 0, 0, 0], [math.log(0.5), math.log(0.25), math.log(0.25), -torch.inf]])
+    expected = [math.log(4), 0, 1.5 * math.log(2)]
+    assert compute_entropy(logits[:2]).tolist() == pytest.approx(expected[:2], abs=1e-6)
+    assert compute_entropy(logits[2:, :3]).tolist() == pytest.approx(expected[2:], abs=1e-6)
+
+
+@pytest.mark.parametrize("at_a_time", [2**26, 61, 130])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_the_plain_computation(model, batch, monkeypatch, at_a_time, temperature):
+    monkeypatch.setattr(module, "LOGITS_IN_MEMORY", at_a_time)
+    inputs, labels, mask = batch
+    weights = torch.randn(2, 5, dtype=torch.float64)
+
+    expected = torch.where(mask, plain(model, inputs, labels, temperature), 0)
+    (weights * expected).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    out = get_response_log_probs(model, inputs, labels, True, response_mask=mask, temperature=temperature)
+    torch.testing.assert_close(out["log_probs"], expected.float(), rtol=0, atol=1e-5)
+    (weights * out["log_probs"]).sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5)
+    entropy = torch.where(mask, compute_entropy(model(inputs).logits / temperature), 0)
+    torch.testing.assert_close(out["token_entropy"], entropy, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("distribution", [{"top_p": 0.7}, {"top_k": 5, "temperature": 1.3}])
+@pytest.mark.parametrize("at_a_time", [2**26, 61])
+def test_gradients_of_a_truncated_distribution(model, batch, monkeypatch, distribution, at_a_time):
+    """Against autograd through the very distribution that is sampled from."""
+    monkeypatch.setattr(module, "LOGITS_IN_MEMORY", at_a_time)
+    inputs, labels, mask = batch
+    how = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **distribution}
+    kept = sampling_logits(model(inputs).logits[mask], *how.values(), keep=labels[mask])
+    expected = kept.log_softmax(-1).gather(-1, labels[mask][:, None])[:, 0]
+    weights = torch.randn(len(expected))
+    (weights * expected).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    out = get_response_log_probs(model, inputs, labels, True, response_mask=mask, **how)
+    torch.testing.assert_close(out["log_probs"][mask], expected, rtol=0, atol=1e-5)
+    (weights * out["log_probs"][mask]).sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5)
+    entropy = compute_entropy(model(inputs).logits[mask] / how["temperature"])
+    torch.testing.assert_close(out["token_entropy"][mask], entropy, rtol=0, atol=1e-5)
+
+
+def test_a_second_backward_gives_the_same_gradient_again(model, batch):
+    """The probabilities that the first one has written over are computed anew."""
+    inputs, labels, mask = batch
+    total = get_response_log_probs(model, inputs, labels, response_mask=mask)["log_probs"].sum()
+    first = torch.autograd.grad(total, list(model.parameters()), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(total, list(model.parameters())), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-6)
+
+
+def test_under_autocast_it_is_what_autocast_makes_of_the_plain_computation(model, batch):
+    inputs, labels, mask = batch
+    model.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = plain(model, inputs, labels)[mask]
+        out = get_response_log_probs(model, inputs, labels, response_mask=mask)["log_probs"]
+    torch.testing.assert_close(out[mask], expected.float(), rtol=0, atol=0.03)
+    out.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_without_a_mask_every_position_is_scored(model, batch):
+    inputs, labels, _ = batch
+    out = get_response_log_probs(model, inputs, labels)
+    assert set(out) == {"log_probs"}
+    torch.testing.assert_close(out["log_probs"], plain(model, inputs, labels).float(), rtol=0, atol=1e-5)
+
+
+def test_nucleus_keeps_the_fewest_likeliest_tokens_that_reach_top_p():
+    logits = torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log()
+    kept = sampling_logits(logits, 1.0, 0.75).softmax(-1)
+    assert kept[0].tolist() == pytest.approx([0.625, 0, 0.375, 0])  # 0.5 < 0.75 <= 0.5 + 0.3, renormalised by 0.8
+    assert sampling_logits(logits, 1.0, 0.4).softmax(-1)[0].tolist() == pytest.approx([1, 0, 0, 0])
+
+
+def test_a_kept_token_stays_finite_outside_the_nucleus():
+    logits = torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log()
+    kept = sampling_logits(logits, 1.0, 0.75, keep=torch.tensor([3])).softmax(-1)
+    assert kept[0].tolist() == pytest.approx([5 / 9, 0, 3 / 9, 1 / 9])
+
+
+def test_temperature_divides_the_logits():
+    assert sampling_logits(torch.tensor([[2.0, 4.0]]), 0.5, 1.0).tolist() == [[4, 8]]

@@ -1,0 +1,495 @@
+"""Roles, parameter counts, the layer partition and bytes per device, against hand-worked numbers and brute force."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations, pairwise, product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from alignment.policy.placement import (
+    ModelShape,
+    Roles,
+    assign_roles,
+    issue_order,
+    module_bytes,
+    partition_layers,
+    place,
+    split_evenly,
+)
+from alignment.system.errors import UserError
+
+# Qwen2.5-Math-1.5B. Worked by hand:
+#   embedding  151936 * 1536                               = 233,373,696
+#   attention  q 1536*1536 + 1536, k and v 2*(1536*256 + 256), o 1536*1536 = 5,507,072
+#   MLP        3 * 1536 * 8960 = 41,287,680;  two norms 3,072
+QWEN_1_5B = ModelShape(28, 1536, 8960, 12, 2, 128, 151_936, tie_word_embeddings=True, qkv_bias=True)
+EMBEDDING, LAYER, NORM = 233_373_696, 46_797_824, 1536
+ALL = EMBEDDING + 28 * LAYER + NORM  # 1,543,714,304
+
+
+def gpus(count: int) -> tuple[str, ...]:
+    return tuple(f"cuda:{index}" for index in range(count))
+
+
+# ---- roles
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"),
+    [
+        (0, Roles(("cpu",), "cpu", "cpu", "cpu")),
+        (1, Roles(("cuda:0",), "cuda:0", "cuda:0", "cuda:0")),
+        (2, Roles(("cuda:0",), "cuda:1", "cuda:1", "cuda:1")),
+        (3, Roles(("cuda:0",), "cuda:2", "cuda:1", "cuda:1")),
+        (4, Roles(("cuda:0",), "cuda:3", "cuda:2", "cuda:1")),
+        (5, Roles(("cuda:0", "cuda:1"), "cuda:4", "cuda:3", "cuda:2")),
+        (8, Roles(gpus(5), "cuda:7", "cuda:6", "cuda:5")),
+    ],
+)
+@pytest.mark.parametrize("vllm", [False, True])
+def test_default_roles(num_gpus: int, expected: Roles, vllm: bool):
+    assert assign_roles(num_gpus, vllm=vllm) == expected
+
+
+@pytest.mark.parametrize("num_gpus", range(17))
+def test_default_roles_exist_and_leave_the_policy_alone(num_gpus: int):
+    roles = assign_roles(num_gpus)
+    helpers = {roles.sample, roles.reference, roles.eval}
+    assert {*roles.policy, *helpers} == set(gpus(num_gpus) or ("cpu",))
+    assert list(roles.policy) == sorted(roles.policy, key=lambda device: int(device.partition(":")[2] or 0))
+    if num_gpus >= 2:
+        assert not helpers & set(roles.policy)
+
+
+@pytest.mark.parametrize("num_gpus", range(17))
+def test_spelling_out_the_defaults_changes_nothing(num_gpus: int):
+    """A run's resolved arguments can be given back as they are."""
+    for vllm in (False, True):
+        roles = assign_roles(num_gpus, vllm=vllm)
+        again = assign_roles(num_gpus, roles.sample, roles.reference, roles.eval, roles.policy, vllm=vllm)
+        assert again == roles
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        # The policy keeps the lowest GPU left, so here it moves up.
+        (dict(num_gpus=2, sample_device="cuda:0"), Roles(("cuda:1",), "cuda:0", "cuda:0", "cuda:0")),
+        (dict(num_gpus=4, sample_device="cuda"), Roles(("cuda:1",), "cuda:0", "cuda:3", "cuda:2")),
+        (dict(num_gpus=3, sample_device="cuda:1"), Roles(("cuda:0",), "cuda:1", "cuda:2", "cuda:2")),
+        (dict(num_gpus=3, reference_model_device="cuda:1"), Roles(("cuda:0",), "cuda:2", "cuda:1", "cuda:1")),
+        (dict(num_gpus=3, eval_device="cuda:2"), Roles(("cuda:0",), "cuda:1", "cuda:1", "cuda:2")),
+        # A helper on the CPU frees its GPU for the policy, and no other helper follows it there.
+        (dict(num_gpus=2, reference_model_device="cpu"), Roles(("cuda:0",), "cuda:1", "cpu", "cuda:1")),
+        (dict(num_gpus=4, reference_model_device="cpu"), Roles(("cuda:0", "cuda:1"), "cuda:3", "cpu", "cuda:2")),
+        (dict(num_gpus=4, sample_device="cuda:3", eval_device="cuda:3"), Roles(gpus(2), "cuda:3", "cuda:2", "cuda:3")),
+        (
+            dict(num_gpus=4, policy_devices=("cuda:3", "cuda:1")),
+            Roles(("cuda:3", "cuda:1"), "cuda:2", "cuda:0", "cuda:0"),
+        ),
+        (dict(num_gpus=1, policy_devices=("cuda:0", "cpu")), Roles(("cuda:0", "cpu"), "cuda:0", "cuda:0", "cuda:0")),
+        (dict(num_gpus=2, policy_devices=("cpu",)), Roles(("cpu",), "cuda:1", "cuda:0", "cuda:0")),
+        # Every GPU is the policy's by request: a bf16 copy beside it is the user's to judge.
+        (dict(num_gpus=2, policy_devices=gpus(2)), Roles(gpus(2), "cuda:1", "cuda:1", "cuda:1")),
+        # With nowhere else to go, the sampler joins eval rather than the reference on the policy's GPU.
+        (
+            dict(num_gpus=2, policy_devices=("cuda:0",), reference_model_device="cuda:0", eval_device="cuda:1"),
+            Roles(("cuda:0",), "cuda:1", "cuda:0", "cuda:1"),
+        ),
+    ],
+)
+def test_named_devices_are_honoured_and_the_rest_filled_in(asked: dict, expected: Roles):
+    assert assign_roles(**asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        (dict(num_gpus=4, sample_device="gpu1"), ["--sample_device 'gpu1'", "cuda:N"]),
+        (dict(num_gpus=4, eval_device="cuda:-1"), ["--eval_device 'cuda:-1'", "cuda:N"]),
+        (dict(num_gpus=4, eval_device="cuda:1\n"), ["--eval_device", "cuda:N"]),
+        (dict(num_gpus=4, policy_devices=("cuda:0", "")), ["--policy_devices ''", "cuda:N"]),
+        (
+            dict(num_gpus=4, sample_device="cuda:7"),
+            ["--sample_device cuda:7", "only 4 GPUs are visible (cuda:0..cuda:3)", "name one of these"],
+        ),
+        (dict(num_gpus=1, eval_device="cuda:1"), ["--eval_device cuda:1", "only 1 GPU is visible (cuda:0)"]),
+        (dict(num_gpus=2, policy_devices=("cuda:2",)), ["--policy_devices cuda:2", "(cuda:0..cuda:1)"]),
+        (dict(num_gpus=0, reference_model_device="cuda"), ["--reference_model_device cuda:0", "no GPU", "use cpu"]),
+        (dict(num_gpus=0, policy_devices=("cuda:0",)), ["--policy_devices cuda:0", "no GPU", "use cpu"]),
+        (
+            dict(num_gpus=2, sample_device="cuda:0", reference_model_device="cuda:1"),
+            ["--sample_device cuda:0 and --reference_model_device cuda:1", "none of the 2 GPUs", "put two of these"],
+        ),
+        (dict(num_gpus=2, policy_devices=("cuda", "cuda:0")), ["--policy_devices", "cuda:0 2 times", "once"]),
+        (dict(num_gpus=0, policy_devices=("cpu", "cpu")), ["--policy_devices", "cpu 2 times", "once"]),
+    ],
+)
+def test_refusals_name_the_flag_and_the_remedy(asked: dict, parts: list[str]):
+    for vllm in (False, True):
+        with pytest.raises(UserError) as refusal:
+            assign_roles(**asked, vllm=vllm)
+        message = str(refusal.value)
+        assert "\n" not in message
+        for part in parts:
+            assert part in message
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts", "remedy"),
+    [
+        (
+            dict(num_gpus=4, sample_device="cuda:3", reference_model_device="cuda:3"),
+            ["--sample_device and --reference_model_device are both cuda:3", "use --reference_model_device cuda:2"],
+            dict(reference_model_device="cuda:2"),
+        ),
+        (
+            dict(num_gpus=3, sample_device="cuda:0", policy_devices=("cuda:0", "cuda:1")),
+            ["--sample_device cuda:0 is also in --policy_devices", "use --sample_device cuda:2"],
+            dict(sample_device="cuda:2"),
+        ),
+        (
+            dict(num_gpus=2, sample_device="cuda:1", policy_devices=("cuda:0", "cuda:1")),
+            ["--sample_device cuda:1 is also in --policy_devices", "take cuda:1 off --policy_devices"],
+            dict(policy_devices=("cuda:0",)),
+        ),
+        (
+            dict(num_gpus=3, eval_device="cuda:0", policy_devices=("cuda:0",)),
+            ["--eval_device cuda:0 is also in --policy_devices", "use --eval_device cuda:2"],
+            dict(eval_device="cuda:2"),
+        ),
+        (
+            dict(num_gpus=2, policy_devices=("cuda:0", "cuda:1")),
+            ["--policy_devices names every GPU", "take cuda:1 off --policy_devices"],
+            dict(policy_devices=("cuda:0",)),
+        ),
+        (
+            dict(num_gpus=1, sample_device="cpu"),
+            ["--sample_device cpu", "cannot run there", "name a GPU (cuda:0)"],
+            dict(sample_device="cuda:0"),
+        ),
+        (
+            dict(num_gpus=2, eval_device="cpu"),
+            ["--eval_device cpu", "cannot run there", "leave the flag out"],
+            dict(eval_device=None),
+        ),
+    ],
+)
+def test_what_vllm_cannot_share_is_refused_and_the_remedy_is_accepted(asked: dict, parts: list[str], remedy: dict):
+    with pytest.raises(UserError) as refusal:
+        assign_roles(**asked, vllm=True)
+    for part in parts:
+        assert part in str(refusal.value)
+    assign_roles(**asked)  # without vLLM the same is the user's to judge
+    assign_roles(**{**asked, **remedy}, vllm=True)
+
+
+def test_one_gpu_and_two_gpus_share_under_vllm():
+    everything = assign_roles(1, "cuda:0", "cuda:0", "cuda:0", ("cuda:0",), vllm=True)
+    assert everything == Roles(("cuda:0",), "cuda:0", "cuda:0", "cuda:0")
+    # The policy needs the other GPU, so sampler and reference have to share this one.
+    assert assign_roles(2, "cuda:1", "cuda:1", vllm=True).policy == ("cuda:0",)
+    assert assign_roles(4, sample_device="cuda:3", eval_device="cuda:3", vllm=True).eval == "cuda:3"
+    assert assign_roles(0, sample_device="cpu", vllm=True).sample == "cpu"  # the CPU build
+
+
+@given(data=st.data(), num_gpus=st.integers(0, 6), vllm=st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_any_request_is_honoured_or_refused(data: st.DataObject, num_gpus: int, vllm: bool):
+    device = st.sampled_from(["cpu", *gpus(num_gpus)])
+    asked = [data.draw(st.none() | device) for _ in range(3)]
+    policy = tuple(data.draw(st.lists(device, max_size=3, unique=True)))
+    try:
+        roles = assign_roles(num_gpus, *asked, policy, vllm=vllm)
+    except UserError as refusal:
+        assert "--" in str(refusal) and num_gpus > 0
+        return
+    helpers = (roles.sample, roles.reference, roles.eval)
+    assert all(got == want for got, want in zip(helpers, asked, strict=True) if want is not None)
+    assert policy in ((), roles.policy)
+    assert {*helpers, *roles.policy} <= {"cpu", *gpus(num_gpus)} and roles.policy
+    if num_gpus >= 2 and not policy:
+        assert not set(helpers) & set(roles.policy)
+        assert {*helpers, *roles.policy} >= set(gpus(num_gpus))  # no GPU is left idle
+    if num_gpus >= 1:
+        assert all(got != "cpu" for got, want in zip(helpers, asked, strict=True) if want is None)
+
+
+# ---- parameter counts
+
+SMALL = dict(
+    vocab_size=211,
+    hidden_size=24,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+YES_NO = (False, True)
+CONFIGS = [
+    *(
+        LlamaConfig(**SMALL, tie_word_embeddings=tied, attention_bias=attention, mlp_bias=mlp)
+        for tied, attention, mlp in product(YES_NO, repeat=3)
+    ),
+    *(Qwen2Config(**SMALL, tie_word_embeddings=tied) for tied in YES_NO),
+    *(
+        Qwen3Config(**SMALL, tie_word_embeddings=tied, attention_bias=attention, head_dim=10)
+        for tied, attention in product(YES_NO, repeat=2)
+    ),
+    LlamaConfig(**SMALL, head_dim=16),
+    LlamaConfig(**{**SMALL, "num_key_value_heads": None}),  # means as many as attention heads
+    Qwen2Config(**SMALL, head_dim=16),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_bytes_equal_those_of_a_model_on_the_meta_device(config: PretrainedConfig):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counts = module_bytes(ModelShape.from_config(config), bytes_per_parameter=1)
+    for name, count in counts.items():
+        tied_away = name == "lm_head" and config.tie_word_embeddings
+        assert count == (0 if tied_away else sum(p.numel() for p in model.get_submodule(name).parameters())), name
+    assert sum(counts.values()) == sum(p.numel() for p in model.parameters())  # which lists a tied matrix once
+
+
+def test_qwen_1_5b_by_hand():
+    config = Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    shape = ModelShape.from_config(config)
+    assert shape == QWEN_1_5B
+    sizes = module_bytes(shape, bytes_per_parameter=16)
+    layers = [f"model.layers.{index}" for index in range(28)]
+    assert list(sizes) == ["model.embed_tokens", *layers, "model.norm", "lm_head"]
+    assert sizes["model.embed_tokens"] == 16 * EMBEDDING
+    assert {sizes[layer] for layer in layers} == {16 * LAYER}
+    assert (sizes["model.norm"], sizes["lm_head"]) == (16 * NORM, 0)
+    assert sum(sizes.values()) == 16 * 1_543_714_304
+
+
+def test_an_unknown_model_type_is_refused():
+    with pytest.raises(UserError, match="'gpt2'.*llama, qwen2, qwen3"):
+        ModelShape.from_config(SimpleNamespace(model_type="gpt2"))
+
+
+# ---- partition
+
+
+def loads(shape: ModelShape, device_map: dict[str, str]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for name, count in module_bytes(shape, 1).items():
+        total[device_map[name]] += count
+    return total
+
+
+def test_qwen_1_5b_over_two_gpus():
+    """12 + 16 layers: with 11 on the first, the second's 17 (795,564,544) would be the larger bottleneck."""
+    placed = partition_layers(QWEN_1_5B, gpus(2))
+    expected = {"model.rotary_emb": "cuda:0", "model.embed_tokens": "cuda:0"}
+    expected |= {f"model.layers.{index}": "cuda:0" if index < 12 else "cuda:1" for index in range(28)}
+    expected |= {"model.norm": "cuda:1", "lm_head": "cuda:0"}
+    assert placed == expected
+    assert list(placed) == list(expected)
+    assert loads(QWEN_1_5B, placed) == {"cuda:0": EMBEDDING + 12 * LAYER, "cuda:1": 16 * LAYER + NORM}
+
+
+def test_qwen_1_5b_over_five_and_eight_gpus():
+    """Five hold at best 7 layers each beside the embedding; of eight, one holds the embedding and the rest 4 each."""
+    assert max(loads(QWEN_1_5B, partition_layers(QWEN_1_5B, gpus(5))).values()) == 7 * LAYER
+    eight = loads(QWEN_1_5B, partition_layers(QWEN_1_5B, gpus(8)))
+    assert [eight[gpu] for gpu in gpus(8)] == [EMBEDDING, *[4 * LAYER] * 6, 4 * LAYER + NORM]
+
+
+def test_untied_head_takes_its_own_place_at_the_end():
+    shape = ModelShape(2, 8, 16, 2, 2, 4, 1000, tie_word_embeddings=False)
+    assert partition_layers(shape, ("cuda:2", "cpu", "cuda:0")) == {
+        "model.rotary_emb": "cuda:2",
+        "model.embed_tokens": "cuda:2",
+        "model.layers.0": "cpu",
+        "model.layers.1": "cpu",
+        "model.norm": "cpu",
+        "lm_head": "cuda:0",
+    }
+
+
+def test_more_devices_than_modules_uses_the_first_ones():
+    tied = ModelShape(1, 8, 16, 2, 2, 4, 10, tie_word_embeddings=True)
+    assert set(partition_layers(tied, gpus(16)).values()) == {"cuda:0", "cuda:1"}  # embedding and head | layer and norm
+    untied = ModelShape(1, 8, 16, 2, 2, 4, 10, tie_word_embeddings=False)
+    assert set(partition_layers(untied, gpus(16)).values()) == {"cuda:0", "cuda:1", "cuda:2"}
+
+
+def test_ties_for_the_bottleneck_go_to_the_even_split():
+    # The 9 forces a bottleneck of 9; filling greedily up to it would give 9 | 2 2 2 2 | 2.
+    assert split_evenly([9, 2, 2, 2, 2, 2], 3) in ([0, 1, 1, 1, 2, 2], [0, 1, 1, 2, 2, 2])
+
+
+@pytest.mark.parametrize("devices", [(), ("cuda:0", "cuda:0")])
+def test_a_partition_needs_distinct_devices(devices: tuple[str, ...]):
+    with pytest.raises(ValueError, match="each listed once"):
+        partition_layers(QWEN_1_5B, devices)
+
+
+SHAPES = st.builds(
+    ModelShape,
+    num_layers=st.integers(1, 80),
+    hidden_size=st.integers(1, 64),
+    intermediate_size=st.integers(1, 200),
+    num_attention_heads=st.integers(1, 8),
+    num_key_value_heads=st.integers(1, 8),
+    head_dim=st.integers(1, 16),
+    vocab_size=st.integers(1, 100_000),
+    tie_word_embeddings=st.booleans(),
+    qkv_bias=st.booleans(),
+    output_bias=st.booleans(),
+    mlp_bias=st.booleans(),
+    qk_norm=st.booleans(),
+)
+
+
+@given(shape=SHAPES, count=st.integers(1, 16))
+@settings(deadline=None, max_examples=150)
+def test_partition_properties(shape: ModelShape, count: int):
+    devices = gpus(count)
+    placed = partition_layers(shape, devices)
+    sizes = module_bytes(shape, 1)
+    assert list(placed) == ["model.rotary_emb", *sizes]  # every module once, in forward order
+
+    layers = [f"model.layers.{index}" for index in range(shape.num_layers)]
+    assert placed["model.rotary_emb"] == placed["model.embed_tokens"] == "cuda:0"
+    assert placed["model.norm"] == placed[layers[-1]]
+    path = ["model.embed_tokens", *layers, "model.norm"]
+    if shape.tie_word_embeddings:
+        assert placed["lm_head"] == placed["model.embed_tokens"]
+    else:
+        path.append("lm_head")
+    steps = [devices.index(placed[name]) for name in path]
+    # Contiguous, in order, nothing skipped: from one module to the next the same device or the one after it.
+    assert all(after - before in (0, 1) for before, after in pairwise(steps))
+    used = min(count, shape.num_layers + (1 if shape.tie_word_embeddings else 2))
+    assert set(placed.values()) == set(devices[:used])
+    assert sum(loads(shape, placed).values()) == sum(sizes.values())
+
+
+def all_cuts(sizes: list[int], parts: int) -> list[list[int]]:
+    """The part sums of every way to cut `sizes` into non-empty contiguous parts."""
+    return [
+        [sum(sizes[start:end]) for start, end in pairwise((0, *cuts, len(sizes)))]
+        for cuts in combinations(range(1, len(sizes)), parts - 1)
+    ]
+
+
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=9), data=st.data())
+@settings(deadline=None, max_examples=300)
+def test_split_is_the_best_of_all_cuts(sizes: list[int], data: st.DataObject):
+    parts = data.draw(st.integers(1, len(sizes)))
+    owners = split_evenly(sizes, parts)
+    assert sorted(set(owners)) == list(range(parts)) and owners == sorted(owners)
+    sums = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == part) for part in range(parts)]
+
+    def worth(cut: list[int]) -> tuple[int, int]:
+        return max(cut), sum(total**2 for total in cut)
+
+    assert worth(sums) == min(worth(cut) for cut in all_cuts(sizes, parts))
+
+
+@given(shape=SHAPES.filter(lambda shape: shape.num_layers <= 8), count=st.integers(1, 5))
+@settings(deadline=None, max_examples=100)
+def test_partition_bottleneck_equals_brute_force(shape: ModelShape, count: int):
+    sizes = module_bytes(shape, 1)
+    embedding, *layers, norm, head = sizes.values()
+    layers[-1] += norm
+    items = [embedding, *layers] if shape.tie_word_embeddings else [embedding, *layers, head]
+    # At most `count` devices: this also shows that using all of them costs nothing.
+    best = min(max(cut) for parts in range(1, min(count, len(items)) + 1) for cut in all_cuts(items, parts))
+    assert max(loads(shape, partition_layers(shape, gpus(count))).values()) == best
+
+
+def test_the_map_is_one_that_from_pretrained_takes(tmp_path):
+    config = Qwen2Config(**SMALL, tie_word_embeddings=True)
+    saved = AutoModelForCausalLM.from_config(config)
+    saved.save_pretrained(tmp_path)
+    device_map = partition_layers(ModelShape.from_config(config), ("cpu",))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    ids = torch.arange(6)[None]
+    torch.testing.assert_close(loaded(ids).logits, saved.eval()(ids).logits, rtol=0, atol=0)
+
+
+# ---- bytes
+
+
+def test_eight_gpus_by_hand():
+    shares = place(QWEN_1_5B, assign_roles(8))
+    assert [(share.device, share.role) for share in shares] == [
+        *((gpu, "policy") for gpu in gpus(5)),
+        ("cuda:7", "sample"),
+        ("cuda:5", "eval"),
+        ("cuda:6", "reference"),
+    ]
+    layers = [layer for share in shares[:5] for layer in share.layers]
+    assert layers == list(range(28))
+    assert sum(share.bytes for share in shares[:5]) == 16 * ALL  # 24.7 GB
+    assert max(share.bytes for share in shares[:5]) == 16 * 7 * LAYER
+    assert [share.bytes for share in shares[5:]] == [2 * ALL, 2 * ALL, 4 * ALL]  # 3.1 GB, and 6.2 in fp32
+    assert shares[5].layers == tuple(range(28))
+
+
+def bytes_by_device(shares):
+    totals = Counter()
+    for share in shares:
+        totals[share.device] += share.bytes
+    return totals
+
+
+def test_sampler_and_eval_on_one_gpu_are_one_copy():
+    shares = place(QWEN_1_5B, assign_roles(2))
+    assert [(share.device, share.role) for share in shares] == [
+        ("cuda:0", "policy"),
+        ("cuda:1", "sample+eval"),
+        ("cuda:1", "reference"),
+    ]
+    assert bytes_by_device(shares) == {"cuda:0": 16 * ALL, "cuda:1": (2 + 4) * ALL}
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1))) == {"cuda:0": (16 + 2) * ALL}  # the policy is the reference
+    three = {"cuda:0": 16 * ALL, "cuda:2": 2 * ALL, "cuda:1": (2 + 4) * ALL}  # reference and eval share cuda:1
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(3))) == three
+
+
+def test_the_optimizer_decides_what_the_policy_takes():
+    offloaded = place(QWEN_1_5B, assign_roles(1), "adamw_cpu_offload")
+    assert bytes_by_device(offloaded) == {"cuda:0": (8 + 2) * ALL, "cpu": 8 * ALL}  # 15.4 GB, and 12.3 of moments
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(0), "adamw_cpu_offload")) == {"cpu": (16 + 2) * ALL}
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1), "adamw_8bit")) == {"cuda:0": (10 + 2) * ALL}
+
+
+def test_one_micro_batch_after_another_and_several_in_flight():
+    one = list(issue_order(2, 1, heads_first=False))
+    assert one == [("forward", 0), ("head", 0), ("backward", 0), ("forward", 1), ("head", 1), ("backward", 1)]
+    assert one == list(issue_order(2, 1, heads_first=True))
+    short = [f"{what[0]}{number}" for what, number in issue_order(3, 2, heads_first=True)]
+    assert short == ["f0", "f1", "h0", "h1", "b0", "b1", "f2", "h2", "b2"]
+    short = [f"{what[0]}{number}" for what, number in issue_order(3, 2, heads_first=False)]
+    assert short == ["f0", "f1", "h0", "b0", "h1", "b1", "f2", "h2", "b2"]
+
+
+@given(st.integers(0, 9), st.integers(1, 6), st.booleans())
+def test_no_more_than_allowed_are_in_flight_and_each_comes_back(micro_batches, in_flight, heads_first):
+    order, held = list(issue_order(micro_batches, in_flight, heads_first)), 0
+    for what, _ in order:
+        held += {"forward": 1, "head": 0, "backward": -1}[what]
+        assert 0 <= held <= in_flight
+    assert sorted(order) == sorted((what, n) for what in ("forward", "head", "backward") for n in range(micro_batches))
+    for number in range(micro_batches):
+        assert [what for what, n in order if n == number] == ["forward", "head", "backward"]

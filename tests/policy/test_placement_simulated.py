@@ -1,0 +1,174 @@
+"""Real forward passes over GPUs that are not there: fake tensors know their device and refuse to meet across devices.
+
+A fake tensor has a shape, a dtype and a device and no data, and every operation checks that its inputs share a device.
+So a forward pass of the true model shows whether each activation is moved to where the weights it meets are placed.
+Backward needs a real device and is not covered here.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from alignment.policy.loading import move_activations
+from alignment.policy.placement import ModelShape, assign_roles, partition_layers
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.version.cuda is None,
+        reason="simulated GPUs need the CUDA build of torch (the plain Linux wheel); this build knows no CUDA device",
+    ),
+    # accelerate asks each tied weight for its address; a fake one has none (see `forward`).
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
+]
+
+QWEN_1_5B = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+LLAMA_1B = LlamaConfig(  # the shape of Llama-3.2-1B, but untied, so that lm_head sits at the end
+    vocab_size=128_256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    tie_word_embeddings=False,
+)
+QWEN3_06B = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_real_gpu(monkeypatch: pytest.MonkeyPatch):
+    """On a machine with GPUs, a fake tensor would start a context on the device it names, which may not exist."""
+    monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
+    monkeypatch.setattr(FakeTensorMode, "avoid_device_init", True)
+
+
+def fill(module: torch.nn.Module, device: str | int) -> None:
+    """Replace every parameter and buffer under `module` by an empty one on `device`; call it in a FakeTensorMode."""
+    for part in module.modules():
+        for name, old in part.named_parameters(recurse=False):
+            setattr(part, name, torch.nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device)))
+        for name, old in part.named_buffers(recurse=False):
+            setattr(part, name, torch.empty(old.shape, dtype=old.dtype, device=device))
+
+
+def fake_model(config: PretrainedConfig, device_map: dict[str, str] | dict[str, int]) -> torch.nn.Module:
+    """The model with fake weights placed by the map. Its embedding and lm_head are not tied yet: see `forward`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    for name, device in device_map.items():
+        fill(model.get_submodule(name), device)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))  # the map left nothing out
+    return model
+
+
+def accelerate_moves(model: torch.nn.Module, device_map: dict) -> None:
+    """What `from_pretrained(device_map=...)` does with a map."""
+    dispatch_model(model, device_map, force_hooks=True, skip_keys=model._skip_keys_device_placement)
+
+
+def no_moves(model: torch.nn.Module, device_map: dict) -> None:
+    """Nothing moves."""
+
+
+def forward(model: torch.nn.Module, device_map: dict, moves=move_activations, plant: tuple[str, str] | None = None):
+    """Run 2 x 16 tokens from the embedding's device; returns the logits and each mapped module's output device.
+
+    `plant` puts one module's weights on another device after the moves were set up.
+    """
+    moves(model, device_map)
+    if model.config.tie_word_embeddings:
+        # Only now, because accelerate tells tied weights by their address, which is 0 for every fake tensor.
+        model.lm_head.weight = model.get_input_embeddings().weight
+    if plant is not None:
+        fill(model.get_submodule(plant[0]), plant[1])
+    seen: dict[str, str] = {}
+    for name in device_map:
+
+        def note(module, inputs, output, name=name):
+            seen[name] = str((output[0] if isinstance(output, tuple) else output).device)
+
+        model.get_submodule(name).register_forward_hook(note)
+    ids = torch.zeros(2, 16, dtype=torch.long, device=device_map["model.embed_tokens"])
+    return model(input_ids=ids, use_cache=False).logits, seen
+
+
+def check(config: PretrainedConfig, devices: tuple[str, ...]) -> None:
+    """Every module computes on the device the map gives it, lm_head at the end."""
+    device_map = partition_layers(ModelShape.from_config(config), devices)
+    assert set(device_map.values()) == set(devices)
+    with FakeTensorMode():
+        logits, seen = forward(fake_model(config, device_map), device_map)
+    assert seen == device_map
+    assert str(logits.device) == device_map["lm_head"]
+    assert logits.shape == (2, 16, config.vocab_size)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_qwen_1_5b_runs_over_simulated_gpus(count: int):
+    check(QWEN_1_5B, tuple(f"cuda:{index}" for index in range(count)))
+
+
+@pytest.mark.parametrize("num_gpus", [1, 4, 5, 6, 8])
+def test_the_policy_runs_on_what_the_roles_leave_it(num_gpus: int):
+    check(QWEN3_06B, assign_roles(num_gpus).policy)
+
+
+def test_each_other_role_of_eight_gpus_runs_on_its_own():
+    roles = assign_roles(8)
+    for device in (roles.sample, roles.reference, roles.eval):
+        check(QWEN3_06B, (device,))
+
+
+def test_policy_on_chosen_gpus_in_a_chosen_order():
+    check(QWEN_1_5B, assign_roles(8, policy_devices=("cuda:6", "cuda:2", "cuda:4")).policy)
+
+
+@pytest.mark.parametrize("config", [LLAMA_1B, QWEN3_06B], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("count", [2, 5])
+def test_other_families_run_over_simulated_gpus(config: PretrainedConfig, count: int):
+    check(config, tuple(f"cuda:{index}" for index in range(count)))
+
+
+def test_accelerate_takes_gpu_numbers_and_device_strings_alike():
+    by_name = partition_layers(ModelShape.from_config(QWEN3_06B), ("cuda:0", "cuda:1", "cuda:2"))
+    by_number = {name: int(device.removeprefix("cuda:")) for name, device in by_name.items()}
+    with FakeTensorMode():
+        _, seen = forward(fake_model(QWEN3_06B, by_number), by_number, moves=accelerate_moves)
+    assert seen == by_name
+
+
+def test_without_moves_an_activation_meets_weights_elsewhere():
+    device_map = partition_layers(ModelShape.from_config(QWEN_1_5B), ("cuda:0", "cuda:1"))
+    with FakeTensorMode(), pytest.raises(FakeTensorDeviceMismatchError, match="cuda:"):
+        forward(fake_model(QWEN_1_5B, device_map), device_map, moves=no_moves)
+
+
+@pytest.mark.parametrize("planted", ["model.layers.27", "model.norm"])
+def test_one_module_on_the_wrong_device_is_caught(planted: str):
+    """The check can fail: the moves are in place, one module's weights are not where they lead."""
+    device_map = partition_layers(ModelShape.from_config(QWEN_1_5B), ("cuda:0", "cuda:1"))
+    with FakeTensorMode(), pytest.raises(FakeTensorDeviceMismatchError, match="cuda:5"):
+        forward(fake_model(QWEN_1_5B, device_map), device_map, plant=(planted, "cuda:5"))

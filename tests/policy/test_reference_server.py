@@ -1,0 +1,704 @@
+"""The served reference model: the very bits of the one in the process, whatever else is sent to the server."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from alignment import reference_server
+from alignment.args import ReferenceServerArgs, RLArgs, from_preset
+from alignment.core.rollout import Rollout
+from alignment.core.tokens import collate
+from alignment.policy import reference_client
+from alignment.policy.loading import load_model
+from alignment.policy.placement import Roles
+from alignment.policy.reference_client import RemoteReference
+from alignment.reference_server import Desk, ReferenceServer, bound, facts, main, work
+from alignment.system.errors import RunStopped, UserError, door
+from alignment.training.references import open_reference, rollout_log_probs
+
+ARGS = from_preset(RLArgs, "tiny", micro_batch_tokens=100)
+VOCABULARY = 304
+METADATA = {"temperature": "1.0", "top_p": "1.0", "top_k": "0", "micro_batch_tokens": "100"}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    return load_model(str(tiny_folder), ("cpu",), torch.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def command(tiny_folder):
+    """The command in a process of its own, which starts, for seconds, while the other tests run."""
+    flags = ["--model", str(tiny_folder), "--device", "cpu", "--port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "alignment.reference_server", *flags],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, reference_client.TOKEN_VARIABLE: "secret"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def make_rollout(seed: int = 0, rows: int = 8) -> Rollout:
+    rng = random.Random(seed)
+    prompts, responses = ([[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(rows)] for _ in "pr")
+    batch = collate(prompts, responses, pad_token_id=1)
+    return Rollout(batch, torch.zeros(rows, 1), None, torch.zeros(batch.labels.shape), tuple(range(rows)))
+
+
+def tensors_of(rollout: Rollout) -> dict[str, torch.Tensor]:
+    return {name: getattr(rollout.batch, name) for name in ("input_ids", "labels", "response_mask")}
+
+
+BODY = safetensors.torch.save(tensors_of(make_rollout()), METADATA)
+
+
+@contextlib.contextmanager
+def serving(model, port=0, token="", max_pending=8, max_upload_mib=1, computing=True, **other):
+    """The server as the command runs it, but for its main thread; it computes once `begin` is called."""
+    args = ReferenceServerArgs(model="tiny", max_pending=max_pending, max_upload_mib=max_upload_mib)
+    desk = Desk(max_pending)
+    with bound("127.0.0.1", port, token) as listener:
+        info = {**facts(args, model, torch.float32, "cpu"), **other}
+        server = ReferenceServer(listener, desk, info, token)
+        thread = threading.Thread(target=work, args=(desk, model, torch.float32))
+        server.begin = thread.start
+        with server.running():
+            if computing:
+                thread.start()
+            yield server
+    if thread.ident:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with serving(model, token="secret") as server:
+        yield server
+
+
+def ask(server, method="GET", path="/info", body=None, headers=(("Authorization", "Bearer secret"),)) -> tuple[int, bytes]:
+    """A request whose headers are just these; with a body, its length as well."""
+    with contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=30)) as connection:
+        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        given = dict(headers)
+        if body is not None:
+            given.setdefault("Content-Length", str(len(body)))
+        for name, value in given.items():
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def refusal(answer: tuple[int, bytes]) -> tuple[int, str]:
+    status, body = answer
+    error = json.loads(body)
+    assert error.keys() == {"error"} and "\n" not in error["error"] and "Traceback" not in error["error"]
+    return status, error["error"]
+
+
+def client(server, timeout=30.0, **how) -> RemoteReference:
+    return RemoteReference(server.url, "secret" if server.token else "", how.get("vocabulary", VOCABULARY), timeout)
+
+
+# --- what it is for -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"micro_batch_tokens": 30},
+        {"micro_batch_tokens": 16304},
+        {"sampling_temperature": 0.7, "sampling_top_p": 0.83, "sampling_top_k": 20},
+    ],
+)
+def test_the_log_probs_are_those_of_the_model_in_the_process_bit_for_bit(server, model, how):
+    args, rollout = dataclasses.replace(ARGS, **how), make_rollout(1)
+    expected = rollout_log_probs(model, rollout, args, torch.float32)
+    assert expected[rollout.batch.response_mask].lt(0).all()
+    remote = client(server)
+    remote.upload("step_1", rollout, args)
+    annotated = remote.annotate(rollout, args, "step_1")
+    assert torch.equal(annotated.reference_log_probs_BT, expected)
+    assert dataclasses.replace(annotated, reference_log_probs_BT=None) == rollout
+    never_uploaded = make_rollout(2)
+    found = remote.annotate(never_uploaded, args, "step_2").reference_log_probs_BT
+    assert torch.equal(found, rollout_log_probs(model, never_uploaded, args, torch.float32))
+
+
+def test_rollouts_and_settings_of_one_name_are_never_mixed_up(server, model):
+    remote, hotter = client(server), dataclasses.replace(ARGS, sampling_temperature=2.0)
+    for rollout, args in ((make_rollout(3), ARGS), (make_rollout(4), ARGS), (make_rollout(3), hotter), (make_rollout(3), ARGS)):
+        found = remote.annotate(rollout, args, "the_same").reference_log_probs_BT
+        assert torch.equal(found, rollout_log_probs(model, rollout, args, torch.float32))
+
+
+def test_info(server, model):
+    status, body = ask(server)
+    assert status == 200
+    assert json.loads(body) == {
+        "service": "alignment.reference_server",
+        "model": "tiny",
+        "vocabulary": VOCABULARY,
+        "context": 256,
+        "dtype": "float32",
+        "device": "cpu",
+        "weights": reference_client.weights_digest(model, torch.float32),
+        "max_upload_bytes": 1 << 20,
+    }
+
+
+def test_the_digest_tells_weights_and_dtypes_apart(model, tiny_folder):
+    digest = reference_client.weights_digest
+    other = load_model(str(tiny_folder), ("cpu",), torch.float32)
+    assert digest(other, torch.float32) == digest(model, torch.float32) != digest(model, torch.bfloat16)
+    assert digest(model, torch.bfloat16) == digest(load_model(str(tiny_folder), ("cpu",), torch.bfloat16), torch.bfloat16)
+    with torch.no_grad():
+        other.get_input_embeddings().weight[0, 0] += 1
+    assert digest(other, torch.float32) != digest(model, torch.float32)
+
+
+def test_an_answer_may_be_asked_for_again_until_newer_ones_push_it_out(model):
+    with serving(model) as server:
+        for number in range(reference_server.READ_RESULTS + 2):
+            assert ask(server, "POST", f"/upload?key=k{number}", BODY)[0] == 202
+            first, again = (ask(server, path=f"/get?key=k{number}") for _ in range(2))
+            assert first == again and first[0] == 200
+        kept = [ask(server, path=f"/get?key=k{number}")[0] for number in range(reference_server.READ_RESULTS + 2)]
+        assert kept == [404, 404, *[200] * reference_server.READ_RESULTS]
+
+
+# --- what it refuses ----------------------------------------------------------------------------------------------
+
+TOKEN = ("Authorization", "Bearer secret")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status", "words"),
+    [
+        ("GET", "/info", None, (), 401, "ALIGNMENT_REFERENCE_TOKEN"),
+        ("GET", "/info", None, (("Authorization", "Bearer wrong"),), 401, "token"),
+        ("GET", "/info", None, (("Authorization", "Bearer \xff"),), 401, "token"),
+        ("GET", "/info", None, (("Authorization", "secret"),), 401, "token"),
+        ("POST", "/upload?key=a", BODY, (), 401, "token"),
+        ("GET", "/nowhere", None, (), 401, "token"),
+        ("GET", "/nowhere", None, (TOKEN,), 404, "nothing but /upload, /get, /info"),
+        ("GET", "/", None, (TOKEN,), 404, "nothing but"),
+        ("GET", "//[", None, (TOKEN,), 404, "nothing but"),
+        ("GET", "http://[/info", None, (TOKEN,), 404, "nothing but"),
+        ("GET", "/upload?key=a", None, (TOKEN,), 405, "takes POST"),
+        ("POST", "/get?key=a", b"", (TOKEN,), 405, "takes GET"),
+        ("POST", "/info", b"", (TOKEN,), 405, "takes GET"),
+        ("DELETE", "/info", None, (TOKEN,), 405, "no request"),
+        ("GET", "/get?key=unheard", None, (TOKEN,), 404, "no such key"),
+        ("GET", "/get", None, (TOKEN,), 400, "key"),
+        ("GET", "/get?key=", None, (TOKEN,), 400, "key"),
+        ("GET", "/get?key=a/b", None, (TOKEN,), 400, "key"),
+        ("GET", "/get?key=a%0A", None, (TOKEN,), 400, "key"),
+        ("GET", "/get?key=a&key=b", None, (TOKEN,), 400, "key"),
+        ("GET", f"/get?key={'a' * 201}", None, (TOKEN,), 400, "key"),
+        ("GET", f"/{'a' * 70000}", None, (TOKEN,), 414, "no request"),
+        ("GET", "/info", None, (TOKEN, ("X", "a" * 70000)), 431, "no request"),
+        ("POST", "/upload?key=a/b", BODY, (TOKEN,), 400, "key"),
+        ("POST", "/upload?key=a", None, (TOKEN,), 411, "Content-Length"),
+        ("POST", "/upload?key=a", BODY, (TOKEN, ("Transfer-Encoding", "chunked")), 411, "no Transfer-Encoding"),
+        ("POST", "/upload?key=a", b"", (TOKEN, ("Content-Length", "-1")), 400, "no number"),
+        ("POST", "/upload?key=a", b"", (TOKEN, ("Content-Length", "\xb2")), 400, "no number"),
+        ("POST", "/upload?key=a", b"", (TOKEN, ("Content-Length", "9" * 18)), 413, "1048576 bytes"),
+        ("POST", "/upload?key=a", bytes(1 + (1 << 20)), (TOKEN,), 413, "1048576 bytes"),
+        ("POST", "/upload?key=a", bytes(8 << 20), (TOKEN,), 413, "1048576 bytes"),
+        ("POST", "/upload?key=a", b"", (TOKEN,), 400, "no safetensors"),
+    ],
+)
+def test_refusals(server, method, path, body, headers, status, words):
+    found, message = refusal(ask(server, method, path, body, headers))
+    assert found == status and words in message
+
+
+def test_a_body_that_ends_too_early_is_told(server):
+    with socket.create_connection(server.server_address, timeout=20) as connection:
+        head = f"POST /upload?key=a HTTP/1.0\r\nAuthorization: Bearer secret\r\nContent-Length: {len(BODY)}\r\n\r\n"
+        connection.sendall(head.encode() + BODY[:-1])
+        connection.shutdown(socket.SHUT_WR)
+        with connection.makefile("rb") as file:
+            assert b"the body ends too early" in file.read()
+
+
+def altered(**changes):
+    """The tensors of an upload, changed."""
+    return lambda tensors: {**tensors, **{name: change(tensors[name]) for name, change in changes.items()}}
+
+
+def put(index, value):
+    def change(tensor):
+        changed = tensor.clone()
+        changed[index] = value
+        return changed
+
+    return change
+
+
+def all_altered(change):
+    return lambda tensors: {name: change(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "words"),
+    [
+        (lambda t: {"labels": t["labels"]}, {}, "the tensors must be input_ids"),
+        (lambda t: {**t, "more": t["labels"].clone()}, {}, "the tensors must be input_ids"),
+        (altered(labels=lambda t: t.int()), {}, "int64"),
+        (altered(response_mask=lambda t: t.to(torch.uint8)), {}, "bool"),
+        (altered(input_ids=lambda t: t.to(torch.float8_e4m3fn)), {}, "int64"),
+        (altered(labels=lambda t: t[:, 1:].contiguous()), {}, "one shape"),
+        (all_altered(lambda t: t[0]), {}, "[B, T]"),
+        (all_altered(lambda t: t[:0]), {}, "[B, T]"),
+        (all_altered(lambda t: t[:, :0].contiguous()), {}, "[B, T]"),
+        (all_altered(lambda t: t[:, :1].repeat(1, 257)), {}, "257 tokens do not fit in the model's context of 256"),
+        (altered(input_ids=put((0, 0), VOCABULARY)), {}, "input_ids outside the vocabulary of 304"),
+        (altered(input_ids=put((7, -1), -1)), {}, "input_ids outside"),
+        (altered(labels=put((0, 0), 2**62)), {}, "labels outside"),
+        (altered(labels=put((0, 0), -(2**63))), {}, "labels outside"),
+        (altered(response_mask=put(3, False)), {}, "a row has no response"),
+        (dict, {"temperature": None}, "temperature"),
+        (dict, {"temperature": "hot"}, "temperature"),
+        (dict, {"temperature": "0"}, "temperature"),
+        (dict, {"temperature": "nan"}, "temperature"),
+        (dict, {"temperature": "inf"}, "temperature"),
+        (dict, {"top_p": "0"}, "top_p"),
+        (dict, {"top_p": "1.0001"}, "top_p"),
+        (dict, {"top_k": "-1"}, "top_k"),
+        (dict, {"top_k": "1.5"}, "top_k"),
+        (dict, {"micro_batch_tokens": "0"}, "micro_batch_tokens"),
+        (dict, {"micro_batch_tokens": "9" * 5000}, "micro_batch_tokens"),
+    ],
+)
+def test_uploads_that_could_not_be_computed(server, change, metadata, words):
+    merged = {name: value for name, value in {**METADATA, **metadata}.items() if value is not None}
+    body = safetensors.torch.save(change(tensors_of(make_rollout())), merged)
+    status, message = refusal(ask(server, "POST", "/upload?key=bad", body))
+    assert status == 400 and words in message
+    assert ask(server, path="/get?key=bad")[0] == 404
+
+
+def test_bytes_that_are_no_booleans_are_refused(server):
+    place = BODY.rfind(b"\1")  # in the mask, which a file holds last
+    assert safetensors.torch.load(BODY)["response_mask"].flatten()[place - len(BODY)]
+    status, message = refusal(ask(server, "POST", "/upload?key=bad", BODY[:place] + b"\2" + BODY[place + 1 :]))
+    assert status == 400 and "neither 0 nor 1" in message
+
+
+raw_bytes = st.one_of(
+    st.binary(max_size=200),
+    st.builds(
+        lambda start, end, between: BODY[:start] + between + BODY[end:],
+        st.integers(0, 400),
+        st.integers(0, 400),
+        st.binary(max_size=20),
+    ),
+)
+lines = st.text(st.characters(max_codepoint=255, exclude_characters="\r\n"), max_size=40).map(
+    lambda text: text.encode("latin-1")
+)
+requests = st.one_of(
+    st.binary(max_size=300),
+    st.builds(
+        lambda first, headers, body: b"\r\n".join([first, *headers, b"", body]),
+        st.one_of(
+            lines, st.sampled_from([b"GET /info HTTP/1.1", b"POST /upload?key=a HTTP/1.0", b"GET /get?key=\xff HTTP/0.9"])
+        ),
+        st.lists(st.one_of(lines, st.just(b"Authorization: Bearer secret"), st.just(b"Content-Length: 5")), max_size=4),
+        raw_bytes,
+    ),
+)
+fuzzed = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@fuzzed
+@given(raw_bytes)
+def test_any_body_is_answered_and_the_server_goes_on(server, body):
+    status, answer = ask(server, "POST", "/upload?key=fuzz", body)
+    assert status in (202, 400) and json.loads(answer).keys() <= {"error"}
+    assert ask(server)[0] == 200
+
+
+@fuzzed
+@given(requests)
+def test_any_bytes_are_answered_and_the_server_goes_on(server, sent):
+    with socket.create_connection(server.server_address, timeout=20) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        with connection.makefile("rb") as file:
+            answer = file.read()
+    assert not answer or answer.startswith(b"HTTP/1.0 ")
+    assert b"Traceback" not in answer and not answer.startswith(b"HTTP/1.0 5") or b" 505 " in answer[:20]
+    assert ask(server)[0] == 200
+
+
+# --- slow, many, too many -----------------------------------------------------------------------------------------
+
+
+def test_silent_and_slow_clients_are_hung_up_on(model, monkeypatch):
+    monkeypatch.setattr(reference_server, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(reference_server, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(reference_server, "CONNECTIONS", 4)
+    begun = b"POST /upload?key=a HTTP/1.0\r\nContent-Length: 1000\r\n\r\nabc"
+    with serving(model) as server, contextlib.ExitStack() as stack:
+        many = [stack.enter_context(socket.create_connection(server.server_address)) for _ in range(9)]
+        over = threading.Event()
+
+        def dribble():
+            """A byte now and then, as a client that means harm would send it; some begin with a body."""
+            for connection in many[5:]:
+                connection.sendall(begun)
+            while not over.wait(0.05):
+                for connection in many[1:]:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(b"G")
+
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        try:
+            start = time.monotonic()
+            assert ask(server)[0] == 200  # after all of these, four at a time
+            assert time.monotonic() - start < 10
+            assert many[0].recv(1) == b""
+        finally:
+            over.set()
+            thread.join()
+        assert len([thread for thread in threading.enumerate() if "process_request" in thread.name]) <= 4
+
+
+def test_the_server_closes_while_clients_hold_every_connection(model, monkeypatch):
+    monkeypatch.setattr(reference_server, "CONNECTIONS", 2)
+    with contextlib.ExitStack() as stack:
+        with serving(model) as server:
+            for _ in range(4):
+                stack.enter_context(socket.create_connection(server.server_address))
+            time.sleep(0.3)
+            start = time.monotonic()
+        assert time.monotonic() - start < 5
+
+
+def test_back_pressure(model):
+    with serving(model, max_pending=2, computing=False) as server:
+        uploaded = [ask(server, "POST", f"/upload?key={key}", BODY)[0] for key in ("a", "b", "c", "a")]
+        assert uploaded == [202, 202, 503, 202]
+        remote, rollout = client(server, timeout=0.3), make_rollout(5)
+        with pytest.raises(RunStopped, match="has had no room for another rollout for 0.3 seconds"):
+            remote.upload("step_1", rollout, ARGS)
+        server.begin()
+        assert ask(server, path="/get?key=b")[0] == 200
+        # One result that nobody has read, and one place: which is taken, until it is read.
+        remote.upload("step_1", rollout, ARGS)
+        assert ask(server, "POST", "/upload?key=d", BODY)[0] == 503
+        patient, made = client(server), []
+        waiting = threading.Thread(target=lambda: made.append(patient.annotate(make_rollout(6), ARGS, "step_2")))
+        waiting.start()
+        time.sleep(0.2)
+        assert not made
+        found = remote.annotate(rollout, ARGS, "step_1").reference_log_probs_BT
+        assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
+        waiting.join(10)
+        assert len(made) == 1
+
+
+def test_results_that_nobody_fetches_make_room_in_time(model, monkeypatch, wait_for):
+    with serving(model, max_pending=1) as server:
+        assert ask(server, "POST", "/upload?key=left", BODY)[0] == 202
+        wait_for(lambda: "left" in server.desk._unread)
+        assert ask(server, "POST", "/upload?key=next", BODY)[0] == 503
+        monkeypatch.setattr(reference_server, "ABANDONED_SECONDS", 0.0)
+        assert ask(server, "POST", "/upload?key=next", BODY)[0] == 202
+        assert ask(server, path="/get?key=left")[0] == 404
+        assert ask(server, path="/get?key=next")[0] == 200
+
+
+def test_not_yet(model, monkeypatch):
+    monkeypatch.setattr(reference_server, "POLL_SECONDS", 0.2)
+    with serving(model, computing=False) as server:
+        ask(server, "POST", "/upload?key=a", BODY)
+        start = time.monotonic()
+        assert ask(server, path="/get?key=a")[0] == 202
+        assert time.monotonic() - start > 0.2
+        with pytest.raises(RunStopped, match="has not computed its log-probs for 0.5 seconds"):
+            client(server, timeout=0.5).annotate(make_rollout(), ARGS, "step_1")
+
+
+def test_what_cannot_be_computed_is_told_and_may_be_tried_again(model, monkeypatch, capsys):
+    whole, fail = reference_server.batch_log_probs, [True]
+
+    def failing(*arguments, **how):
+        if fail:
+            raise RuntimeError("out of memory\nat some length")
+        return whole(*arguments, **how)
+
+    monkeypatch.setattr(reference_server, "batch_log_probs", failing)
+    with serving(model) as server:
+        with pytest.raises(RunStopped, match="500, could not be computed: RuntimeError: out of memory; then go on"):
+            client(server).annotate(make_rollout(), ARGS, "step_1")
+        assert "step_1" in (said := capsys.readouterr().err) and said.count("\n") == 1
+        fail.clear()
+        client(server).upload("step_1", make_rollout(), ARGS)
+        assert client(server).annotate(make_rollout(), ARGS, "step_1").reference_log_probs_BT is not None
+
+
+# --- the client when things go wrong ------------------------------------------------------------------------------
+
+
+def test_a_server_that_was_started_again_is_sent_the_rollout_again(model, monkeypatch):
+    monkeypatch.setattr(reference_client, "PAUSES", (0.1, 0.2))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    rollout = make_rollout(7)
+    with serving(model, computing=False) as first:
+        remote = client(first)
+        remote.upload("step_1", rollout, ARGS)
+    with pytest.raises(RunStopped, match="does not answer .*: start it again with the same --model; then go on with --resume"):
+        remote.annotate(rollout, ARGS, "step_1")
+    with serving(model, port=first.server_address[1]) as second:
+        assert second.url == first.url
+        found = remote.annotate(rollout, ARGS, "step_1").reference_log_probs_BT
+        assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
+    with serving(model, port=first.server_address[1], weights="another"):
+        with pytest.raises(RunStopped, match="has another model than when the run began"):
+            remote.annotate(rollout, ARGS, "step_1")
+
+
+def test_rollouts_that_are_too_large_are_not_sent(model):
+    with serving(model, max_upload_bytes=1000) as server, pytest.raises(RunStopped, match="raise its --max_upload_mib"):
+        client(server).upload("step_1", make_rollout(), ARGS)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://a:1", "http://a", "a:1", "http://a:0", "http://a:70000", "http://a:1/x", "http://u@a:1", "\x1b"]
+)
+def test_addresses_that_are_none(url):
+    with pytest.raises(UserError, match="--reference_url .*: must be http://HOST:PORT"):
+        RemoteReference(url, "", VOCABULARY, 1.0)
+
+
+def test_mistakes_are_noticed_at_the_start(server, monkeypatch):
+    monkeypatch.setattr(reference_client, "START_SECONDS", 0.3)
+    with pytest.raises(UserError, match="--reference_url .*: refuses this token: set ALIGNMENT_REFERENCE_TOKEN"):
+        RemoteReference(server.url, "", VOCABULARY, 1.0)
+    with pytest.raises(UserError, match="tiny has a vocabulary of 304 tokens, the policy of 305"):
+        client(server, vocabulary=305)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(UserError, match="cannot be reached .timed out."):
+            RemoteReference(silent, "", VOCABULARY, 1.0)
+    with pytest.raises(UserError, match="cannot be reached .Connection refused.: start it with `uv run -m"):
+        RemoteReference(silent, "", VOCABULARY, 1.0)
+
+
+@contextlib.contextmanager
+def answering(*answers: bytes):
+    """A server that gives these answers, each on a connection of its own, the last one for good; an empty one hangs up."""
+    left = list(answers)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def respond():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection, contextlib.suppress(OSError):
+                    answer = left.pop(0) if len(left) > 1 else left[0]
+                    connection.recv(1 << 20)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=respond, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+def http_answer(body: bytes, status: int = 200, *headers: str, length: int | None = None) -> bytes:
+    lines = [f"HTTP/1.0 {status} X", f"Content-Length: {len(body) if length is None else length}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+INFO = {
+    "service": "alignment.reference_server",
+    "model": "m",
+    "vocabulary": VOCABULARY,
+    "weights": "w",
+    "max_upload_bytes": 1 << 20,
+}
+GOOD_INFO = http_answer(json.dumps(INFO).encode())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"",
+        http_answer(b"<html>"),
+        http_answer(b"[" * 50000),
+        http_answer(b"[]"),
+        http_answer(b"{}"),
+        http_answer(json.dumps({**INFO, "vocabulary": "304"}).encode()),
+        http_answer(json.dumps({**INFO, "service": "other"}).encode()),
+        http_answer(json.dumps(INFO).encode(), 404),
+        http_answer(b"", 302, "Location: http://127.0.0.1:1/info"),
+        http_answer(b"{" + b" " * (1 << 17)),
+    ],
+)
+def test_what_is_no_reference_server_is_told(answer):
+    with answering(answer) as url, pytest.raises(UserError, match="--reference_url .*is no reference server: give the address"):
+        RemoteReference(url, "", VOCABULARY, 5.0)
+
+
+def results(change=lambda t: t, name="log_probs", *headers: str) -> bytes:
+    found = change(torch.full(make_rollout().batch.labels.shape, -1.0))
+    return http_answer(safetensors.torch.save({name: found}), 200, *(headers or ("Reference-Weights: w",)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"", "does not answer"),
+        (http_answer(b"abc", 200, length=1 << 40), "does not answer .its answer was cut short"),
+        (http_answer(bytes(1 << 20), 200, "Reference-Weights: w"), "does not answer .its answer has no end"),
+        (http_answer(b"abc", 200, "Reference-Weights: w"), "what are no log-probs"),
+        (results(name="other"), "what are no log-probs"),
+        (results(lambda t: t[1:]), r"answers log-probs \[7, "),
+        (results(lambda t: t.double()), "torch.float64"),
+        (results(lambda t: t / 0), "no logarithms"),
+        (results(lambda t: t * torch.nan), "no logarithms"),
+        (results(lambda t: t + 1.01), "no logarithms"),
+        (results(lambda t: t, "log_probs", "Reference-Weights: other"), "has another model"),
+        (http_answer(b"", 302, "Location: http://127.0.0.1:1/get"), "refuses a rollout: 302"),
+        (http_answer(b'{"error": "a\\u001b[2J\\nb"}', 400), r"400, a\\x1b\[2J b;"),
+    ],
+)
+def test_nonsense_stops_the_run_in_one_line(answer, words, monkeypatch):
+    monkeypatch.setattr(reference_client, "PAUSES", (0.0, 0.0))
+    with answering(GOOD_INFO, answer) as url:
+        remote = RemoteReference(url, "", VOCABULARY, 5.0)
+        with pytest.raises(RunStopped, match=words) as stopped:
+            remote.annotate(make_rollout(), ARGS, "step_1")
+        assert "\n" not in str(stopped.value) and url in str(stopped.value)
+
+
+def test_a_connection_that_breaks_is_tried_again_and_other_places_are_zero(monkeypatch):
+    monkeypatch.setattr(reference_client, "PAUSES", (0.0, 0.0))
+    mask = make_rollout().batch.response_mask
+    good = results(lambda t: torch.where(mask, t, torch.nan))
+    with answering(GOOD_INFO, b"", good[:-1], good) as url:
+        found = RemoteReference(url, "", VOCABULARY, 5.0).annotate(make_rollout(), ARGS, "step_1").reference_log_probs_BT
+        assert torch.equal(found, torch.where(mask, -1.0, 0.0))
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines could use it there, so it needs a secret: set ALIGNMENT_REFER"),
+        (["--host", "::"], "--host ::: other machines could use it"),
+        (["--host", ""], "--host ''"),
+        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid: there is no such address"),
+        (["--port", "70000"], "--port 70000: must be from 0 (any) to 65535"),
+        (["--port", "{taken}"], "--port {taken}: Address already in use"),
+        (["--max_pending", "0"], "--max_pending 0"),
+        (["--max_upload_mib", "0"], "--max_upload_mib 0"),
+        (["--device", "cuda:99"], "--device cuda:99: this machine has"),
+        (["--device", "gpu"], "--device gpu: this machine has"),
+        (["--model", "no/such/folder"], "--model no/such/folder: no model folder"),
+    ],
+)
+def test_mistakes_on_the_command_line(flags, message, tiny_folder, monkeypatch, capsys):
+    monkeypatch.delenv(reference_client.TOKEN_VARIABLE, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        named = [flag.replace("{taken}", port) for flag in flags]
+        monkeypatch.setattr(sys, "argv", ["reference_server", "--model", str(tiny_folder), "--port", "0", *named])
+        with pytest.raises(SystemExit) as stop:
+            door(main)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
+    assert message.replace("{taken}", port) in said
+
+
+def test_tokens_that_no_header_can_carry(monkeypatch):
+    for token in ("two words", "line\n", "größe"):
+        monkeypatch.setenv(reference_client.TOKEN_VARIABLE, token)
+        with pytest.raises(UserError, match="ALIGNMENT_REFERENCE_TOKEN: must be printable ASCII without spaces$"):
+            reference_client.reference_token()
+
+
+def test_with_a_token_it_may_listen_anywhere():
+    with bound("0.0.0.0", 0, "secret") as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_the_command_serves_until_sigterm(command, tiny_folder, model):
+    line = command.stdout.readline()
+    start, _, url = line.rstrip("\n").rpartition(": ")
+    assert start == f"reference model {tiny_folder} on cpu" and url.startswith("http://127.0.0.1:")
+    remote, rollout = RemoteReference(url, "secret", VOCABULARY, 60.0), make_rollout(8)
+    assert remote.info["model"] == str(tiny_folder)
+    found = remote.annotate(rollout, ARGS, "step_1").reference_log_probs_BT
+    assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
+    with socket.create_connection(remote._address):  # a client that says nothing keeps nobody
+        time.sleep(0.2)
+        command.send_signal(signal.SIGTERM)
+        rest, said = command.communicate(timeout=20)
+    assert (command.returncode, rest) == (143, "")
+    assert said.splitlines()[-1] == "interrupted by SIGTERM" and "Traceback" not in said  # after what libraries may say
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_replaces_its_own_server_when_that_dies(tiny_folder, model, capsys):
+    rollout, other = make_rollout(), make_rollout(seed=1)
+    own = reference_client.OwnReferenceServer(str(tiny_folder), "cpu", "float32", VOCABULARY, ARGS)
+    try:
+        url = own.url
+        own._child.kill()
+        found = own.annotate(rollout, ARGS, "step-1")
+        assert torch.equal(found.reference_log_probs_BT, rollout_log_probs(model, rollout, ARGS, torch.float32))
+        assert (own.restarts, own.url) == (1, url) and "the reference model is started again" in capsys.readouterr().err
+        assert own.annotate(other, ARGS, "step-2").reference_log_probs_BT is not None and own.restarts == 1
+    finally:
+        own.close()
+    assert not own._child.is_open and own._child.process.returncode is not None
+
+
+def test_a_served_model_that_training_does_not_start_from_is_refused(server, tiny_folder, monkeypatch):
+    args = dataclasses.replace(ARGS, beta=0.1, reference_url=server.url)
+    roles = Roles(("cpu",), "cpu", "cpu", "cpu")
+    monkeypatch.setenv(reference_client.TOKEN_VARIABLE, "secret")
+    with contextlib.ExitStack() as closing:
+        remote = open_reference(args, str(tiny_folder), roles, torch.float32, closing)
+        assert remote.annotate(make_rollout(), args, "step-1").reference_log_probs_BT.shape == make_rollout().batch.labels.shape
+        with pytest.raises(UserError, match="has other weights, or another dtype than torch.bfloat16"):
+            open_reference(args, str(tiny_folder), roles, torch.bfloat16, closing)

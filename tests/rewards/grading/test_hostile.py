@@ -1,0 +1,205 @@
+"""Hostile answers: nothing hangs, crashes, runs as code or takes the machine's memory, wherever the grader runs."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hostile import code_answers, hostile_answers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, grade, grade_detail, grade_many
+from alignment.rewards.r1_zero import r1_zero_strict_reward_fn
+
+# Graders stop early on whole numbers, so one of these alone would hide the danger.
+TRUTHS = ("5", r"\frac{1}{2}", "x^2+1")
+ASKED = (r"3\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\sum_{n=1}^{9} n^{2}")  # those that math-verify is asked about
+SECONDS = 2.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_are_running():
+    """Their imports, once a process, are no part of a grading's time."""
+    assert grade(r"2\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 2 & 4 \end{pmatrix}")
+
+
+def slowest(answers: list[str], truths: tuple[str, ...] = TRUTHS) -> tuple[float, str, str]:
+    times = []
+    for answer in answers:
+        for truth in truths:
+            for pair in ((answer, truth), (truth, answer)):
+                start = time.perf_counter()
+                assert not grade(*pair), pair
+                times.append((time.perf_counter() - start, *pair))
+    return max(times)
+
+
+def test_the_set_is_large_and_distinct():
+    answers = hostile_answers("/tmp/marker")
+    assert len(set(answers)) == len(answers) >= 150
+    assert len(code_answers("/tmp/marker")) >= 25
+    assert max(map(len, answers)) >= 10**5
+
+
+def test_no_hostile_answer_hangs_is_accepted_or_runs(tmp_path, capfd):
+    marker = tmp_path / "ran"
+    seconds, answer, truth = slowest(hostile_answers(str(marker)))
+    assert seconds < SECONDS, (answer[:80], truth)
+    assert not marker.exists()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_none_that_math_verify_is_asked_about_does_either(tmp_path):
+    marker = tmp_path / "ran"
+    seconds, answer, truth = slowest(hostile_answers(str(marker))[::6], ASKED)
+    assert seconds < SECONDS, (answer[:80], truth)
+    assert not marker.exists()
+
+
+def test_peak_memory_stays_small(tmp_path):
+    """In a process of its own: what the process takes beyond its imports, and the largest of its workers."""
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from hostile import hostile_answers
+from alignment.drgrpo_grader import grade
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for answer in hostile_answers({str(tmp_path / "ran")!r}):
+    for truth in {TRUTHS!r}:
+        grade(answer, truth)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True
+    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert int(done.stdout) * unit < 100 * 2**20
+
+
+def test_the_same_in_eight_threads(tmp_path):
+    marker = tmp_path / "ran"
+    answers = hostile_answers(str(marker))
+    with ThreadPoolExecutor(8) as threads:
+        times = list(threads.map(slowest, [answers[i::8] for i in range(8)]))
+    assert max(times)[0] < SECONDS
+    assert not marker.exists()
+
+
+def _slowest_elsewhere(answers: list[str]) -> float:
+    assert multiprocessing.current_process().daemon
+    grade(r"2\begin{pmatrix} 1 & 2 \end{pmatrix}", "(2, 4)")
+    return slowest(answers)[0]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_the_same_in_a_daemonic_process(tmp_path, method):
+    marker = tmp_path / "ran"
+    answers = hostile_answers(str(marker))[::4]
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        assert max(pool.map(_slowest_elsewhere, [answers[::2], answers[1::2]])) < SECONDS
+    assert not marker.exists()
+
+
+def test_parse_expr_would_have_run_the_code(tmp_path):
+    """The code strings are real: sympy's parser runs each of them, letter filters or not."""
+    script = f"""
+import json, os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from hostile import code_answers
+from sympy.parsing.sympy_parser import parse_expr
+markers = []
+for i in range(len(code_answers(""))):
+    marker = {str(tmp_path)!r} + f"/ran{{i}}"
+    text = code_answers(marker)[i]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        devnull = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(devnull, descriptor)
+        try:
+            parse_expr(text)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    markers.append(os.path.exists(marker))
+print(json.dumps(markers))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    ran = json.loads(done.stdout.splitlines()[-1])
+    assert len(ran) >= 25
+    assert all(ran), [i for i, did in enumerate(ran) if not did]
+
+
+def test_few_letters_are_no_protection(tmp_path):
+    few = [text for text in code_answers(str(tmp_path)) if len({c for c in text if c.isascii() and c.isalpha()}) < 3]
+    assert len(few) >= 3
+    assert not any(grade(text, truth) for text in few for truth in TRUTHS)
+
+
+def test_long_answers_are_out_of_bounds_at_once():
+    for text in ("9" * 10**5, "(" * 10**5, r"\frac{1}{" * 10**5, "x" * (MAX_CHARS + 1)):
+        assert grade_detail(text, "5").stage == "bounds"
+        assert r1_zero_strict_reward_fn(f"</think> <answer> {text} </answer>", "5")["reward"] == 0
+
+
+# --- fuzzing ---------------------------------------------------------------------------------------
+
+STAGES = {"literal", "normalised", "rational", "structured", "symbolic", "math-verify", "unread", "bounds", *FAILURES} - {
+    "error"
+}
+FRAGMENTS = (
+    r"0 1 2 7 12 0.5 3.14 1,000 , . ; : + - * / ^ _ ( ) [ ] { } \{ \} | = < > % $ ! ? ' x y e i n k \pi \infty \frac \dfrac{1}{2} \frac12 "
+    r"\sqrt \sqrt[3]{2} \sin \arctan \log_2 \ln \binom{4}{2} \pm \mp \cup \cap \setminus \in \le \ne \approx \text{cm} \text{ or } cm m"
+    r" or and \left \right \begin{pmatrix} \end{pmatrix} \\ & \boxed{ \overline{3} ... ^\circ 12:30 pm 101_2 apples million five \mathbb{R} ±"
+).split() + [" "]
+NOTATION = st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join)
+
+
+@given(NOTATION, NOTATION)
+@settings(max_examples=400)
+def test_any_jumble_of_notation_gets_a_verdict(answer, truth):
+    verdict = grade_detail(answer, truth)
+    assert verdict.equal in (True, False)
+    assert verdict.stage in STAGES
+
+
+@given(st.text(max_size=80), st.text(max_size=80))
+@settings(max_examples=400)
+def test_any_text_gets_a_verdict(answer, truth):
+    assert grade_detail(answer, truth).stage in STAGES
+    assert [v.stage in STAGES for v in grade_many([answer], [truth])] == [True]
+
+
+@given(NOTATION)
+@settings(max_examples=200)
+def test_any_jumble_equals_itself(text):
+    if text.strip() and r"\boxed" not in text:
+        assert grade(text, text)
+
+
+def test_the_environment_is_not_touched():
+    before = dict(os.environ)
+    grade(r"\prod_{i=1}^{3} i", "6")
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    "answer", ["5" + " (=5)" * 150, "It is " * 150 + "5", "9" * 1000, "²" * 1000, "(x+990)!" * 24, "5" + "pi" * 499]
+)
+def test_what_repeats_itself_is_graded_at_once(answer):
+    start = time.perf_counter()
+    assert not grade(answer, "x + 6")
+    assert time.perf_counter() - start < SECONDS
+
+
+def test_a_defect_of_the_grader_is_a_failure_and_not_the_end_of_a_run(monkeypatch):
+    monkeypatch.setattr("alignment.rewards.grading.compare.Comparison.texts", lambda *args: 1 / 0)
+    assert grade_detail("a defect", "is planted here").stage == "error"
+    assert "error" in FAILURES

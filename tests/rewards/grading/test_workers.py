@@ -1,0 +1,136 @@
+"""The workers: limits of time and memory, deaths, forks, and that none is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from alignment.rewards import r1_zero
+from alignment.rewards.grading import workers
+from alignment.rewards.grading.cascade import Verdict, grade_detail, grade_many
+from alignment.rewards.grading.workers import Failed, decide_many, pool, witness
+from alignment.rewards.r1_zero import r1_zero_reward_fn
+
+ROOT = Path(__file__).parents[3]
+MATRIX = (r"2\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 2 & 4 \end{pmatrix}")
+
+
+def test_math_verify_is_asked_last_and_answers():
+    assert witness(*MATRIX) == (True, "math-verify")
+    assert witness(MATRIX[0], r"\begin{pmatrix} 2 & 5 \end{pmatrix}") == (False, "math-verify")
+    assert witness("x", "y") == (False, "unread")
+
+
+@pytest.fixture
+def math_verify_that(monkeypatch):
+    """Starts workers in which math-verify's place is taken by some other code."""
+
+    def start(body: str):
+        code = "import sys, time, os, signal\nfrom alignment.grading import witness, workers\n"
+        code += f"def fake(answer, truth):\n    {body}\nwitness.math_verify_equal = fake\nworkers.serve(int(sys.argv[1]))"
+        popen = subprocess.Popen
+
+        def with_fake(command, **options):
+            return popen([*command[:2], code, *command[3:]], **options)
+
+        monkeypatch.setattr(workers.subprocess, "Popen", with_fake)
+        monkeypatch.setattr(workers, "_pool", workers._Pool(1))
+        r1_zero._witnessed.cache_clear()
+
+    yield start
+    workers.pool().close()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [
+        ("time.sleep(60)", "time-out"),
+        ("signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(60)", "time-out"),
+        ("bytearray(1 << 40)", "memory"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "died"),
+    ],
+)
+def test_each_failure_is_an_outcome_of_its_own(math_verify_that, body, failure):
+    math_verify_that(body)
+    assert grade_detail(*MATRIX) == Verdict(False, failure)
+    start = time.perf_counter()
+    score = r1_zero_reward_fn(f"</think> <answer> {MATRIX[0]} </answer>", MATRIX[1])
+    assert time.perf_counter() - start < 2
+    assert score == {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0, "grading_failed": 1.0}
+    verdicts = grade_many([MATRIX[0], "5", "6"], [MATRIX[1], "5", "5"])
+    assert verdicts == [Verdict(False, failure), Verdict(True, "literal"), Verdict(False, "rational")]
+
+
+def test_a_worker_that_is_killed_is_replaced():
+    assert witness(*MATRIX) == (True, "math-verify")
+    for worker in list(pool().workers):
+        worker.process.kill()
+        worker.process.wait()
+    assert "died" in {witness(*MATRIX)[1] for _ in range(4 * pool().size)}  # each dead worker is noticed in its turn
+    assert {witness(*MATRIX) for _ in range(8)} == {(True, "math-verify")}
+
+
+def test_pairs_that_kill_their_worker_are_found_and_the_rest_is_graded(monkeypatch):
+    real = workers._Pool._ask
+
+    def ask(self, request, seconds):
+        if ("bad", "pair") in request["decide"]:
+            raise Failed("died")
+        return real(self, request, seconds)
+
+    monkeypatch.setattr(workers._Pool, "_ask", ask)
+    outcomes = decide_many([("1", "1"), ("bad", "pair"), ("1/2", "0.5")], fast=True)
+    assert outcomes == [(True, "literal"), (False, "died"), (True, "rational")]
+
+
+def test_many_keep_their_order_and_repeat_what_is_repeated():
+    answers = [str(i % 700) for i in range(3000)]
+    verdicts = grade_many(answers, ["350"] * 3000)
+    assert [i for i, verdict in enumerate(verdicts) if verdict.equal] == [350 + 700 * k for k in range(4)]
+    assert grade_many([], []) == []
+    with pytest.raises(ValueError, match="shorter"):
+        grade_many(["1", "2"], ["1"])
+
+
+def test_a_forked_child_starts_workers_of_its_own():
+    assert witness(*MATRIX)[0]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if witness(*MATRIX)[0] and workers._pool.workers else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert witness(*MATRIX)[0]
+
+
+@pytest.mark.parametrize("ending", ["return", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
+def test_no_worker_outlives_its_process(ending, tmp_path):
+    script = f"""
+import json, os, signal, sys
+from pathlib import Path
+from alignment.grading import workers
+def main():
+    assert workers.witness(*{MATRIX!r})[0]
+    Path({str(tmp_path / "pids")!r}).write_text(json.dumps([worker.process.pid for worker in workers.pool().workers]))
+    {ending}
+main()
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
+    pids = json.loads((tmp_path / "pids").read_text())
+    assert pids
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_interrupt_at_the_terminal_leaves_the_workers_to_their_process():
+    assert witness(*MATRIX)[0]
+    worker = next(iter(pool().workers))
+    os.kill(worker.process.pid, signal.SIGINT)
+    assert witness(*MATRIX) == (True, "math-verify")

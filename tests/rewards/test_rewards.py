@@ -1,0 +1,255 @@
+"""Response-level rules: what counts as the one final answer, and what does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alignment.args import CONTROLS
+from alignment.core.records import Completion, Problem
+from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn, strict_answer
+from alignment.rewards.reward import evaluation_reward, find_reward, grading_report, random_reward, score_groups
+from alignment.system.errors import UserError
+
+HERE = Path(__file__).parent
+HACKS = [json.loads(line) for line in (HERE / "hacks.jsonl").read_text("utf-8").splitlines()]
+HONEST = [json.loads(line) for line in (HERE / "honest.jsonl").read_text("utf-8").splitlines()]
+RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+WRONG = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
+MISSHAPEN = {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
+
+
+def test_no_hack_is_rewarded():
+    assert len(HACKS) >= 40
+    paid = [h["name"] for h in HACKS if r1_zero_strict_reward_fn(h["response"], h["ground_truth"])["reward"]]
+    assert paid == []
+
+
+def test_the_published_rule_pays_for_some():
+    assert 5 <= sum(r1_zero_reward_fn(h["response"], h["ground_truth"])["reward"] for h in HACKS) <= 30
+
+
+def test_honest_responses_are_rewarded():
+    assert len(HONEST) >= 30
+    unpaid = [h["name"] for h in HONEST if r1_zero_strict_reward_fn(h["response"], h["ground_truth"]) != RIGHT]
+    assert unpaid == []
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("2 + 3 is 5 </think> <answer> 5 </answer>", RIGHT),
+        ("<think> 2 + 3 </think> <answer>5</answer>\n", RIGHT),
+        ("6? <answer> 6 </answer> no </think> <answer> 5 </answer>", RIGHT),  # the thinking is not looked at
+        ("</think> <answer> 4 </answer> <answer> 5 </answer>", RIGHT),  # the last block counts
+        ("</think> <answer> 5 </answer> <answer> 4 </answer>", WRONG),
+        ("</think> <answer> 4 </answer> or <answer> 5 </answer>", MISSHAPEN),
+        ("</think> <answer> 5 </answer> 6", MISSHAPEN),
+        ("</think> <answer> <answer> 5 </answer> </answer>", MISSHAPEN),
+        ("</think> <answer> 5", MISSHAPEN),
+        ("</think>\n<answer> 5 </answer>", MISSHAPEN),
+        ("</think> so <answer> 5 </answer>", MISSHAPEN),
+        ("</think> </think> <answer> 5 </answer>", MISSHAPEN),
+        ("a <think> b </think> <answer> 5 </answer>", MISSHAPEN),
+        ("</think> <answer> <think> 5 </answer>", MISSHAPEN),
+        ("</think> <answer></answer>", WRONG),
+        (r"\boxed{5} </think> <answer> 4 </answer>", WRONG),
+        (r"</think> <answer> 4, \boxed{5} </answer>", WRONG),
+        (r"</think> <answer> \boxed{4} \boxed{5} </answer>", WRONG),
+        (r"</think> <answer> $x = \boxed{5}$. </answer>", RIGHT),
+        (r"</think> <answer> The final answer is $\boxed{5}$. </answer>", RIGHT),
+        ("</think> <answer> 2 + 3 </answer>", WRONG),
+        ("</think> <answer> 10/2 </answer>", WRONG),
+        ("</think> <answer> 2 + 3 = 5 </answer>", RIGHT),
+        ("</think> <answer> 5 = 2 + 3 </answer>", WRONG),
+        (r"</think> <answer> \sqrt{25} </answer>", WRONG),
+        (r"</think> <answer> 0.5 \times 10^1 </answer>", RIGHT),
+        ("</think> <answer> five </answer>", RIGHT),
+        ("</think> <answer> There are 5 apples. </answer>", RIGHT),
+        ("</think> <answer> There are not 5 apples. </answer>", WRONG),
+    ],
+)
+def test_the_strict_rule(response, score):
+    assert r1_zero_strict_reward_fn(response, "5") == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "reward"),
+    [("3/4", "0.75", 1), ("6/8", "3/4", 1), ("1/2 + 1/4", "3/4", 0), ("x + x", "2x", 1), (r"1 + \sqrt{2}", r"\sqrt2+1", 1)],
+)
+def test_only_a_number_has_to_be_worked_out(answer, truth, reward):
+    assert r1_zero_strict_reward_fn(f"</think> <answer> {answer} </answer>", truth)["reward"] == reward
+
+
+PIECES = st.lists(
+    st.sampled_from(["<think>", "</think>", " ", "<answer>", "</answer>", "5", "6", r"\boxed{5}", "\n", "or"]), max_size=12
+)
+
+
+@given(PIECES.map("".join))
+def test_the_strict_reward_is_never_above_the_published_one(response):
+    strict, published = r1_zero_strict_reward_fn(response, "5"), r1_zero_reward_fn(response, "5")
+    assert all(strict[part] <= published[part] for part in strict)
+    assert (strict_answer(response) is None) == (strict["format_reward"] == 0)
+
+
+PROBLEM = Problem("a", "What is 2 + 3?", "User: What is 2 + 3?\nAssistant: <think>", "5")
+MATHS = ("r1_zero", "r1_zero_strict")
+
+
+def completion(text: str) -> Completion:
+    return Completion((1,), (2,), (-0.1,), text, "stop", 0)
+
+
+def rewarded(name: str, response: str, problem: Problem = PROBLEM) -> dict[str, float]:
+    """The score of one response by --reward `name`."""
+    (group,) = find_reward(name, MATHS).score([problem], [[completion(response)]])
+    return group.scores[0]
+
+
+@pytest.mark.parametrize(
+    ("response", "format_only", "inverted"),
+    [("</think> <answer> 5 </answer>", 1, 0), ("</think> <answer> 6 </answer>", 1, 1), ("5", 0, 0)],
+)
+def test_controls_teach_nothing_about_answers(response, format_only, inverted):
+    assert rewarded("format_only", response)["reward"] == format_only
+    assert rewarded("inverted", response)["reward"] == inverted
+    assert rewarded("random", response)["reward"] in (0.0, 1.0)
+    true = r1_zero_reward_fn(response, "5")
+    for name in CONTROLS:
+        score = rewarded(name, response)
+        assert score == {**true, "reward": score["reward"], f"part_{name}": score["reward"]}
+        assert evaluation_reward(name, MATHS) is r1_zero_reward_fn
+    assert evaluation_reward("r1_zero_strict", MATHS) is r1_zero_strict_reward_fn
+
+
+def test_the_random_reward_is_a_fair_coin_that_can_be_thrown_again():
+    thrown = [random_reward(r1_zero_reward_fn, f"</think> <answer> {i} </answer>", "5") for i in range(4000)]
+    assert abs(sum(thrown) / 4000 - 0.5) < 0.03
+    assert thrown == [random_reward(r1_zero_reward_fn, f"</think> <answer> {i} </answer>", "5") for i in range(4000)]
+    assert random_reward(r1_zero_reward_fn, "\ud800", "5") in (0.0, 1.0)
+
+
+def test_scores_keep_their_order_and_the_report_shows_what_the_rule_decides():
+    problems = [Problem("a", "?", "", "5"), Problem("b", "?", "", "7")]
+    texts = [["</think> <answer> 5 </answer>", "</think> <answer> 2 + 3 </answer>"], ["</think> <answer> 8 </answer>", "x"]]
+    groups = score_groups(problems, [[completion(text) for text in drawn] for drawn in texts], r1_zero_reward_fn)
+    assert [[score["reward"] for score in group.scores] for group in groups] == [[1, 1], [0, 0]]
+    assert grading_report(groups, MATHS) == {"reward_r1_zero": 0.5, "reward_r1_zero_strict": 0.25, "grading_failed": 0}
+
+
+GOOD = " 2 + 3 = 5 </think> <answer> 5 </answer>"
+
+
+@pytest.mark.parametrize(
+    ("part", "response", "expected"),
+    [
+        ("format", GOOD, 1),
+        ("format", "5", 0),
+        ("accuracy", GOOD, 1),
+        ("accuracy", "</think> <answer> 6 </answer>", 0),
+        ("tag_count", GOOD, 1),  # the opening tag is the prompt's
+        ("tag_count", GOOD + "</answer>", 0.75),
+        ("tag_count", "", 0.25),
+        ("reasoning_steps", "First, 2. Then, 3.", 2 / 3),
+        ("reasoning_steps", "Step 1: a\nStep 2: b\nStep 3: c\nStep 4: d", 1),
+        ("reasoning_steps", "5", 0),
+        ("signed_format", GOOD, 1.25),
+        ("signed_format", GOOD + " and so on", -1),
+        ("signed_format", "a <think> b </think> <answer> 5 </answer>", -1),
+        ("signed_accuracy", "it is 7, no, 5.0", 1),
+        ("signed_accuracy", "5, or 1,005", -1),
+        ("signed_accuracy", "five", -1),
+        ("language_consistency", "two and three 得到五", 0.5),  # three words, three characters
+        ("language_consistency", "\\frac{2}{3} </think> 5", 1),
+    ],
+)
+def test_parts(part, response, expected):
+    assert rewarded(part, response)[f"part_{part}"] == pytest.approx(expected)
+
+
+def test_the_language_is_the_questions_own():
+    asked = Problem("b", "二加三等于几?", "", "5")
+    assert rewarded("language_consistency", "答案是 five", asked)["reward"] == 0.75
+    assert rewarded("language_consistency", "пять", asked)["reward"] == 0
+    japanese = Problem("c", "二たす三はいくつですか。", "", "5")
+    assert rewarded("language_consistency", "こたえは五です", japanese)["reward"] == 1
+
+
+def test_a_weighted_sum_and_its_parts():
+    score = rewarded("format:0.5,tag_count:0.5,accuracy:2", "</think> <answer> 6 </answer>")
+    assert score["reward"] == 0.5 + 0.5 and score["answer_reward"] == 0 and score["format_reward"] == 1
+    assert {name: value for name, value in score.items() if name.startswith("part_")} == {
+        "part_format": 1, "part_tag_count": 1, "part_accuracy": 0,
+    }  # fmt: skip
+
+
+USERS = """
+def by_length(response, ground_truth):
+    return len(response) / 10
+
+def like_trl(prompts, completions, ground_truth, **columns):
+    assert set(columns) == {"question", "answer", "id"} and prompts[0].endswith("<think>")
+    return [None if truth in text else 2 for text, truth in zip(completions, ground_truth)]
+
+def of_fewer(completions, answer):
+    return [1.0]
+
+def too_few(completions, **columns):
+    return []
+
+def no_number(response, ground_truth):
+    return "much"
+
+def breaks(response, ground_truth):
+    return {}["missing"]
+
+def infinite(response, ground_truth):
+    return float("inf")
+
+def no_reward(response, ground_truth):
+    return {"score": 1}
+
+def leaves(response, ground_truth):
+    raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def users(tmp_path, monkeypatch):
+    (tmp_path / "users_rewards.py").write_text(USERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("by_length:0.5", 0.5 * len(GOOD) / 10), ("like_trl", 0), ("like_trl:-1,accuracy", 1), ("of_fewer", 1)],
+)
+def test_functions_of_the_users_own(users, name, expected):
+    assert rewarded(f"users_rewards:{name}", GOOD)["reward"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nonsense", "there is no such reward"),
+        ("format:0.5,format", "named twice"),
+        ("countdown", "does not fit this --task"),
+        ("users_rewards:missing", "cannot be imported"),
+        ("no_module:f", "cannot be imported"),
+        ("users_rewards:USERS", "cannot be imported"),
+        ("builtins:max", "cannot be imported"),
+        ("accuracy:half", "the weight 'half' is no number"),
+        ("users_rewards:infinite", "gave inf, which is no number"),
+        ("users_rewards:no_reward", "KeyError: 'reward'"),
+        ("users_rewards:leaves", "SystemExit"),
+        ("users_rewards:too_few", "gave 0 rewards for 1 completions"),
+        ("users_rewards:no_number", "gave 'much', which is no number"),
+        ("users_rewards:breaks", r"KeyError: 'missing' \(.*users_rewards.py:19\)"),
+    ],
+)
+def test_rewards_that_cannot_be_are_named(users, name, message):
+    with pytest.raises(UserError, match=message):
+        rewarded(name, GOOD)

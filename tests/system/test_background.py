@@ -1,0 +1,55 @@
+"""What happens beside each other in a step."""
+
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from alignment.runs.clock import Clock
+from alignment.system.background import meanwhile
+from alignment.system.errors import RunStopped
+
+
+def test_work_goes_on_beside_the_block_and_has_ended_after_it():
+    meet, clock, done = threading.Barrier(2, timeout=30), Clock(), []
+
+    def work():
+        meet.wait()  # broken, were the block to wait for the work, or the work for the block
+        time.sleep(0.05)
+        done.append("work")
+
+    with meanwhile(work, clock("sync")):
+        meet.wait()
+    assert done == ["work"]
+
+
+def test_only_what_is_waited_for_after_the_block_is_counted():
+    def counted(work: float, block: float) -> float:
+        clock = Clock()
+        with meanwhile(partial(time.sleep, work), clock("sync")):
+            time.sleep(block)
+        return clock.seconds["sync"]
+
+    assert counted(work=0.0, block=0.3) < 0.3  # it had ended long before
+    assert counted(work=0.3, block=0.0) > 0.1
+
+
+def test_what_the_work_or_the_block_raises_is_raised_when_the_work_has_ended():
+    def lost():
+        raise RunStopped("lost twice")
+
+    said = []
+    with pytest.raises(RunStopped, match="lost twice"), meanwhile(lost, Clock()("sync")):
+        said.append("block")
+    assert said == ["block"]
+
+    def slow():
+        time.sleep(0.05)
+        said.append("work")
+
+    with pytest.raises(OSError, match="full"), meanwhile(slow, Clock()("sync")):
+        raise OSError("full")
+    assert said == ["block", "work"]
+    with pytest.raises(OSError, match="full"), meanwhile(lost, Clock()("sync")):
+        raise OSError("full")

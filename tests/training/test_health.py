@@ -1,0 +1,90 @@
+"""Warnings and lost causes, by hand-made numbers."""
+
+import pytest
+
+from alignment.args import RLArgs, from_preset
+from alignment.system.errors import RunStopped
+from alignment.training.health import GRADER_WINDOW, WINDOW, Watch, concerns, refuse_lost_cause, slowness
+
+ARGS = from_preset(RLArgs, "tiny", max_bad_steps=2, max_grader_failures=0.05)
+FINE = {
+    "entropy": 1.0,
+    "flat_groups": 0.5,
+    "response_length": 10.0,
+    "finished": 1.0,
+    "updates": 2,
+    "bad_updates": 0,
+    "responses": 10,
+}
+
+
+def steps(*changes: dict) -> list[dict]:
+    """Three steps as they should be, then these."""
+    return [
+        {**FINE, "step": step, "grading_failed": 0, **change} for step, change in enumerate(({}, {}, {}, *changes), start=1)
+    ]
+
+
+def said(records: list[dict]) -> dict[str, str]:
+    return concerns(records[:WINDOW], records[-GRADER_WINDOW:], ARGS)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({}, []),
+        ({"entropy": 0.11}, []),
+        ({"entropy": 0.09}, ["entropy_collapse"]),
+        ({"flat_groups": 0.95}, []),
+        ({"flat_groups": 0.96}, ["equal_rewards"]),
+        ({"response_length": 21.0}, []),  # longer, but they end
+        ({"response_length": 21.0, "finished": 0.7}, ["runaway_length"]),
+        ({"response_length": 19.0, "finished": 0.7}, []),
+        ({"entropy": None}, []),
+        ({"entropy": None, "updates": 0}, ["nothing_trained"]),
+        ({"entropy": None, "updates": 0, "bad_updates": 2}, []),  # which is said of each such step
+    ],
+)
+def test_what_three_steps_say(change, names):
+    assert sorted(said(steps(change, change, change))) == names
+    assert said(steps(change, change)) == {}  # too few to say
+
+
+def test_a_warning_has_the_numbers():
+    found = said(steps(*[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3))
+    assert found == {
+        "entropy_collapse": "entropy is 0.05 nats a token, it began at 1",
+        "equal_rewards": "in 100% of the groups all rewards are equal, which teaches nothing",
+        "runaway_length": "responses have 48 tokens, they began with 10, and 75% do not end within --max_new_tokens 48",
+    }
+
+
+def test_only_bad_steps_in_a_row_stop_a_run():
+    bad, skipped = {"updates": 0, "bad_updates": 2}, {"updates": 0}
+    refuse_lost_cause(steps(bad, {}, bad), ARGS)
+    refuse_lost_cause(steps(skipped, skipped), ARGS)  # no response was to be trained on: nothing is wrong with the numbers
+    with pytest.raises(RunStopped, match="2 steps in a row"):
+        refuse_lost_cause(steps(bad, {}, bad, bad), ARGS)
+
+
+def test_failed_gradings_are_counted_over_twenty_steps():
+    """20 steps of 10 answers may have 10 failures at 5 %, from the first step on."""
+    refuse_lost_cause(steps({"grading_failed": 10}), ARGS)
+    with pytest.raises(RunStopped, match="grading failed on 11 of 50 answers"):
+        refuse_lost_cause(steps({"grading_failed": 10}, {"grading_failed": 1}), ARGS)
+    refuse_lost_cause([*steps({"grading_failed": 10}), *steps(*[{}] * 17)], ARGS)  # forgotten after twenty steps
+
+
+def test_of_a_long_run_the_first_and_the_latest_steps_are_kept():
+    watch = Watch(steps(*[{}] * 1000), ARGS)
+    assert [record["step"] for record in watch.first] == [1, 2, 3] and watch.step == 1003
+    assert [record["step"] for record in watch.last] == list(range(1003 - GRADER_WINDOW + 1, 1004))
+    assert Watch([], ARGS).step == 0
+
+
+def test_a_slow_step_tells_where_the_time_went():
+    usual = [{"seconds": 1.0}] * 6
+    record = {"seconds": 5.1, "seconds_sample": 0.5, "seconds_update": 4.2}
+    assert slowness(usual, {**record, "seconds": 5.0}) is None
+    assert slowness(usual[:5], record) is None  # too few to say
+    assert "it took 5.1 s, the latest steps 1 s; 4.2 s of it in update; " in slowness(usual, record)
