@@ -23,6 +23,6 @@ if "MALLOC_ARENA_MAX" not in os.environ:
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 # While `python -m alignment.X` imports, which takes seconds, there is nothing to save: Ctrl-C ends it without a traceback.
-# Then `errors.door` takes over.
+# Then `errors.run_command` takes over.
 if sys.argv[:1] == ["-m"]:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

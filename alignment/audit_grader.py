@@ -20,7 +20,7 @@ from alignment.rewards.grading.cascade import grade_many
 from alignment.rewards.grading.reference import reference_verdict
 from alignment.rewards.grading.workers import math_verify_many
 from alignment.rewards.r1_zero import extract_answer
-from alignment.system.errors import UserError, door
+from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
 from alignment.system.terminal import printable
 
@@ -228,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

@@ -10,7 +10,7 @@ from pathlib import Path
 import tyro
 
 from alignment.data.tasks import gsm8k
-from alignment.system.errors import door
+from alignment.system.errors import run_command
 
 
 def main(folder: str = gsm8k.FOLDER, source: str = gsm8k.SOURCE) -> None:
@@ -25,4 +25,4 @@ def main(folder: str = gsm8k.FOLDER, source: str = gsm8k.SOURCE) -> None:
 
 
 if __name__ == "__main__":
-    door(lambda: tyro.cli(main, use_underscores=True))
+    run_command(lambda: tyro.cli(main, use_underscores=True))

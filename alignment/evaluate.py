@@ -22,7 +22,7 @@ from alignment.policy.loading import load_tokenizer, resolve_model, roles_of, sa
 from alignment.rewards.reward import evaluation_reward
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name
 from alignment.sampling.sampler import make_sampler, refuse_missing_engine
-from alignment.system.errors import door
+from alignment.system.errors import run_command
 from alignment.system.terminal import printable
 
 
@@ -115,4 +115,4 @@ def print_comparison(found: PairedDifference, names: Sequence[str], console: Con
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

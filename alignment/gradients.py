@@ -32,7 +32,7 @@ from alignment.rollouts.batches import collate_groups
 from alignment.rollouts.collect import rollout_sampling
 from alignment.rollouts.prompts import problems_of_step
 from alignment.sampling.sampler import make_sampler
-from alignment.system.errors import UserError, door
+from alignment.system.errors import UserError, run_command
 from alignment.train_rl import warm_start
 from alignment.training.update import update
 
@@ -255,4 +255,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

@@ -33,8 +33,8 @@ from rich.table import Table
 from alignment.ablation.executors import Job, start
 from alignment.args import RULES, EvaluateArgs, RLArgs, SFTArgs, parse, preset_names
 from alignment.rejection_sample import RejectionArgs
-from alignment.system.errors import RunStopped, UserError, door
-from alignment.system.files import held, read_json, write_atomically
+from alignment.system.errors import RunStopped, UserError, run_command
+from alignment.system.files import lock_run_folder, read_json, write_atomically
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
 SET_HERE = {
@@ -204,7 +204,7 @@ def main() -> None:
             console.print(f"uv run -m alignment.{stage.command} {shlex.join(stage.flags)}", markup=False, soft_wrap=True)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with held(folder):
+    with lock_run_folder(folder):
         refuse_other_file(folder, stages)
         run(stages, folder, console)
     table = Table(title=f"{folder.name}: accuracy after each stage")
@@ -233,4 +233,4 @@ def refuse_other_file(folder: Path, stages: list[Stage]) -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

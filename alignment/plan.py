@@ -11,7 +11,7 @@ from rich.table import Table
 from alignment.args import PlanArgs, RLArgs, from_preset, parse
 from alignment.policy.loading import load_config, resolve_model, roles_of
 from alignment.policy.placement import ModelShape, place
-from alignment.system.errors import door
+from alignment.system.errors import run_command
 
 
 def main() -> None:
@@ -33,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

@@ -52,7 +52,7 @@ from alignment.policy.loading import (
 )
 from alignment.policy.reference_client import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, reference_token, weights_digest
 from alignment.system import signals
-from alignment.system.errors import UserError, door
+from alignment.system.errors import UserError, run_command
 
 CONNECTIONS = 16  # at a time
 HEADER_SECONDS = 10.0  # that a client has to say what it wants
@@ -144,7 +144,7 @@ def work(desk: Desk, model: PreTrainedModel, dtype: torch.dtype) -> None:
             reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"
             print(f"{key} could not be computed: {reason}", file=sys.stderr, flush=True)
             answer = _error(500, f"could not be computed: {reason}")
-        with signals.holding():  # a signal within would leave the desk's lock shut
+        with signals.deferred_signals():  # a signal within would leave the desk's lock shut
             desk.finish(key, answer)
 
 
@@ -493,4 +493,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.args import Args, parse
-from alignment.core.records import Completion, Endless, Group, Problem, Sampling
+from alignment.core.records import Completion, Endless, Group, Problem, SamplingConfig
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.data.tasks.jsonl import read_demonstrations
@@ -26,7 +26,7 @@ from alignment.policy.loading import load_tokenizer, resolve_model, roles_of, sa
 from alignment.rewards.parts import language_consistency
 from alignment.rewards.reward import evaluation_reward, score_groups
 from alignment.sampling.sampler import make_sampler, refuse_missing_engine
-from alignment.system.errors import UserError, door
+from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
 
 REASONS = ("unfinished", "wrong", "badly formatted", "unreadable", "in several languages", "said already", "not the best")
@@ -125,7 +125,7 @@ def main() -> None:
     if args.few_shot:
         asked = with_examples(asked, args.few_shot, template, tokenizer)
     sampler = make_sampler(args, path, tokenizer, roles.sample, roles)
-    how = Sampling(
+    how = SamplingConfig(
         n=args.num_samples,
         temperature=args.sampling_temperature,
         top_p=args.sampling_top_p,
@@ -156,4 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 
 from alignment.ablation.report import print_verdicts, read_study, write_report
-from alignment.system.errors import UserError, door
+from alignment.system.errors import UserError, run_command
 
 
 @dataclass(frozen=True)
@@ -52,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

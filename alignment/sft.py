@@ -36,13 +36,13 @@ from alignment.policy.loading import (
 )
 from alignment.policy.memory import fit
 from alignment.policy.packing import send
-from alignment.policy.parallel_micro_batches import cut_into_lanes, side_by_side
+from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.rewards.reward import evaluation_reward
 from alignment.runs.checkpoint import save_model
 from alignment.runs.run_folder import RunFolder, write_args
 from alignment.sampling.sampler import encode_prompts, make_sampler, refuse_missing_engine
 from alignment.system import signals
-from alignment.system.errors import UserError, door
+from alignment.system.errors import UserError, run_command
 from alignment.system.files import atomic_folder
 from alignment.system.terminal import progress_line
 
@@ -162,7 +162,7 @@ def optimise(model, train_set, validation_set, pad: int, args: SFTArgs, run: Run
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            signals.release()  # where a library has swallowed the exception of a signal
+            signals.deliver_signals()  # where a library has swallowed the exception of a signal
             if step % args.eval_interval == 0 or step == args.num_steps:
                 validation = validation_loss(model, validation_set, pad, args.micro_batch_tokens, dtype)
                 record = {"loss": loss.item(), "grad_norm": grad_norm.item(), "validation_loss": validation}
@@ -189,7 +189,7 @@ def backward(model, examples: Sequence[Example], pad: int, micro_batch_tokens: i
         # The step function averages over this micro-batch's rows; the whole batch's tokens must be what divides.
         return sft_microbatch_train_step(log_probs, mask, 1, normalize_constant=tokens / len(rows))[0]
 
-    yield from side_by_side(step, *cut_into_lanes(model, examples, micro_batch_tokens), model.parameters())
+    yield from run_parallel(step, *cut_for_parallel(model, examples, micro_batch_tokens), model.parameters())
 
 
 def validation_loss(model, examples: Sequence[Example], pad: int, micro_batch_tokens: int, dtype) -> float:
@@ -201,7 +201,7 @@ def validation_loss(model, examples: Sequence[Example], pad: int, micro_batch_to
     def log_likelihood(rows: Sequence[int]) -> float:
         return policy_log_probs(model, batch_of(examples, rows, pad), dtype)["log_probs"].sum().item()
 
-    total = sum(side_by_side(log_likelihood, *cut_into_lanes(model, examples, micro_batch_tokens)))
+    total = sum(run_parallel(log_likelihood, *cut_for_parallel(model, examples, micro_batch_tokens)))
     return -total / sum(len(response) for _, response in examples)
 
 
@@ -218,4 +218,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

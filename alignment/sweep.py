@@ -39,8 +39,8 @@ from alignment.args import (
 from alignment.data.tasks import find_task
 from alignment.rewards.reward import find_reward
 from alignment.runs.run_folder import versions
-from alignment.system.errors import UserError, door
-from alignment.system.files import LOCK, held, read_json, read_jsonl, write_atomically
+from alignment.system.errors import UserError, run_command
+from alignment.system.files import LOCK, lock_run_folder, read_json, read_jsonl, write_atomically
 from alignment.system.signals import Interrupted
 
 SEED_STD = 0.02  # of an arm's accuracy between seeds, questions aside: what the design's power is reckoned with
@@ -300,7 +300,7 @@ def main() -> None:
     executor = make_executor(args.ray_address, args.cpus_per_run, args.gpus_per_run)
     try:
         design.folder.mkdir(parents=True, exist_ok=True)
-        with held(design.folder):
+        with lock_run_folder(design.folder):
             claim_folder(design, sys.argv)
             train(design, executor, args, console)
     except Interrupted:
@@ -329,4 +329,4 @@ def train(design: Design, executor: Executor, args: SweepOptions, console: Conso
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

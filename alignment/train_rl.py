@@ -52,12 +52,12 @@ from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_
 from alignment.runs.summary import report
 from alignment.sampling.sampler import encode_prompts, make_rollout_sampler, make_sampler, refuse_missing_engine
 from alignment.system import signals
-from alignment.system.background import meanwhile
-from alignment.system.errors import door
-from alignment.system.files import atomic_folder, held, read_jsonl
+from alignment.system.background import run_in_background
+from alignment.system.errors import run_command
+from alignment.system.files import atomic_folder, lock_run_folder, read_jsonl
 from alignment.system.terminal import progress_line
-from alignment.training.health import Watch, refuse_lost_cause, watched
-from alignment.training.mismatch import Gate, sampler_mismatch
+from alignment.training.health import Watch, log_warnings, stop_if_hopeless
+from alignment.training.mismatch import SamplerMismatchCheck, sampler_mismatch
 from alignment.training.references import OldPolicy, needs_old_policy, open_reference, rows_with_gradient
 from alignment.training.update import update
 
@@ -74,7 +74,7 @@ def train(args: RLArgs, console: Console) -> Path:
         path, done = None, 0
         if args.resume:
             path = Path(args.output_dir) / resumed_run_name(args, name)
-            closing.enter_context(held(path))
+            closing.enter_context(lock_run_folder(path))
             done = resume(path, args, console)
         else:
             refuse_taken_name(args)
@@ -112,7 +112,7 @@ def train(args: RLArgs, console: Console) -> Path:
             rollouts = InlineRollouts(source, sampler)
         if path is None:
             path = claim_run_folder(args, name)
-            closing.enter_context(held(path))
+            closing.enter_context(lock_run_folder(path))
         else:
             write_args(path, args)
         run = RunFolder(path, done)
@@ -158,10 +158,10 @@ def train(args: RLArgs, console: Console) -> Path:
                     with clock("reference"):
                         rollout = reference.annotate(rollout, fitted, f"step-{step}")
                 with clock("update"):
-                    gate = Gate(rollout, args, step - 1 - drawn.policy_version)
+                    gate = SamplerMismatchCheck(rollout, args, step - 1 - drawn.policy_version)
                     updates, first_pass_BT, bad = update(policy, optimizer, rollout, fitted, step, dtype, gate.check)
-                signals.hold()
-                with meanwhile(partial(rollouts.load_weights, policy.named_parameters(), step), clock("sync")):
+                signals.defer_signals()
+                with run_in_background(partial(rollouts.load_weights, policy.named_parameters(), step), clock("sync")):
                     trainer_BT = first_pass_BT if old_policy is None else rollout.old_log_probs_BT
                     computed = rows_with_gradient(rollout, args)
                     run.log_completions("rollout", step, drawn.groups, per_response(trainer_BT, rollout, computed))
@@ -177,10 +177,10 @@ def train(args: RLArgs, console: Console) -> Path:
                 }
                 record |= {"staleness": gate.steps_old} if args.rollouts == "async" else {}
                 counted = restarts
-                run.log_step(watched(watch, {**record, **clock.report(rollout, drawn, updates)}, console))
-                signals.release()
+                run.log_step(log_warnings(watch, {**record, **clock.report(rollout, drawn, updates)}, console))
+                signals.deliver_signals()
                 progress(step, f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}")
-                refuse_lost_cause(watch.last, args)
+                stop_if_hopeless(watch.last, args)
                 evaluate_if_due(step)
                 if step % args.save_interval == 0 or step == args.num_steps:
                     save(step)
@@ -213,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

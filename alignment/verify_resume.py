@@ -20,7 +20,7 @@ from rich.table import Table
 from alignment.ablation.executors import Job, start
 from alignment.args import RLArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
 from alignment.runs.checkpoint import OPTIMIZER, checkpoint_folder, last_whole_step
-from alignment.system.errors import RunStopped, UserError, door
+from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import read_jsonl
 
 TIMINGS = ("seconds", "tokens_per_second")  # what the names of measured times begin with
@@ -130,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    door(main)
+    run_command(main)

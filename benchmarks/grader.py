@@ -60,7 +60,7 @@ GRADERS: dict[str, Callable[[str, str], bool]] = {
 
 def forget() -> None:
     """Empty the grader's caches."""
-    for cached in (r1_zero._decide, r1_zero._normalised, r1_zero._witnessed):
+    for cached in (r1_zero._decide, r1_zero._normalised, r1_zero._ask_math_verify):
         cached.cache_clear()
 
 

@@ -108,7 +108,7 @@ def show(found: dict[str, list[dict]], args: RLArgs) -> None:
     Console(width=130).print(table)
 
 
-class Turns:
+class OrderedAccumulation:
     """A process's side: steps begin when the parent says so, and their seconds and peak memory are told to it."""
 
     def __init__(self):
@@ -137,7 +137,7 @@ def memory() -> tuple[float, float]:
 
 def ours(args: RLArgs) -> None:
     """`train_rl` as it is, held at the end of each step."""
-    turns, log_step, next_rollout = Turns(), RunFolder.log_step, train_rl.InlineRollouts.next
+    turns, log_step, next_rollout = OrderedAccumulation(), RunFolder.log_step, train_rl.InlineRollouts.next
 
     def begin(rollouts, step):
         if step == 1:
@@ -161,7 +161,7 @@ def trl(args: RLArgs, batch: int, checkpointing: bool) -> None:
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    turns = Turns()
+    turns = OrderedAccumulation()
     path = resolve_model(args.model, "checkpoints")
     task, tokenizer = find_task(args.task), load_tokenizer(path)
     problems = prompted(task.problems("train", args.dataset_path)[:64], task.prompt, tokenizer)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from alignment.core.records import Sampling
+from alignment.core.records import SamplingConfig
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.policy.loading import context_length, load_config, load_model, load_tokenizer, resolve_model
@@ -47,7 +47,7 @@ def main(
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
 
     def sample(sampler, texts: list[str], seed: int) -> int:
-        drawn = sampler.sample(texts, Sampling(n=n, max_new_tokens=max_new_tokens, seed=seed))
+        drawn = sampler.sample(texts, SamplingConfig(n=n, max_new_tokens=max_new_tokens, seed=seed))
         return sum(len(c.token_ids) for group in drawn for c in group)
 
     def generate(texts: list[str], seed: int, **stop) -> int:
@@ -64,7 +64,7 @@ def main(
     peers = {
         "ours": functools.partial(sample, ours),
         "generate": generate,
-        "generate, stop_strings": functools.partial(generate, stop_strings=list(Sampling().stop), tokenizer=tokenizer),
+        "generate, stop_strings": functools.partial(generate, stop_strings=list(SamplingConfig().stop), tokenizer=tokenizer),
     }
     peers |= {"vLLM": functools.partial(sample, vllm)} if vllm else {}
     table = Table(

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.args import RLArgs, from_preset
-from alignment.core.records import Group, Sampling
+from alignment.core.records import Group, SamplingConfig
 from alignment.data.embedded import embedded_model
 from alignment.data.tasks import find_task
 from alignment.policy.loading import load_config, load_tokenizer, make_optimizer
@@ -77,7 +77,7 @@ class Step:
     def take(self) -> tuple[float, float]:
         """Seconds of sampling and of the update."""
         start = time.perf_counter()
-        how = Sampling(n=self.args.group_size, max_new_tokens=self.args.max_new_tokens, stop=())
+        how = SamplingConfig(n=self.args.group_size, max_new_tokens=self.args.max_new_tokens, stop=())
         drawn = self.sampler.sample([problem.prompt for problem in self.problems], how)
         sampled = time.perf_counter()
         scores = [{"reward": float(i % 2), "format_reward": 0.0, "answer_reward": 0.0} for i in range(self.args.group_size)]

@@ -113,7 +113,7 @@ def peers(model, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Cal
 
     def one_lane() -> None:
         """One micro-batch after another, on all threads."""
-        with mock.patch.object(parallel_micro_batches, "LANES", 1):
+        with mock.patch.object(parallel_micro_batches, "PARALLEL", 1):
             ours()
 
     def plain() -> None:

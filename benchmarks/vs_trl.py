@@ -24,7 +24,7 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
-from alignment.core.records import Sampling
+from alignment.core.records import SamplingConfig
 from alignment.core.rollout import Rollout
 from alignment.core.tokens import pad_token_id
 from alignment.core.train_step import grpo_microbatch_train_step, loss_denominator
@@ -72,7 +72,7 @@ def same_batch(args: RLArgs, model: str) -> Table:
     policy, reference = (load_model(model, ("cpu",), torch.float32) for _ in range(2))
     problems = problems_of_step(task.problems("train", ""), dataclasses.replace(args, prompts_per_rollout=8), 1)
     drawn = TransformersSampler(policy, tokenizer, 256).sample(
-        [problem.prompt for problem in problems], Sampling(n=args.group_size, max_new_tokens=args.max_new_tokens, stop=())
+        [problem.prompt for problem in problems], SamplingConfig(n=args.group_size, max_new_tokens=args.max_new_tokens, stop=())
     )
     rollout = make_rollout(find_reward(args.reward, task.rules).score(problems, drawn), args, pad_token_id(tokenizer))
     torch.manual_seed(0)

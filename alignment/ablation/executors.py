@@ -91,7 +91,7 @@ class RayExecutor:
     Signals are held back while Ray's own code runs, which does not survive what a signal's handler raises.
     """
 
-    @signals.holding()
+    @signals.deferred_signals()
     def __init__(self, address: str, cpus: int | None, gpus: int | None):
         refuse_unreachable(address)
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # the nodes' own environments run the jobs
@@ -124,11 +124,11 @@ class RayExecutor:
             raise UserError(f"--cpus_per_run {self.cpus} --gpus_per_run {gpus}: no machine has them (there are: {has})")
         self.under_way: dict[object, str] = {}
 
-    @signals.holding()
+    @signals.deferred_signals()
     def submit(self, job: Job) -> None:
         self.under_way[self.task.remote(job, self.cpus)] = job.name
 
-    @signals.holding()
+    @signals.deferred_signals()
     def finished(self, seconds: float) -> dict[str, int]:
         done, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=seconds) if self.under_way else ([], [])
         codes = {}
@@ -175,7 +175,7 @@ def start(job: Job, cpus: int | None) -> subprocess.Popen:
     file.parent.mkdir(parents=True, exist_ok=True)
     process = None
     try:
-        with file.open("ab") as log, signals.holding():  # Python drops what a handler raises while it forks
+        with file.open("ab") as log, signals.deferred_signals():  # Python drops what a handler raises while it forks
             process = subprocess.Popen(
                 [sys.executable, "-m", job.module, *job.flags],
                 stdin=subprocess.DEVNULL,

@@ -33,7 +33,17 @@ class Endless:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Distribution:
+    """What log-probs are taken under: softmax(logits / temperature), within the `top_k` most likely tokens (0: all) and, of
+    these, the nucleus that reaches `top_p`. The same for the sampler and for both sides of every ratio."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
     """How to draw completions: `n` for each prompt, each ending at EOS, at the first `stop` string, or by length."""
 
     n: int = 1

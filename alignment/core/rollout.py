@@ -30,7 +30,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledStep:
     """What one step is made from: its groups, the version of the weights that sampled them, and what that took."""
 
     step: int

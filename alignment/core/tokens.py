@@ -64,12 +64,12 @@ def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
     Returns the row numbers of each: rows of one prompt together, and prompts of long responses first, so that memory peaks
     at once rather than late and a micro-batch's responses are of similar length.
     """
-    families: dict[tuple[int, ...], list[int]] = {}
+    prompt_groups: dict[tuple[int, ...], list[int]] = {}
     for row in sorted(range(len(rows)), key=lambda row: -len(rows[row][1])):
-        families.setdefault(rows[row][0], []).append(row)
+        prompt_groups.setdefault(rows[row][0], []).append(row)
     pieces: list[list[int]] = []
     room = 0
-    for prompt, members in families.items():
+    for prompt, members in prompt_groups.items():
         unpaid = len(prompt)
         together = packed_tokens([rows[row] for row in members])
         for row in members:

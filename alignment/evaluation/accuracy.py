@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from alignment.args import Args
-from alignment.core.records import Group, Problem, Sampling, Score
+from alignment.core.records import Group, Problem, SamplingConfig, Score
 from alignment.data.tasks import Task
 from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.reward import grading_report, score_groups
@@ -58,7 +58,7 @@ def evaluate_vllm(
     vllm_model: Sampler,
     reward_fn: Callable[[str, str], Score],
     problems: Sequence[Problem],
-    eval_sampling_params: Sampling,
+    eval_sampling_params: SamplingConfig,
     rules: Sequence[str] = ("r1_zero", "r1_zero_strict"),
 ) -> Evaluation:
     """Sample every problem, score every completion, and summarise. Any `Sampler` will do, vLLM or not. The means under all
@@ -145,9 +145,9 @@ def eval_problems(task: Task, args: Args) -> list[Problem]:
     return problems[: args.max_problems] if args.max_problems else problems
 
 
-def eval_sampling(task: Task, args: Args, n: int = 1, max_new_tokens: int = 0) -> Sampling:
+def eval_sampling(task: Task, args: Args, n: int = 1, max_new_tokens: int = 0) -> SamplingConfig:
     """How evaluation samples are drawn. The same seed every time, so that two evaluations differ by their models alone."""
-    return Sampling(
+    return SamplingConfig(
         n=n,
         temperature=args.sampling_temperature,
         top_p=args.sampling_top_p,

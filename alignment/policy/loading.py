@@ -21,7 +21,7 @@ from alignment.data.embedded import embedded_model
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import ATTENTION
-from alignment.policy.parallel_micro_batches import cut_into_lanes, side_by_side
+from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.policy.placement import ModelShape, Roles, assign_roles, partition_layers
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
@@ -197,14 +197,14 @@ def batch_log_probs(
     rows = range(len(batch.labels)) if rows is None else rows
     found_BT = torch.zeros(batch.labels.shape)
     split = split_rows(batch.input_ids, batch.response_mask)
-    pieces, lanes = cut_into_lanes(model, [split[row] for row in rows], micro_batch_tokens)
+    pieces, lanes = cut_for_parallel(model, [split[row] for row in rows], micro_batch_tokens)
     pieces = [[rows[i] for i in piece] for piece in pieces]
 
     @torch.no_grad()
     def log_probs(piece: Sequence[int]) -> torch.Tensor:
         return policy_log_probs(model, take_rows(batch, piece), dtype, **distribution)["log_probs"].cpu()
 
-    for piece, part_BT in zip(pieces, side_by_side(log_probs, pieces, lanes), strict=True):
+    for piece, part_BT in zip(pieces, run_parallel(log_probs, pieces, lanes), strict=True):
         found_BT[piece, : part_BT.shape[1]] = part_BT
     return found_BT
 

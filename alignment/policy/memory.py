@@ -54,7 +54,7 @@ def fit(
     beside other work is cut alike. `longest`: tokens of the longest row there can be. `dtype`: of matrix products. `optimizer`:
     whose moments may be there already. `before`: what the run was cut by before it was stopped.
 
-    Turns on gradient checkpointing where even one such row would not fit: it computes each layer twice.
+    OrderedAccumulation on gradient checkpointing where even one such row would not fit: it computes each layer twice.
     """
     if args.micro_batch_tokens:
         return args

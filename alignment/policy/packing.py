@@ -19,27 +19,27 @@ from alignment.core.tokens import Row
 
 @dataclass
 class Packing:
-    """N tokens in one sequence: first S stems, then R branches that each go on from the end of a stem. No padding.
+    """N tokens in one sequence: first S prefixes, then R suffixes that each go on from the end of a prefix. No padding.
 
-    A prompt of several rows is a stem, and their responses are its branches; a row that shares its prompt with no other is a
-    stem as a whole. What a token sees are the tokens before it in its stem and, in a branch, in the branch.
+    A prompt of several rows is a prefix, and their responses are its suffixes; a row that shares its prompt with no other is a
+    prefix as a whole. What a token sees are the tokens before it in its prefix and, in a suffix, in the suffix.
     """
 
     input_ids_1N: torch.Tensor
     position_ids_1N: torch.Tensor
     spots_BT: torch.Tensor
     """The place in the sequence of token t of row b of the batch; 0 beyond the row's end."""
-    stems_SL: torch.Tensor
-    """Places of each stem's tokens, right-padded with 0."""
-    stem_tokens: torch.Tensor
+    prefixes_SL: torch.Tensor
+    """Places of each prefix's tokens, right-padded with 0."""
+    prefix_tokens: torch.Tensor
     """Which of the flattened [S * L] are tokens."""
-    branches_RQ: torch.Tensor | None = None
-    """Places of each branch's tokens, right-padded with 0; None without branches."""
+    suffixes_RQ: torch.Tensor | None = None
+    """Places of each suffix's tokens, right-padded with 0; None without suffixes."""
     seen_RK: torch.Tensor | None = None
-    """Places of what they see: the stem, left-padded with 0, then the branch itself, right-padded."""
+    """Places of what they see: the prefix, left-padded with 0, then the suffix itself, right-padded."""
     bias_R1QK: torch.Tensor | None = None
-    """0 where a branch's token sees another, else -inf; [1, 1, Q, K] where stems are equally long."""
-    branch_tokens: torch.Tensor | None = None
+    """0 where a suffix's token sees another, else -inf; [1, 1, Q, K] where prefixes are equally long."""
+    suffix_tokens: torch.Tensor | None = None
     """Which of the flattened [R * Q] are tokens."""
     applied: list[bool] = field(default_factory=list)
     copies: dict[torch.device, Packing] = field(default_factory=dict)
@@ -55,18 +55,18 @@ class Packing:
         """See `Layout.attend`; there is one row, of N tokens."""
         here = self.to(query.device)
         q_NHD, k_NHD, v_NHD = (t[0].transpose(0, 1) for t in (query, key, value))
-        stems = _attend(q_NHD, k_NHD, v_NHD, here.stems_SL, here.stems_SL, None, scaling)
-        out = [stems.index_select(0, here.stem_tokens)]
-        if here.branches_RQ is not None:
+        prefixes = _attend(q_NHD, k_NHD, v_NHD, here.prefixes_SL, here.prefixes_SL, None, scaling)
+        out = [prefixes.index_select(0, here.prefix_tokens)]
+        if here.suffixes_RQ is not None:
             bias = here.bias(query.shape[1] // key.shape[1], query.dtype)
-            branches = _attend(q_NHD, k_NHD, v_NHD, here.branches_RQ, here.seen_RK, bias, scaling)
-            out.append(branches.index_select(0, here.branch_tokens))
+            suffixes = _attend(q_NHD, k_NHD, v_NHD, here.suffixes_RQ, here.seen_RK, bias, scaling)
+            out.append(suffixes.index_select(0, here.suffix_tokens))
         return torch.cat(out)[None]
 
     def to(self, device: torch.device | str) -> Packing:
         """The same on another device, copied there once however many layers ask."""
         device = torch.device(device)
-        if device == self.stems_SL.device:
+        if device == self.prefixes_SL.device:
             return self
         if device not in self.copies:
             tensors = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
@@ -84,54 +84,54 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def pack(rows: Sequence[Row]) -> Packing:
     """Pack rows, on the CPU: those of one prompt together."""
-    families: dict[Sequence[int], list[int]] = defaultdict(list)
+    prompt_groups: dict[Sequence[int], list[int]] = defaultdict(list)
     for index, (prompt, _) in enumerate(rows):
-        families[prompt].append(index)
-    # A stem has token ids, and rows; a branch token ids, its row, and its stem.
-    alone = {members[0] for members in families.values() if len(members) == 1}
-    stems = [(prompt + rows[own[0]][1] if own[0] in alone else prompt, own) for prompt, own in families.items()]
-    branches = [(rows[row][1], row, stem) for stem, (_, own) in enumerate(stems) for row in own if row not in alone]
-    branches = [branch for branch in branches if branch[0]]
+        prompt_groups[prompt].append(index)
+    # A prefix has token ids, and rows; a suffix token ids, its row, and its prefix.
+    alone = {members[0] for members in prompt_groups.values() if len(members) == 1}
+    prefixes = [(prompt + rows[own[0]][1] if own[0] in alone else prompt, own) for prompt, own in prompt_groups.items()]
+    suffixes = [(rows[row][1], row, prefix) for prefix, (_, own) in enumerate(prefixes) for row in own if row not in alone]
+    suffixes = [suffix for suffix in suffixes if suffix[0]]
 
-    pieces = [ids for ids, *_ in (*stems, *branches)]
+    pieces = [ids for ids, *_ in (*prefixes, *suffixes)]
     ends = list(itertools.accumulate(map(len, pieces)))
     ranges = [torch.arange(end - len(ids), end) for ids, end in zip(pieces, ends, strict=True)]
-    stem_ranges, branch_ranges = ranges[: len(stems)], ranges[len(stems) :]
+    prefix_ranges, suffix_ranges = ranges[: len(prefixes)], ranges[len(prefixes) :]
     spots_BT = torch.zeros(len(rows), max(len(prompt) + len(response) for prompt, response in rows), dtype=torch.int64)
-    for (ids, own), places in zip(stems, stem_ranges, strict=True):
+    for (ids, own), places in zip(prefixes, prefix_ranges, strict=True):
         spots_BT[own, : len(ids)] = places
-    for (ids, row, stem), places in zip(branches, branch_ranges, strict=True):
-        first = len(stems[stem][0])
+    for (ids, row, prefix), places in zip(suffixes, suffix_ranges, strict=True):
+        first = len(prefixes[prefix][0])
         spots_BT[row, first : first + len(ids)] = places
-    positions = [torch.arange(len(ids)) for ids, _ in stems]
-    positions += [torch.arange(len(stems[stem][0]), len(stems[stem][0]) + len(ids)) for ids, _, stem in branches]
-    stems_SL = _padded(stem_ranges)
+    positions = [torch.arange(len(ids)) for ids, _ in prefixes]
+    positions += [torch.arange(len(prefixes[prefix][0]), len(prefixes[prefix][0]) + len(ids)) for ids, _, prefix in suffixes]
+    prefixes_SL = _padded(prefix_ranges)
     return Packing(
         input_ids_1N=torch.tensor([list(itertools.chain(*pieces))]),
         position_ids_1N=torch.cat(positions)[None],
         spots_BT=spots_BT,
-        stems_SL=stems_SL.clamp(min=0),
-        stem_tokens=_real(stems_SL),
-        **(_branching(branch_ranges, [stem_ranges[stem] for _, _, stem in branches]) if branches else {}),
+        prefixes_SL=prefixes_SL.clamp(min=0),
+        prefix_tokens=_real(prefixes_SL),
+        **(_suffix_fields(suffix_ranges, [prefix_ranges[prefix] for _, _, prefix in suffixes]) if suffixes else {}),
     )
 
 
-def _branching(branches: Sequence[torch.Tensor], stems: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The fields of a `Packing` that say what branches see, from the places of each branch and of its stem."""
-    branches_RQ, stems_RP = _padded(branches), _padded(stems, "left")
-    width = branches_RQ.shape[1]
-    # What pads a branch on the right comes after all of its tokens, so it needs no masking.
-    stem_seen_RP = stems_RP >= 0
-    stem_seen_RP = stem_seen_RP[:1] if len({len(stem) for stem in stems}) == 1 else stem_seen_RP
+def _suffix_fields(suffixes: Sequence[torch.Tensor], prefixes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The fields of a `Packing` that say what suffixes see, from the places of each suffix and of its prefix."""
+    suffixes_RQ, prefixes_RP = _padded(suffixes), _padded(prefixes, "left")
+    width = suffixes_RQ.shape[1]
+    # What pads a suffix on the right comes after all of its tokens, so it needs no masking.
+    prefix_seen_RP = prefixes_RP >= 0
+    prefix_seen_RP = prefix_seen_RP[:1] if len({len(prefix) for prefix in prefixes}) == 1 else prefix_seen_RP
     causal_QQ = torch.ones(width, width, dtype=torch.bool).tril()
     seen_RQK = torch.cat(
-        [stem_seen_RP[:, None].expand(-1, width, -1), causal_QQ[None].expand(len(stem_seen_RP), -1, -1)], dim=2
+        [prefix_seen_RP[:, None].expand(-1, width, -1), causal_QQ[None].expand(len(prefix_seen_RP), -1, -1)], dim=2
     )
     return {
-        "branches_RQ": branches_RQ.clamp(min=0),
-        "seen_RK": torch.cat([stems_RP, branches_RQ], dim=1).clamp(min=0),
+        "suffixes_RQ": suffixes_RQ.clamp(min=0),
+        "seen_RK": torch.cat([prefixes_RP, suffixes_RQ], dim=1).clamp(min=0),
         "bias_R1QK": torch.zeros(seen_RQK.shape).masked_fill(~seen_RQK, -torch.inf)[:, None],
-        "branch_tokens": _real(branches_RQ),
+        "suffix_tokens": _real(suffixes_RQ),
     }
 
 

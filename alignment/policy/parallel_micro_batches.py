@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens
 from alignment.policy.packing import ATTENTION
 
-LANES = 2  # each has logits and a gradient of the output head of its own; not measured on more than two cores
+PARALLEL = 2  # each has logits and a gradient of the output head of its own; not measured on more than two cores
 
 Piece = TypeVar("Piece")
 Found = TypeVar("Found")
 
 
-def cut_into_lanes(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int) -> tuple[list[list[int]], int]:
+def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int) -> tuple[list[list[int]], int]:
     """Micro-batches (row numbers), and how many are computed at once, with `most_tokens` in all of those.
 
     That is one where torch has not two threads, or where the rows of a prompt would have to be torn apart for more, or where
@@ -36,13 +36,13 @@ def cut_into_lanes(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int
         and model.config._attn_implementation == ATTENTION
         and not any(_holds_state(module) for module in model.modules())
     )
-    lanes = min(LANES, torch.get_num_threads()) if apart else 1
+    lanes = min(PARALLEL, torch.get_num_threads()) if apart else 1
     if lanes == 1:
         return cut_by_tokens(rows, most_tokens), 1
-    families: dict[tuple[int, ...], list[Row]] = defaultdict(list)
+    prompt_groups: dict[tuple[int, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        families[row[0]].append(row)
-    largest = max(map(packed_tokens, families.values()), default=0)
+        prompt_groups[row[0]].append(row)
+    largest = max(map(packed_tokens, prompt_groups.values()), default=0)
     if most_tokens < lanes * largest:
         return cut_by_tokens(rows, most_tokens), 1
     even = -(-packed_tokens(rows) // lanes) + largest // 2
@@ -55,7 +55,7 @@ def _holds_state(module: torch.nn.Module) -> bool:
     return draws or "dynamic" in rotary or "longrope" in rotary
 
 
-def side_by_side(
+def run_parallel(
     work: Callable[[Piece], Found], pieces: Sequence[Piece], lanes: int, parameters: Iterable[torch.nn.Parameter] = ()
 ) -> Iterator[Found]:
     """`work` of each piece, in their order, on `lanes` threads at once, which share torch's threads among them.
@@ -68,7 +68,7 @@ def side_by_side(
         yield from map(work, pieces)
         return
     threads = torch.get_num_threads()
-    turns = Turns(parameters)
+    turns = OrderedAccumulation(parameters)
     try:
         with ThreadPoolExecutor(lanes) as pool:
             for start in range(0, len(pieces), lanes):
@@ -90,7 +90,7 @@ def side_by_side(
         turns.close()
 
 
-class Turns:
+class OrderedAccumulation:
     """Holds each lane back before it adds to a gradient, until those before it have: the first additions of all lanes, in the
     lanes' order, then the second ones (a tied output head has two)."""
 

@@ -175,7 +175,7 @@ class RemoteReference:
         return torch.where(mask, found_BT, 0.0)
 
     def _patiently(self, what: str) -> Iterator[None]:
-        """Turns to ask again, with pauses in between that grow."""
+        """OrderedAccumulation to ask again, with pauses in between that grow."""
         deadline, pause = time.monotonic() + self.timeout, 0.005
         while True:
             yield
@@ -237,7 +237,7 @@ class OwnReferenceServer:
                 self._child.connection.send((self._args, self.token, self._rl_args))
                 url = self._child.connection.recv()
             except (EOFError, OSError):
-                raise RunStopped(self._child.obituary()) from None
+                raise RunStopped(self._child.exit_report()) from None
         self._client = RemoteReference(url, self.token, self._vocabulary, self._timeout)
 
 

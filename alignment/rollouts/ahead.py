@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from alignment.args import RLArgs
-from alignment.core.rollout import Drawn
+from alignment.core.rollout import SampledStep
 from alignment.core.tokens import pad_token_id
 from alignment.policy.loading import load_config, load_tokenizer, make_deterministic, roles_of, sampler_kind
 from alignment.policy.reference_client import OwnReferenceServer, RemoteReference
@@ -54,7 +54,7 @@ class AsyncRollouts:
         args: RLArgs,
         base: str,
         done: int,
-        drawn: Sequence[Drawn],
+        drawn: Sequence[SampledStep],
         dtype: torch.dtype,
         reference: RemoteReference | OwnReferenceServer | None = None,
     ):
@@ -75,7 +75,7 @@ class AsyncRollouts:
         with suppress(OSError):  # a child that is dead already will be noticed
             self._child.connection.send((args, base, done, first, served))
 
-    def next(self, step: int) -> Drawn:
+    def next(self, step: int) -> SampledStep:
         """The rollout of a step, as soon as it is there; it is kept until the step is done (`load_weights`)."""
         start, limit = time.monotonic(), self._limit(2 + self._args.max_refills)
         while step not in self._drawn:
@@ -107,7 +107,7 @@ class AsyncRollouts:
                     raise RunStopped(f"the {self._child.name} took no weights within {limit:g} s (--sampler_timeout)") from None
                 raise self._lost() from None
 
-    def ahead(self, step: int) -> list[Drawn]:
+    def ahead(self, step: int) -> list[SampledStep]:
         """The rollouts after a step that are drawn with weights older than its own: what a checkpoint must hold for the run to
         go on as if nothing had happened. Waits for them."""
         return [self.next(later) for later in self._steps_after(step) if version_for(later, self._args) < step]
@@ -152,7 +152,7 @@ class AsyncRollouts:
 
     def _lost(self) -> Exception:
         self._reader.join(GRACE_SECONDS)  # its last words may be on their way
-        return self._failure or RunStopped(self._child.obituary())
+        return self._failure or RunStopped(self._child.exit_report())
 
 
 def serve(descriptor: int) -> None:
@@ -191,7 +191,7 @@ def end() -> None:
 
 def _draw_ahead(
     args: RLArgs, base: str, done: int, first: int, served: tuple[str, str] | None, arriving: queue.Queue
-) -> Iterator[Drawn]:
+) -> Iterator[SampledStep]:
     """The rollouts from step `first` on, by a sampler that starts with version `done` of the weights, those in `base`; each is
     uploaded to the reference model that is served at an address, with a token, if there is one."""
     make_deterministic(args)

@@ -10,8 +10,8 @@ import torch
 
 from alignment.args import RLArgs
 from alignment.core.advantages import group_statistics
-from alignment.core.records import Completion, Group, Problem, Sampling
-from alignment.core.rollout import Drawn
+from alignment.core.records import Completion, Group, Problem, SamplingConfig
+from alignment.core.rollout import SampledStep
 from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
 from alignment.rewards.reward import Reward, find_reward, graded_ahead, grading_report
@@ -66,7 +66,7 @@ class Source:
     task: Task
     args: RLArgs
 
-    def draw(self, step: int, sampler: Sampler) -> Drawn:
+    def draw(self, step: int, sampler: Sampler) -> SampledStep:
         """Sample and score a step's groups with the weights that the sampler has."""
         seconds, version = {"sample": 0.0, "score": 0.0}, sampler.policy_version
 
@@ -88,7 +88,7 @@ class Source:
         if self.args.max_refills:
             rewards = [score["reward"] for group in asked for score in group.scores]
             report |= {"prompts_asked": len(asked), "reward_asked": sum(rewards) / len(rewards)}
-        return Drawn(step, version, groups, report, seconds)
+        return SampledStep(step, version, groups, report, seconds)
 
 
 def training_source(args: RLArgs, tokenizer) -> Source:
@@ -110,18 +110,18 @@ class InlineRollouts:
         """Engines that were lost so far."""
         return self.sampler.restarts
 
-    def next(self, step: int) -> Drawn:
+    def next(self, step: int) -> SampledStep:
         """The rollout of a step."""
         return self.source.draw(step, self.sampler)
 
-    def ahead(self, step: int) -> list[Drawn]:
+    def ahead(self, step: int) -> list[SampledStep]:
         """The rollouts after a step that are drawn already: none."""
         return []
 
 
-def rollout_sampling(stop: tuple[str, ...], args: RLArgs, step: int, refill: int = 0) -> Sampling:
+def rollout_sampling(stop: tuple[str, ...], args: RLArgs, step: int, refill: int = 0) -> SamplingConfig:
     """How a step's rollout is drawn."""
-    return Sampling(
+    return SamplingConfig(
         n=args.group_size,
         temperature=args.sampling_temperature,
         top_p=args.sampling_top_p,
@@ -144,7 +144,7 @@ def refuse_stale(completions: Sequence[Sequence[Completion]], policy_version: in
         raise RuntimeError(f"the sampler answered with policy version {sorted(stale)} where {policy_version} was asked for")
 
 
-def refuse_too_old(drawn: Drawn, staleness: int) -> None:
+def refuse_too_old(drawn: SampledStep, staleness: int) -> None:
     """Raise RuntimeError for a step's rollout by weights that are more steps behind than they may be."""
     if not 0 <= drawn.step - 1 - drawn.policy_version <= staleness:
         raise RuntimeError(f"step {drawn.step} got a rollout by version {drawn.policy_version}; --max_staleness is {staleness}")

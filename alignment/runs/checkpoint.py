@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Completion, Group, Problem, Score
-from alignment.core.rollout import Drawn
+from alignment.core.rollout import SampledStep
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, damage, full_disk_is_an_os_error, manifested, read_jsonl
 
@@ -56,7 +56,9 @@ def put_aside(run: Path, after: int) -> None:
         folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
 
-def save_checkpoint(folder: Path, model, tokenizer, optimizer: torch.optim.Optimizer, ahead: Sequence[Drawn] = ()) -> None:
+def save_checkpoint(
+    folder: Path, model, tokenizer, optimizer: torch.optim.Optimizer, ahead: Sequence[SampledStep] = ()
+) -> None:
     """Write model, tokenizer, optimiser state and the rollouts drawn ahead to `folder`, which appears only when all of it is
     on the disk."""
     with atomic_folder(folder) as building, manifested(building), full_disk_is_an_os_error(folder):
@@ -90,10 +92,10 @@ def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def load_rollouts(folder: Path) -> list[Drawn]:
+def load_rollouts(folder: Path) -> list[SampledStep]:
     """The rollouts that a whole checkpoint's run had drawn ahead."""
     records = read_jsonl(folder / ROLLOUTS)
-    return [Drawn(**record | {"groups": [_group(**group) for group in record["groups"]]}) for record in records]
+    return [SampledStep(**record | {"groups": [_group(**group) for group in record["groups"]]}) for record in records]
 
 
 def _group(problem: dict, completions: list[dict], scores: list[Score]) -> Group:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from alignment.core.rollout import Drawn, Rollout
+from alignment.core.rollout import Rollout, SampledStep
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
         """Seconds since the step began."""
         return time.perf_counter() - self.start
 
-    def report(self, rollout: Rollout, drawn: Drawn, updates: dict[str, float | None]) -> dict[str, float]:
+    def report(self, rollout: Rollout, drawn: SampledStep, updates: dict[str, float | None]) -> dict[str, float]:
         """Seconds by phase, and tokens a second: those sampled, and those, prompts included, that updates computed."""
         sampled = sum(rollout.lengths)
         return {

@@ -70,7 +70,7 @@ def saved_when_stopped(
     except (Interrupted, RunStopped) as stop:
         step = steps_done()
         try:
-            if signals.is_held():  # the weights are between two steps: the last checkpoint stands
+            if signals.signals_are_deferred():  # the weights are between two steps: the last checkpoint stands
                 step, _ = last_whole_step(path)
             elif step and not checkpoint_folder(path, step).exists():
                 save(step)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from alignment.args import Args, RLArgs
-from alignment.core.records import Completion, Sampling
+from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import compute_dtype, context_length, load_config, load_model, sampler_kind
 from alignment.policy.placement import Roles
 from alignment.system.errors import RunStopped, UserError
@@ -34,7 +34,7 @@ class Sampler(Protocol):
     restarts: int
     """Engines that were lost and replaced so far."""
 
-    def sample(self, prompts: Sequence[str], sampling: Sampling, ended: Ended | None = None) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, ended: Ended | None = None) -> list[list[Completion]]:
         """`sampling.n` completions for each prompt, in order. The same seed and weights give the same completions.
 
         `ended` may be told of a response's end, while others are still being drawn.
@@ -52,7 +52,7 @@ class Sampler(Protocol):
         ...
 
 
-class Restarted:
+class RestartingSampler:
     """A `Sampler` whose engine is replaced where it is lost, once a request: a new one gets the weights of the version that
     the lost one had, and the same request, which gives the same completions.
 
@@ -75,7 +75,7 @@ class Restarted:
     def policy_version(self) -> int:
         return self._engine.policy_version
 
-    def sample(self, prompts: Sequence[str], sampling: Sampling, ended: Ended | None = None) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, ended: Ended | None = None) -> list[list[Completion]]:
         """See `Sampler.sample`; an engine elsewhere gives all of its answer at once."""
         try:
             return self._sampled(prompts, sampling)
@@ -92,9 +92,9 @@ class Restarted:
     def close(self) -> None:
         self._engine.close()
 
-    def _sampled(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+    def _sampled(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
         drawn = self._engine.sample(prompts, sampling)
-        refuse_garbage(drawn, len(prompts), sampling, self._vocabulary)
+        check_completions(drawn, len(prompts), sampling, self._vocabulary)
         return drawn
 
     def _start_again(self, lost: SamplerLost, request: Callable = lambda: None):
@@ -111,7 +111,7 @@ class Restarted:
             raise RunStopped(f"the sampler was lost ({lost}), and once more after it was started again: {error}") from None
 
 
-def refuse_garbage(drawn: Sequence[Sequence[Completion]], prompts: int, sampling: Sampling, vocabulary: int) -> None:
+def check_completions(drawn: Sequence[Sequence[Completion]], prompts: int, sampling: SamplingConfig, vocabulary: int) -> None:
     """Raise `SamplerLost` for an answer that cannot be `sampling.n` completions of each prompt."""
     if len(drawn) != prompts or any(len(group) != sampling.n for group in drawn):
         raise SamplerLost(f"it was asked for {prompts} x {sampling.n} completions and gave {[len(group) for group in drawn]}")
@@ -185,7 +185,7 @@ def make_rollout_sampler(
         token=os.environ.get("ALIGNMENT_SAMPLER_TOKEN"),
         policy_version=policy_version,
     )
-    return Restarted(start, weights, config.vocab_size)
+    return RestartingSampler(start, weights, config.vocab_size)
 
 
 def make_sampler(
@@ -225,7 +225,7 @@ def make_sampler(
             policy_version=policy_version,
         )
         weights = weights or (None if policy is None else policy.named_parameters)
-        return Restarted(start, weights, load_config(model_path).vocab_size)
+        return RestartingSampler(start, weights, load_config(model_path).vocab_size)
     from alignment.sampling.transformers import TransformersSampler
 
     in_place = policy is not None and set(roles.policy) == {device} and policy.dtype == dtype

@@ -10,7 +10,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from alignment.core.records import Completion, Sampling
+from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.log_probs import cumulative, sampling_logits
 from alignment.policy.packing import attention_by_layout, pack
 from alignment.sampling.sampler import Ended, encode_prompts
@@ -61,7 +61,7 @@ class TransformersSampler:
         self.model = None
 
     @torch.inference_mode()
-    def sample(self, prompts: Sequence[str], sampling: Sampling, ended: Ended | None = None) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, ended: Ended | None = None) -> list[list[Completion]]:
         """See `Sampler.sample`. Each row has random numbers of its own, so waves and dropped rows change no other row."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -91,7 +91,7 @@ class TransformersSampler:
             policy_version=self.policy_version,
         )
 
-    def _waves(self, encoded: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+    def _waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[list[int]]:
         """Prompts cut into lots of similar length whose keys and values fit in the cache."""
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -106,7 +106,7 @@ class TransformersSampler:
         prompts: Sequence[Sequence[int]],
         wave: Sequence[int],
         uniforms: torch.Tensor,
-        sampling: Sampling,
+        sampling: SamplingConfig,
         ended: Ended | None,
     ) -> list[_Row]:
         """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens] decide every draw."""
@@ -217,7 +217,7 @@ def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each line of `logits` [lines, vocabulary], by inverting the distribution's CDF at `uniforms` [lines].
 
     Returns (tokens [lines], their log-probabilities [lines] under the distribution drawn from). Greedy decoding draws

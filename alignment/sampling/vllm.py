@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from alignment.core.records import Completion, Sampling
+from alignment.core.records import Completion, SamplingConfig
 from alignment.sampling.sampler import SamplerLost, encode_prompts
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
@@ -76,7 +76,7 @@ class VLLMSampler:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
         """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
         the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
@@ -114,10 +114,10 @@ class VLLMSampler:
                         raise EOFError
                 failure, answer = worker.connection.recv()
             except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
-                obituary = worker.obituary()
+                exit_report = worker.exit_report()
                 if hung.is_set():
-                    obituary = f"the {worker.name} gave no answer within {limit:g} s"
-                raise SamplerLost(obituary) from None
+                    exit_report = f"the {worker.name} gave no answer within {limit:g} s"
+                raise SamplerLost(exit_report) from None
             except BaseException:  # Ctrl-C too: the engine may be busy for minutes with an answer that nobody will read
                 worker.kill()
                 self.close()
@@ -203,7 +203,7 @@ def _start_engine(device_type: str, options: dict):
     )
 
 
-def _generate(engine, connection: Connection, encoded: list[list[int]], sampling: Sampling) -> list[list[dict]]:
+def _generate(engine, connection: Connection, encoded: list[list[int]], sampling: SamplingConfig) -> list[list[dict]]:
     """For each prompt the fields of its completions that vLLM knows."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -212,7 +212,7 @@ def _generate(engine, connection: Connection, encoded: list[list[int]], sampling
     if not engine.reset_prefix_cache():
         raise RuntimeError("vLLM refused to drop its prefix cache")
     n = 1 if sampling.temperature == 0 else sampling.n  # vLLM refuses to repeat a greedy completion
-    # vLLM gives child j of a request the seed + j. Drawn, not counted, so that neighbouring seeds share no child.
+    # vLLM gives child j of a request the seed + j. SampledStep, not counted, so that neighbouring seeds share no child.
     first_seed = random.Random(sampling.seed).getrandbits(48)
     params = [
         SamplingParams(

@@ -44,9 +44,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from alignment.core.records import Completion, Sampling
+from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import load_config, load_model
-from alignment.sampling.sampler import SamplerLost, encode_prompts, refuse_garbage
+from alignment.sampling.sampler import SamplerLost, check_completions, encode_prompts
 from alignment.system.errors import UserError
 from alignment.system.files import full_disk_is_an_os_error
 
@@ -123,7 +123,7 @@ class VLLMServerSampler:
                 " have that folder under the same name, and the server's user read it"
             ) from None
 
-    def sample(self, prompts: Sequence[str], sampling: Sampling) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
         """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
         the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
         until = time.monotonic() + self._timeout
@@ -139,7 +139,7 @@ class VLLMServerSampler:
             * (sampling.n // n)
             for ids, answer in zip(encoded, answers, strict=True)
         ]
-        refuse_garbage(drawn, len(prompts), sampling, self._vocabulary)
+        check_completions(drawn, len(prompts), sampling, self._vocabulary)
         return drawn
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -267,7 +267,7 @@ class _Refused(SamplerLost):
         self.status = status
 
 
-def _completion_requests(model: str, encoded: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[_Request]:
+def _completion_requests(model: str, encoded: Sequence[Sequence[int]], sampling: SamplingConfig, n: int) -> list[_Request]:
     """A request for `n` completions of each prompt, with a seed of its own."""
     # As for vLLM within a process: child j of a request has the seed + j, and neighbouring seeds share no child.
     first_seed = random.Random(sampling.seed).getrandbits(48)

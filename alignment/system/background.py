@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 @contextmanager
-def meanwhile(work: Callable[[], None], waiting: AbstractContextManager) -> Iterator[None]:
+def run_in_background(work: Callable[[], None], waiting: AbstractContextManager) -> Iterator[None]:
     """Do `work` in a thread beside the block, and wait for its end after it, within `waiting`. Raises what either raises, the
     block's error where both do."""
     with ThreadPoolExecutor(1) as thread:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from alignment.system.signals import Interrupted, interruptible, release
+from alignment.system.signals import Interrupted, deliver_signals, interruptible
 
 
 class UserError(Exception):
@@ -20,7 +20,7 @@ class RunStopped(UserError):
     code = 1
 
 
-def door(main: Callable[[], None]) -> None:
+def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. A `UserError` becomes one line on stderr and exit code 2 (`RunStopped`: 1); Ctrl-C exits with
     130, SIGTERM with 143.
 
@@ -30,7 +30,7 @@ def door(main: Callable[[], None]) -> None:
     try:
         with interruptible():
             main()
-            release()  # where something has swallowed the exception of a signal
+            deliver_signals()  # where something has swallowed the exception of a signal
     except (UserError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.code if isinstance(error, UserError) else 2)

@@ -128,7 +128,7 @@ def _checksum(file: Path) -> str:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_run_folder(folder: Path) -> Iterator[None]:
     """Hold the folder's lock. Raises `UserError` naming host and process where another holds it.
 
     The kernel gives the lock back when its process ends, however that ends, so a lock file that nobody holds is stale.

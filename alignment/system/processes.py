@@ -103,7 +103,7 @@ class Child:
         """What it wrote so far has nothing to do with its end."""
         self._log_start = os.fstat(self._log.fileno()).st_size
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         """Close it; how it ended and the last lines that it wrote."""
         self.close()
         code = self.process.returncode

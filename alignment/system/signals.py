@@ -21,16 +21,16 @@ class Interrupted(BaseException):
 
 AGAIN = 1.0  # seconds; a signal to a whole process group reaches a command under `uv run` twice at once
 
-_held = False
-_came: int | None = None
-_when = 0.0
+_deferred = False
+_received: int | None = None
+_received_at = 0.0
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let the first signal raise `Interrupted` wherever the program is, short of what is held; a second one ends it."""
-    global _held, _came
-    _held, _came = False, None
+    global _deferred, _received
+    _deferred, _received = False, None
     before = {}
     with suppress(ValueError):  # only a program's main thread may
         before = {number: signal.signal(number, _on_signal) for number in SIGNALS}
@@ -41,41 +41,41 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def hold() -> None:
-    """From here on a signal waits for `release`: what begins now must not be left half done."""
-    global _held
-    _held = True
+def defer_signals() -> None:
+    """From here on a signal waits for `deliver_signals`: what begins now must not be left half done."""
+    global _deferred
+    _deferred = True
 
 
 @contextmanager
-def holding() -> Iterator[None]:
+def deferred_signals() -> Iterator[None]:
     """Hold signals back for so long; what came meanwhile is raised at the end."""
-    hold()
+    defer_signals()
     try:
         yield
     finally:
-        release()
+        deliver_signals()
 
 
-def is_held() -> bool:
+def signals_are_deferred() -> bool:
     """Whether something is half done."""
-    return _held
+    return _deferred
 
 
-def release() -> None:
+def deliver_signals() -> None:
     """Nothing is half done any more. Raises `Interrupted` where a signal has come meanwhile."""
-    global _held
-    _held = False
-    if _came is not None:
-        raise Interrupted(_came)
+    global _deferred
+    _deferred = False
+    if _received is not None:
+        raise Interrupted(_received)
 
 
 def _on_signal(number: int, frame) -> None:
-    global _came, _when
-    if _came is not None:
-        if time.monotonic() - _when > AGAIN:
+    global _received, _received_at
+    if _received is not None:
+        if time.monotonic() - _received_at > AGAIN:
             os._exit(128 + number)
         return
-    _came, _when = number, time.monotonic()
-    if not _held:
+    _received, _received_at = number, time.monotonic()
+    if not _deferred:
         raise Interrupted(number)

@@ -41,7 +41,7 @@ class Watch:
         return self.last[-1]["step"] if self.last else 0
 
 
-def concerns(first: Sequence[Record], steps: Sequence[Record], args: RLArgs) -> dict[str, str]:
+def health_warnings(first: Sequence[Record], steps: Sequence[Record], args: RLArgs) -> dict[str, str]:
     """What is going wrong at the last of the latest steps: a name for each, and the numbers that say so.
 
     `first` are the first steps of the run, `WINDOW` at most.
@@ -85,7 +85,7 @@ def _mean(records: Sequence[Record], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def refuse_lost_cause(steps: Sequence[Record], args: RLArgs) -> None:
+def stop_if_hopeless(steps: Sequence[Record], args: RLArgs) -> None:
     """Raise `RunStopped` where --max_bad_steps in a row made no update, or more gradings failed than --max_grader_failures."""
     last = steps[-args.max_bad_steps :]
     if len(last) == args.max_bad_steps and all(record["updates"] == 0 < record["bad_updates"] for record in last):
@@ -105,10 +105,10 @@ def refuse_lost_cause(steps: Sequence[Record], args: RLArgs) -> None:
         )
 
 
-def watched(watch: Watch, record: dict, console: Console) -> dict:
+def log_warnings(watch: Watch, record: dict, console: Console) -> dict:
     """The record with the names of what is going wrong, each of which is printed when it begins."""
     before, slow = watch.last[-1]["warnings"] if watch.last else [], slowness(watch.last, record)
-    found = concerns(watch.first, [*watch.last, record], watch.args)
+    found = health_warnings(watch.first, [*watch.last, record], watch.args)
     said = [found[name] for name in sorted(found.keys() - set(before))]
     if record["bad_updates"]:
         said.append(f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite")

@@ -60,7 +60,7 @@ def mismatch(
     return {"sampler_mismatch": mean, "sampler_mismatch_max": largest}
 
 
-class Gate:
+class SamplerMismatchCheck:
     """Compares, before a step's weights first change, what its update has computed with what its sampler said."""
 
     def __init__(self, rollout: Rollout, args: RLArgs, steps_old: int):
@@ -76,4 +76,4 @@ class Gate:
             self.found = mismatch(seen, self.rollout, self.args, self.steps_old + self.moved)
             self.passed = True
         self.moved = True
-        signals.hold()
+        signals.defer_signals()

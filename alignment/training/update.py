@@ -14,7 +14,7 @@ from alignment.core.tokens import cut_by_tokens, packed_tokens, split_rows, take
 from alignment.core.train_step import loss_denominator
 from alignment.policy.layer_split import IN_FLIGHT, MicroBatch, pipelined
 from alignment.policy.loading import devices_of, set_learning_rate
-from alignment.policy.parallel_micro_batches import cut_into_lanes, side_by_side
+from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.training.references import rows_with_gradient
 
 Seen = Sequence[tuple[Sequence[int], torch.Tensor]]
@@ -95,7 +95,7 @@ def backward(
     """Add some rows' gradient to the policy; yields each micro-batch's rows, log-probs and sums.
 
     Several micro-batches are in flight, each with its part of the tokens: on a split policy so that all devices are at work
-    (`pipelined`), on a CPU so that all cores are (`side_by_side`).
+    (`pipelined`), on a CPU so that all cores are (`run_parallel`).
     """
     if not mini_batch:
         return
@@ -118,8 +118,8 @@ def backward(
         pieces = cut_by_tokens(split, max(1, args.micro_batch_tokens // in_flight))
         done = pipelined(begun, pieces, in_flight, policy, dtype)
     else:
-        pieces, lanes = cut_into_lanes(policy, split, args.micro_batch_tokens)
-        done = side_by_side(whole, pieces, lanes, policy.parameters())
+        pieces, lanes = cut_for_parallel(policy, split, args.micro_batch_tokens)
+        done = run_parallel(whole, pieces, lanes, policy.parameters())
     for micro_batch, piece in zip(done, pieces, strict=True):
         tokens = packed_tokens([split[i] for i in piece])
         yield micro_batch.rows, micro_batch.log_probs, {"tokens": tokens, **micro_batch.sums}

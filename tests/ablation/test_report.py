@@ -199,6 +199,6 @@ def test_no_finished_run_is_one_clear_line(tmp_path, monkeypatch, capsys):
     (folder / "summary.json").unlink()
     monkeypatch.setattr("sys.argv", ["report", "--runs", str(folder)])
     with pytest.raises(SystemExit) as stop:
-        report.door(report.main)
+        report.run_command(report.main)
     assert stop.value.code == 2
     assert re.fullmatch(r"error: --runs .*: no finished run there\n", capsys.readouterr().err)

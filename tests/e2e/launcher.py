@@ -29,7 +29,7 @@ from alignment.rewards.reward import Reward
 from alignment.rollouts import collect
 from alignment.runs.run_folder import RunFolder
 from alignment.sampling.transformers import TransformersSampler
-from alignment.system.errors import door
+from alignment.system.errors import run_command
 
 # What a run is in the middle of, by the functions it is in; of two, the inner one says.
 PHASES = {
@@ -124,7 +124,7 @@ def run(request: dict) -> None:
     if "phase" in request or "count" in request:
         at_every_call([request["phase"]] if "phase" in request else set(PHASES.values()), on_call)
     try:
-        door(train_rl.main)
+        run_command(train_rl.main)
     except SystemExit as stop:
         code = stop.code or 0
     else:

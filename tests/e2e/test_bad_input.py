@@ -1,4 +1,4 @@
-"""What users get wrong, at every door: one line that says what, where and what to do; exit code 2; nothing written."""
+"""What users get wrong, at every run_command: one line that says what, where and what to do; exit code 2; nothing written."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from alignment import (
     train_rl,
     verify_resume,
 )
-from alignment.system.errors import door
+from alignment.system.errors import run_command
 
 MAIN = {
     module.__name__.removeprefix("alignment."): module.main
@@ -282,7 +282,7 @@ def test_one_clear_line_exit_2_and_nothing_written(command, flags, message, worl
     before = sorted(world.rglob("*"))
     monkeypatch.setattr(sys, "argv", [command, *(flag.replace("{world}", str(world)) for flag in flags)])
     with pytest.raises(SystemExit) as stop:
-        door(MAIN[command])
+        run_command(MAIN[command])
     said = capsys.readouterr().err
     assert stop.value.code == 2, said
     assert message.replace("{world}", str(world)) in said and said.startswith("error: ") and said.count("\n") == 1

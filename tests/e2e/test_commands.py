@@ -17,7 +17,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.data.tasks import arithmetic
 from alignment.rewards.reward import RULES
 from alignment.runs.run_folder import claim_run_folder
-from alignment.system.errors import door
+from alignment.system.errors import run_command
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import printable
 from alignment.verify_resume import TIMINGS
@@ -30,7 +30,7 @@ def run(monkeypatch, command: str, *flags: str) -> int:
     """Run a command in this process; returns its exit code."""
     monkeypatch.setattr(sys, "argv", [f"alignment.{command}", *flags])
     try:
-        door(DOORS[command])
+        run_command(DOORS[command])
     except SystemExit as stop:
         return stop.code
     return 0

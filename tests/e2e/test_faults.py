@@ -17,8 +17,8 @@ from alignment import train_rl
 from alignment.args import RLArgs, from_preset
 from alignment.rewards.reward import CONTROLS, RULES
 from alignment.runs.checkpoint import last_whole_step
-from alignment.system.errors import door
-from alignment.system.files import damage, held, read_jsonl
+from alignment.system.errors import run_command
+from alignment.system.files import damage, lock_run_folder, read_jsonl
 from alignment.verify_resume import digests
 from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 
@@ -192,7 +192,7 @@ def test_the_newest_whole_checkpoint_is_used_and_a_damaged_one_is_named_and_kept
 def main(monkeypatch, warm: Path, output: Path, *flags: str) -> int:
     monkeypatch.setattr(sys, "argv", ["train_rl", *SMALL, "--sft_base", str(warm), "--output_dir", str(output), *flags])
     try:
-        door(train_rl.main)
+        run_command(train_rl.main)
     except SystemExit as stop:
         return stop.code
     return 0
@@ -201,7 +201,7 @@ def main(monkeypatch, warm: Path, output: Path, *flags: str) -> int:
 def test_a_folder_in_use_is_refused_and_a_stale_lock_is_not(warm, tmp_path, monkeypatch, capsys):
     assert main(monkeypatch, warm, tmp_path, "--num_steps", "1") == 0
     run = tmp_path / NAME
-    with held(run):
+    with lock_run_folder(run):
         assert main(monkeypatch, warm, tmp_path, "--num_steps", "2", "--resume") == 2
     assert f"{run} is in use by process {os.getpid()} on" in capsys.readouterr().err
     (run / ".lock").write_text("process 1 on some machine that was switched off\n")

@@ -21,8 +21,8 @@ from alignment.ablation.report import decide, read_study
 from alignment.ablation.statistics import Comparison
 from alignment.args import SweepArgs
 from alignment.sweep import State, make_design, run_all
-from alignment.system.errors import UserError, door
-from alignment.system.files import held, read_jsonl
+from alignment.system.errors import UserError, run_command
+from alignment.system.files import lock_run_folder, read_jsonl
 
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
 SMALL += ["--save_interval", "1"]
@@ -47,7 +47,7 @@ def arguments(warm: Path, output: Path, *flags: str):
 def main(monkeypatch, *flags: str) -> int:
     monkeypatch.setattr(sys, "argv", ["alignment/sweep.py", *flags])
     try:
-        door(sweep.main)
+        run_command(sweep.main)
     except SystemExit as stop:
         return stop.code
     return 0
@@ -72,9 +72,7 @@ def done(warm, tmp_path_factory, wait_for):
     )
     words = [*SMALL, "--sft_base", str(warm), "--output_dir", str(output), "--sweep_file", str(arms)]
     words += ["--num_steps", "2", "--sweep_name", "small"]
-    script = (
-        "import alignment.executors as e; e.find_spec = lambda name: None; from alignment import sweep; sweep.door(sweep.main)"
-    )
+    script = "import alignment.executors as e; e.find_spec = lambda name: None; from alignment import sweep; sweep.run_command(sweep.main)"
     command = [sys.executable, "-c", script, *words]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(lambda: list((output / "small").glob("*_seed0/step_000001")))
@@ -240,7 +238,7 @@ def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
 def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
     """Ray's own code does not survive an exception out of a signal's handler, so signals wait until it has returned."""
     script = f"""if True:
-        from alignment.errors import door
+        from alignment.errors import run_command
         from alignment.executors import Job, RayExecutor
 
         def main():
@@ -253,7 +251,7 @@ def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
             finally:
                 executor.close()
 
-        door(main)
+        run_command(main)
     """
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "begun\n"
@@ -320,7 +318,11 @@ def test_looking_again_is_paid_for(warm, tmp_path):
 
 
 def test_two_sweeps_are_not_at_work_in_one_folder(tmp_path):
-    with held(tmp_path), pytest.raises(UserError, match=f"in use by process {os.getpid()} on"), held(tmp_path):
+    with (
+        lock_run_folder(tmp_path),
+        pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
+        lock_run_folder(tmp_path),
+    ):
         pass
 
 

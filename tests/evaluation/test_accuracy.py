@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignment.core.records import Completion, Group, Problem, Sampling
+from alignment.core.records import Completion, Group, Problem, SamplingConfig
 from alignment.evaluation.accuracy import (
     CATEGORIES,
     category,
@@ -115,4 +115,4 @@ def test_summary():
 
 def test_nothing_to_evaluate_is_refused():
     with pytest.raises(UserError, match="nothing to evaluate"):
-        evaluate_vllm(None, None, [], Sampling())
+        evaluate_vllm(None, None, [], SamplingConfig())

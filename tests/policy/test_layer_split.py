@@ -68,7 +68,7 @@ def made_up_rollout(args):
 
 
 def test_micro_batches_do_not_wait_for_the_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_micro_batches, "LANES", 1)  # as on a GPU
+    monkeypatch.setattr(parallel_micro_batches, "PARALLEL", 1)  # as on a GPU
     torch.manual_seed(0)
     Qwen2ForCausalLM(CONFIG).save_pretrained(saved := tmp_path / "model")
     args = from_preset(RLArgs, "tiny", train_mini_batch_size=0)

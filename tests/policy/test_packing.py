@@ -74,11 +74,11 @@ def test_what_is_packed():
     assert packing.input_ids_1N.tolist() == [[1, 2, 5, 6, 3, 4, 7]]
     assert packing.position_ids_1N.tolist() == [[0, 1, 0, 1, 2, 3, 2]]
     assert packing.spots_BT.tolist() == [[0, 1, 4, 5], [2, 3, 0, 0], [0, 1, 6, 0], [0, 1, 0, 0]]
-    assert packing.stems_SL.tolist() == [[0, 1], [2, 3]]
-    assert packing.branches_RQ.tolist() == [[4, 5], [6, 0]]
+    assert packing.prefixes_SL.tolist() == [[0, 1], [2, 3]]
+    assert packing.suffixes_RQ.tolist() == [[4, 5], [6, 0]]
     assert packing.seen_RK.tolist() == [[0, 1, 4, 5], [0, 1, 6, 0]]
     assert packing.bias_R1QK.tolist() == [[[[0, 0, 0, -torch.inf], [0, 0, 0, 0]]]]
-    assert packing.branch_tokens.tolist() == [0, 1, 2]
+    assert packing.suffix_tokens.tolist() == [0, 1, 2]
 
 
 def test_prompts_of_several_lengths_are_padded_on_the_left():
@@ -90,8 +90,8 @@ def test_prompts_of_several_lengths_are_padded_on_the_left():
 def test_a_packing_is_copied_to_a_device_once():
     packing = pack([((1, 2), (3,)), ((1, 2), (4,))])
     there = packing.to("meta")
-    assert there.stems_SL.is_meta and there.bias_R1QK.is_meta and packing.to("meta") is there
-    assert packing.to("cpu") is packing and not packing.stems_SL.is_meta
+    assert there.prefixes_SL.is_meta and there.bias_R1QK.is_meta and packing.to("meta") is there
+    assert packing.to("cpu") is packing and not packing.prefixes_SL.is_meta
 
 
 def test_a_model_that_ignores_packings_is_refused():

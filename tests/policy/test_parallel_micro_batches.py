@@ -22,7 +22,7 @@ from alignment.core.tokens import packed_tokens
 from alignment.policy import parallel_micro_batches
 from alignment.policy.loading import batch_log_probs, load_model
 from alignment.policy.packing import ATTENTION
-from alignment.policy.parallel_micro_batches import Turns, cut_into_lanes, side_by_side
+from alignment.policy.parallel_micro_batches import OrderedAccumulation, cut_for_parallel, run_parallel
 from alignment.rollouts.batches import make_rollout
 from alignment.training.update import backward
 
@@ -61,7 +61,7 @@ def test_gradients_are_added_in_one_order_however_long_each_takes(values, at_onc
             (parameter * value).sum().backward()
         return number
 
-    assert list(side_by_side(work, range(len(values)), at_once, [parameter])) == list(range(len(values)))
+    assert list(run_parallel(work, range(len(values)), at_once, [parameter])) == list(range(len(values)))
     total = np.float32(0)
     for start in range(0, len(values), at_once):
         for addition in zip(*values[start : start + at_once], strict=True):
@@ -82,7 +82,7 @@ def test_a_lane_that_fails_or_adds_nothing_holds_up_no_other():
         done.append(number)
 
     with pytest.raises(ValueError, match="of no use"):
-        list(side_by_side(work, range(6), 2, [first, second]))
+        list(run_parallel(work, range(6), 2, [first, second]))
     assert {0, 1} <= set(done) <= {0, 1, 3}  # the block that fails is the last one
     assert first.grad.item() == 2 * (len(done) - 1) and second.grad.item() == 2
     assert torch.get_num_threads() == 2
@@ -93,7 +93,7 @@ def test_a_lane_that_fails_or_adds_nothing_holds_up_no_other():
 def test_a_signal_ends_lanes_at_their_next_gradient():
     """Whoever waits for them would otherwise wait for ever, where one lane waits for another that has not begun."""
     parameter = torch.nn.Parameter(torch.zeros(1))
-    turns = Turns([parameter])
+    turns = OrderedAccumulation([parameter])
     turns.begin(2)
     failures, begun = [], threading.Event()
 
@@ -121,56 +121,56 @@ def test_a_signal_ends_lanes_at_their_next_gradient():
 
 def test_lanes_share_the_threads(threads):
     threads(5)
-    seen = list(side_by_side(lambda _: torch.get_num_threads(), range(5), 2))
+    seen = list(run_parallel(lambda _: torch.get_num_threads(), range(5), 2))
     assert seen == [3, 2, 3, 2, 5] and torch.get_num_threads() == 5  # the odd one out has all of them
 
 
 # --- cuts ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(*families: tuple[int, int, int]):
+def rows_of(*prompt_groups: tuple[int, int, int]):
     """Rows of prompts: (tokens of the prompt, responses, tokens of each)."""
-    return [((number,) * prompt, (0,) * each) for number, (prompt, many, each) in enumerate(families) for _ in range(many)]
+    return [((number,) * prompt, (0,) * each) for number, (prompt, many, each) in enumerate(prompt_groups) for _ in range(many)]
 
 
 def test_each_lane_gets_its_half_and_prompts_stay_whole(policy, threads):
     rows = rows_of(*[(10, 4, 5)] * 4)  # 30 packed tokens a prompt
-    assert cut_into_lanes(policy, rows, 1000) == ([[*range(8)], [*range(8, 16)]], 2)
-    assert cut_into_lanes(policy, rows, 60) == ([[*range(i, i + 4)] for i in (0, 4, 8, 12)], 2)
+    assert cut_for_parallel(policy, rows, 1000) == ([[*range(8)], [*range(8, 16)]], 2)
+    assert cut_for_parallel(policy, rows, 60) == ([[*range(i, i + 4)] for i in (0, 4, 8, 12)], 2)
     # For less, a prompt's rows would have to be torn apart, and the prompt computed in each part.
-    assert cut_into_lanes(policy, rows, 59) == ([[*range(i, i + 4)] for i in (0, 4, 8, 12)], 1)
+    assert cut_for_parallel(policy, rows, 59) == ([[*range(i, i + 4)] for i in (0, 4, 8, 12)], 1)
     threads(1)
-    assert cut_into_lanes(policy, rows, 1000) == ([[*range(16)]], 1)
+    assert cut_for_parallel(policy, rows, 1000) == ([[*range(16)]], 1)
 
 
 def test_where_lanes_would_get_in_each_others_way_there_is_one(policy):
     rows, whole = rows_of((10, 4, 5), (10, 4, 5)), ([[*range(8)]], 1)
-    assert cut_into_lanes(policy, rows, 1000)[1] == 2
+    assert cut_for_parallel(policy, rows, 1000)[1] == 2
     policy.dropout = torch.nn.Dropout(0.1)
-    assert cut_into_lanes(policy, rows, 1000) == whole
+    assert cut_for_parallel(policy, rows, 1000) == whole
     policy.dropout.p = 0.0
-    assert cut_into_lanes(policy, rows, 1000)[1] == 2
+    assert cut_for_parallel(policy, rows, 1000)[1] == 2
     policy.model.rotary_emb.rope_type = {"full_attention": "longrope", "sliding_attention": "default"}
-    assert cut_into_lanes(policy, rows, 1000) == whole
+    assert cut_for_parallel(policy, rows, 1000) == whole
     policy.model.rotary_emb = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=dict(rope_type="dynamic", factor=2.0)))
-    assert cut_into_lanes(policy, rows, 1000) == whole
+    assert cut_for_parallel(policy, rows, 1000) == whole
     policy.model.rotary_emb.rope_type = "default"
-    assert cut_into_lanes(policy, rows, 1000)[1] == 2
+    assert cut_for_parallel(policy, rows, 1000)[1] == 2
     policy.config._attn_implementation = "sdpa"
-    assert cut_into_lanes(policy, rows, 1000) == whole
+    assert cut_for_parallel(policy, rows, 1000) == whole
     policy.config._attn_implementation = ATTENTION
-    assert cut_into_lanes(policy, rows, 1000)[1] == 2
-    assert cut_into_lanes(policy.to("meta"), rows, 1000) == whole
+    assert cut_for_parallel(policy, rows, 1000)[1] == 2
+    assert cut_for_parallel(policy.to("meta"), rows, 1000) == whole
 
 
 @settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=8), st.integers(1, 200)
 )
-def test_cuts_hold_each_row_once_and_keep_to_the_budget_together(families, most):
-    rows, model = rows_of(*families), torch.nn.Linear(1, 1)
+def test_cuts_hold_each_row_once_and_keep_to_the_budget_together(prompt_groups, most):
+    rows, model = rows_of(*prompt_groups), torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(_attn_implementation=ATTENTION)
-    pieces, at_once = cut_into_lanes(model, rows, most)
+    pieces, at_once = cut_for_parallel(model, rows, most)
     assert sorted(itertools.chain(*pieces)) == list(range(len(rows)))
     for start in range(0, len(pieces), at_once):
         block = pieces[start : start + at_once]
@@ -199,12 +199,12 @@ def hooked(monkeypatch):
     """How many hooks each use of lanes has set."""
     seen = []
 
-    class Watched(Turns):
+    class Watched(OrderedAccumulation):
         def __init__(self, parameters):
             super().__init__(parameters)
             seen.append(len(self.hooks))
 
-    monkeypatch.setattr(parallel_micro_batches, "Turns", Watched)
+    monkeypatch.setattr(parallel_micro_batches, "OrderedAccumulation", Watched)
     return seen
 
 

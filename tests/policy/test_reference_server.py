@@ -29,7 +29,7 @@ from alignment.policy.loading import load_model
 from alignment.policy.placement import Roles
 from alignment.policy.reference_client import RemoteReference
 from alignment.reference_server import Desk, ReferenceServer, bound, facts, main, work
-from alignment.system.errors import RunStopped, UserError, door
+from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.training.references import open_reference, rollout_log_probs
 
 ARGS = from_preset(RLArgs, "tiny", micro_batch_tokens=100)
@@ -641,7 +641,7 @@ def test_mistakes_on_the_command_line(flags, message, tiny_folder, monkeypatch, 
         named = [flag.replace("{taken}", port) for flag in flags]
         monkeypatch.setattr(sys, "argv", ["reference_server", "--model", str(tiny_folder), "--port", "0", *named])
         with pytest.raises(SystemExit) as stop:
-            door(main)
+            run_command(main)
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
     assert message.replace("{taken}", port) in said

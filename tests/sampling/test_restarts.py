@@ -6,13 +6,13 @@ import dataclasses
 import pytest
 import torch
 
-from alignment.core.records import Sampling
+from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_model, load_tokenizer
-from alignment.sampling.sampler import Restarted, SamplerLost, refuse_garbage
+from alignment.sampling.sampler import RestartingSampler, SamplerLost, check_completions
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
 
-SAMPLING = Sampling(n=2, max_new_tokens=8, seed=3)
+SAMPLING = SamplingConfig(n=2, max_new_tokens=8, seed=3)
 PROMPTS = ["User: What is 2 + 3?\nAssistant: <think>", "User: What is 6 * 2?\nAssistant: <think>"]
 
 
@@ -50,7 +50,7 @@ def policy(tiny_folder):
 def sampler(tiny_folder, policy):
     Engine.faults = []
     tokenizer = load_tokenizer(str(tiny_folder))
-    return Restarted(
+    return RestartingSampler(
         lambda: Engine(load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, 256),
         policy.named_parameters,
         len(tokenizer),
@@ -105,6 +105,6 @@ def test_lost_while_it_takes_new_weights(sampler, policy):
 
 
 def test_an_honest_answer_is_none(sampler):
-    refuse_garbage(sampler.sample(PROMPTS, SAMPLING), 2, SAMPLING, 307)
+    check_completions(sampler.sample(PROMPTS, SAMPLING), 2, SAMPLING, 307)
     with pytest.raises(SamplerLost, match="asked for 3 x 2 completions and gave"):
-        refuse_garbage(sampler.sample(PROMPTS, SAMPLING), 3, SAMPLING, 307)
+        check_completions(sampler.sample(PROMPTS, SAMPLING), 3, SAMPLING, 307)

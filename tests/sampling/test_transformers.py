@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alignment.core.records import Sampling
+from alignment.core.records import SamplingConfig
 from alignment.sampling import transformers as module
 from alignment.sampling.transformers import TransformersSampler, draw
 from alignment.system.errors import UserError
@@ -35,7 +35,7 @@ def sampler(model, tokenizer):
 
 def test_greedy_equals_generate(sampler, model, tokenizer):
     for prompt, (ours,) in zip(
-        PROMPTS, sampler.sample(PROMPTS, Sampling(temperature=0, max_new_tokens=30, stop=())), strict=True
+        PROMPTS, sampler.sample(PROMPTS, SamplingConfig(temperature=0, max_new_tokens=30, stop=())), strict=True
     ):
         inputs = tokenizer(prompt, return_tensors="pt")
         theirs = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
@@ -44,7 +44,7 @@ def test_greedy_equals_generate(sampler, model, tokenizer):
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"top_p": 0.8}])
 def test_log_probs_are_those_of_the_distribution_drawn_from(sampler, model, how):
-    sampling = Sampling(n=3, max_new_tokens=12, stop=(), seed=1, **how)
+    sampling = SamplingConfig(n=3, max_new_tokens=12, stop=(), seed=1, **how)
     for drawn in sampler.sample(PROMPTS, sampling):
         for c in drawn:
             ids = torch.tensor([[*c.prompt_ids, *c.token_ids]])
@@ -63,7 +63,7 @@ def test_log_probs_are_those_of_the_distribution_drawn_from(sampler, model, how)
 
 def test_draws_follow_the_distribution():
     logits = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log().expand(20_000, 4)
-    tokens, log_probs = draw(logits, torch.rand(20_000, generator=torch.Generator().manual_seed(0)), Sampling())
+    tokens, log_probs = draw(logits, torch.rand(20_000, generator=torch.Generator().manual_seed(0)), SamplingConfig())
     shares = torch.bincount(tokens, minlength=4) / 20_000
     # Standard deviations are at most sqrt(0.25 / 20,000) = 0.0035; allow four.
     torch.testing.assert_close(shares, torch.tensor([0.5, 0.3, 0.2, 0.0]), rtol=0, atol=0.0142)
@@ -73,25 +73,25 @@ def test_draws_follow_the_distribution():
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
 def test_extreme_draws_stay_on_tokens_with_probability(uniform):
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]])
-    tokens, log_probs = draw(logits, torch.tensor([uniform]), Sampling())
+    tokens, log_probs = draw(logits, torch.tensor([uniform]), SamplingConfig())
     assert tokens.item() in (1, 2)
     assert log_probs.isfinite().all()
 
 
 def test_same_seed_same_completions_whatever_the_waves(sampler, monkeypatch):
-    sampling = Sampling(n=4, max_new_tokens=16, seed=3)
+    sampling = SamplingConfig(n=4, max_new_tokens=16, seed=3)
     together = sampler.sample(PROMPTS, sampling)
     assert sampler.sample(PROMPTS, sampling) == together
     monkeypatch.setitem(module.CACHE_BYTES, "cpu", 1)  # one prompt a wave
     apart = sampler.sample(PROMPTS, sampling)
     assert [[c.token_ids for c in drawn] for drawn in apart] == [[c.token_ids for c in drawn] for drawn in together]
-    other = sampler.sample(PROMPTS, Sampling(n=4, max_new_tokens=16, seed=4))
+    other = sampler.sample(PROMPTS, SamplingConfig(n=4, max_new_tokens=16, seed=4))
     assert [[c.token_ids for c in drawn] for drawn in other] != [[c.token_ids for c in drawn] for drawn in together]
     assert len({c.token_ids for c in together[0]}) > 1
 
 
 def test_dropping_finished_rows_changes_nothing(sampler, monkeypatch):
-    sampling = Sampling(n=8, max_new_tokens=24, stop=("a", "e"), seed=5)
+    sampling = SamplingConfig(n=8, max_new_tokens=24, stop=("a", "e"), seed=5)
     dropped = sampler.sample(PROMPTS, sampling)
     monkeypatch.setattr(module, "LIVE_SHARE", 0.0)
     kept = sampler.sample(PROMPTS, sampling)
@@ -100,7 +100,7 @@ def test_dropping_finished_rows_changes_nothing(sampler, monkeypatch):
 
 
 def test_stop_string_ends_the_response_and_stays_in_it(sampler, tokenizer):
-    for drawn in sampler.sample(PROMPTS, Sampling(n=16, max_new_tokens=40, stop=("a",), seed=0)):
+    for drawn in sampler.sample(PROMPTS, SamplingConfig(n=16, max_new_tokens=40, stop=("a",), seed=0)):
         for c in drawn:
             whole = tokenizer.decode(c.token_ids, skip_special_tokens=True)
             before_last = tokenizer.decode(c.token_ids[:-1], skip_special_tokens=True)
@@ -114,7 +114,7 @@ def test_stop_string_ends_the_response_and_stays_in_it(sampler, tokenizer):
 def test_eos_is_part_of_the_response(sampler, model, tokenizer):
     with torch.no_grad():
         model.model.embed_tokens.weight.zero_()  # every token is then equally likely, EOS included
-    drawn = [c for group in sampler.sample(PROMPTS * 20, Sampling(n=8, max_new_tokens=60, stop=())) for c in group]
+    drawn = [c for group in sampler.sample(PROMPTS * 20, SamplingConfig(n=8, max_new_tokens=60, stop=())) for c in group]
     ended = [c for c in drawn if c.finish_reason == "stop"]
     assert ended
     for c in ended:
@@ -131,7 +131,7 @@ def test_new_weights_and_their_version(tiny_folder, tokenizer):
     sampler = TransformersSampler(ours, tokenizer, context=256)
     fresh = TransformersSampler(other, tokenizer, context=256)
     sampler.load_weights(other.named_parameters(), version=7)
-    sampling = Sampling(n=2, max_new_tokens=8)
+    sampling = SamplingConfig(n=2, max_new_tokens=8)
     loaded = sampler.sample(PROMPTS, sampling)
     assert {c.policy_version for drawn in loaded for c in drawn} == {7}
     assert [[c.log_probs for c in d] for d in loaded] == [[c.log_probs for c in d] for d in fresh.sample(PROMPTS, sampling)]
@@ -139,21 +139,21 @@ def test_new_weights_and_their_version(tiny_folder, tokenizer):
 
 def test_a_prompt_beyond_the_context_is_refused(sampler):
     with pytest.raises(UserError, match="do not fit in the model's context of 256"):
-        sampler.sample(["What " * 100], Sampling(max_new_tokens=200))
+        sampler.sample(["What " * 100], SamplingConfig(max_new_tokens=200))
     with pytest.raises(UserError, match="empty prompt"):
-        sampler.sample([""], Sampling(max_new_tokens=2))
+        sampler.sample([""], SamplingConfig(max_new_tokens=2))
 
 
 def test_the_model_keeps_its_mode(sampler, model):
     model.train()
-    sampler.sample(PROMPTS, Sampling(max_new_tokens=1))
+    sampler.sample(PROMPTS, SamplingConfig(max_new_tokens=1))
     assert model.training
 
 
 @pytest.mark.parametrize("steps", [3, 50])
 def test_looking_at_tokens_late_changes_nothing(sampler, monkeypatch, steps):
     """As on a GPU, where rows that have ended draw on until the host looks."""
-    sampling = Sampling(n=4, max_new_tokens=20, stop=("7", "12"), seed=3)
+    sampling = SamplingConfig(n=4, max_new_tokens=20, stop=("7", "12"), seed=3)
     expected = sampler.sample(PROMPTS, sampling)
     assert len({len(c.token_ids) for group in expected for c in group}) > 3
     monkeypatch.setitem(module.STEPS_UNSEEN, "cpu", steps)
@@ -177,13 +177,13 @@ def test_threads_go_by_the_work_of_a_step(sampler, monkeypatch):
 
 
 def test_the_same_prompt_twice_is_two_groups(sampler):
-    sampling = Sampling(n=3, max_new_tokens=8, stop=(), seed=3)
+    sampling = SamplingConfig(n=3, max_new_tokens=8, stop=(), seed=3)
     once, twice = sampler.sample(PROMPTS[:1], sampling), sampler.sample([PROMPTS[0]] * 2, sampling)
     assert [c.token_ids for c in twice[0]] == [c.token_ids for c in once[0]] != [c.token_ids for c in twice[1]]
 
 
 def test_whoever_asks_is_told_of_each_response_that_ends_when_it_ends(sampler, monkeypatch):
-    sampling = Sampling(n=4, max_new_tokens=20, stop=("7", "12"), seed=3)
+    sampling = SamplingConfig(n=4, max_new_tokens=20, stop=("7", "12"), seed=3)
     told, steps, forward = [], [], sampler.model.forward
     monkeypatch.setattr(sampler.model, "forward", lambda **how: steps.append(1) or forward(**how))
     drawn = sampler.sample(PROMPTS, sampling, lambda number, text: told.append((number, text, len(steps))))
@@ -195,7 +195,7 @@ def test_whoever_asks_is_told_of_each_response_that_ends_when_it_ends(sampler, m
 
 def test_rows_may_end_with_their_first_token(sampler):
     """Most of them, so that they are dropped before any forward pass of the decoding."""
-    sampling = Sampling(n=32, max_new_tokens=4, stop=(), seed=1)
+    sampling = SamplingConfig(n=32, max_new_tokens=4, stop=(), seed=1)
     (drawn,) = sampler.sample(PROMPTS[:1], sampling)
     firsts = [c.token_ids[0] for c in drawn]
     sampler._eos |= set(firsts[:24])

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignment.core.records import Sampling
+from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_config, load_model, load_tokenizer
 from alignment.sampling import vllm_server
-from alignment.sampling.sampler import Restarted, SamplerLost
+from alignment.sampling.sampler import RestartingSampler, SamplerLost
 from alignment.sampling.vllm_server import SHAPE, Guard, VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 
 PROMPTS = ["User: What is 2 + 3?\nAssistant: <think>", "User: What is 6 * 2?\nAssistant: <think>"]
-SAMPLING = Sampling(n=2, max_new_tokens=3, seed=3)
+SAMPLING = SamplingConfig(n=2, max_new_tokens=3, seed=3)
 
 
 class Server(ThreadingHTTPServer):
@@ -132,7 +132,7 @@ def asked(server: Server, path: str) -> list[dict]:
 
 def test_each_prompt_is_a_request_with_a_seed_and_the_completions_come_back_in_order(connect, server, tokenizer):
     sampler = connect(token="the key", policy_version=4)
-    drawn = sampler.sample(PROMPTS, Sampling(n=2, temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=3, seed=3))
+    drawn = sampler.sample(PROMPTS, SamplingConfig(n=2, temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=3, seed=3))
     first_seed = random.Random(3).getrandbits(48)  # as in samplers/vllm.py
     encoded = tokenizer(PROMPTS)["input_ids"]
     requests = sorted(asked(server, "/v1/completions"), key=lambda body: body["seed"])
@@ -153,7 +153,7 @@ def test_each_prompt_is_a_request_with_a_seed_and_the_completions_come_back_in_o
 
 
 def test_greedy_completions_are_drawn_once(connect, server):
-    first, second = connect().sample(PROMPTS[:1], Sampling(n=2, temperature=0.0, max_new_tokens=3))[0]
+    first, second = connect().sample(PROMPTS[:1], SamplingConfig(n=2, temperature=0.0, max_new_tokens=3))[0]
     assert first == second
     assert [body["n"] for body in asked(server, "/v1/completions")] == [1]
 
@@ -348,7 +348,7 @@ def test_a_busy_server_is_waited_for_before_its_cached_prefixes_are_dropped(conn
 
 def test_weights_that_are_not_ours_any_more_are_brought_again(connect, server, tiny_folder, capfd):
     model = load_model(str(tiny_folder), ("cpu",), torch.float32)
-    sampler = Restarted(connect, model.named_parameters, model.config.vocab_size)
+    sampler = RestartingSampler(connect, model.named_parameters, model.config.vocab_size)
     sampler.load_weights(model.named_parameters(), 3)
     expected = sampler.sample(PROMPTS, SAMPLING)
     server.facts["loaded"] = ""  # a server that was started again

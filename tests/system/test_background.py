@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from alignment.runs.clock import Clock
-from alignment.system.background import meanwhile
+from alignment.system.background import run_in_background
 from alignment.system.errors import RunStopped
 
 
@@ -19,7 +19,7 @@ def test_work_goes_on_beside_the_block_and_has_ended_after_it():
         time.sleep(0.05)
         done.append("work")
 
-    with meanwhile(work, clock("sync")):
+    with run_in_background(work, clock("sync")):
         meet.wait()
     assert done == ["work"]
 
@@ -27,7 +27,7 @@ def test_work_goes_on_beside_the_block_and_has_ended_after_it():
 def test_only_what_is_waited_for_after_the_block_is_counted():
     def counted(work: float, block: float) -> float:
         clock = Clock()
-        with meanwhile(partial(time.sleep, work), clock("sync")):
+        with run_in_background(partial(time.sleep, work), clock("sync")):
             time.sleep(block)
         return clock.seconds["sync"]
 
@@ -40,7 +40,7 @@ def test_what_the_work_or_the_block_raises_is_raised_when_the_work_has_ended():
         raise RunStopped("lost twice")
 
     said = []
-    with pytest.raises(RunStopped, match="lost twice"), meanwhile(lost, Clock()("sync")):
+    with pytest.raises(RunStopped, match="lost twice"), run_in_background(lost, Clock()("sync")):
         said.append("block")
     assert said == ["block"]
 
@@ -48,8 +48,8 @@ def test_what_the_work_or_the_block_raises_is_raised_when_the_work_has_ended():
         time.sleep(0.05)
         said.append("work")
 
-    with pytest.raises(OSError, match="full"), meanwhile(slow, Clock()("sync")):
+    with pytest.raises(OSError, match="full"), run_in_background(slow, Clock()("sync")):
         raise OSError("full")
     assert said == ["block", "work"]
-    with pytest.raises(OSError, match="full"), meanwhile(lost, Clock()("sync")):
+    with pytest.raises(OSError, match="full"), run_in_background(lost, Clock()("sync")):
         raise OSError("full")

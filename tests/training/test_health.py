@@ -4,7 +4,7 @@ import pytest
 
 from alignment.args import RLArgs, from_preset
 from alignment.system.errors import RunStopped
-from alignment.training.health import GRADER_WINDOW, WINDOW, Watch, concerns, refuse_lost_cause, slowness
+from alignment.training.health import GRADER_WINDOW, WINDOW, Watch, health_warnings, slowness, stop_if_hopeless
 
 ARGS = from_preset(RLArgs, "tiny", max_bad_steps=2, max_grader_failures=0.05)
 FINE = {
@@ -26,7 +26,7 @@ def steps(*changes: dict) -> list[dict]:
 
 
 def said(records: list[dict]) -> dict[str, str]:
-    return concerns(records[:WINDOW], records[-GRADER_WINDOW:], ARGS)
+    return health_warnings(records[:WINDOW], records[-GRADER_WINDOW:], ARGS)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +61,18 @@ def test_a_warning_has_the_numbers():
 
 def test_only_bad_steps_in_a_row_stop_a_run():
     bad, skipped = {"updates": 0, "bad_updates": 2}, {"updates": 0}
-    refuse_lost_cause(steps(bad, {}, bad), ARGS)
-    refuse_lost_cause(steps(skipped, skipped), ARGS)  # no response was to be trained on: nothing is wrong with the numbers
+    stop_if_hopeless(steps(bad, {}, bad), ARGS)
+    stop_if_hopeless(steps(skipped, skipped), ARGS)  # no response was to be trained on: nothing is wrong with the numbers
     with pytest.raises(RunStopped, match="2 steps in a row"):
-        refuse_lost_cause(steps(bad, {}, bad, bad), ARGS)
+        stop_if_hopeless(steps(bad, {}, bad, bad), ARGS)
 
 
 def test_failed_gradings_are_counted_over_twenty_steps():
     """20 steps of 10 answers may have 10 failures at 5 %, from the first step on."""
-    refuse_lost_cause(steps({"grading_failed": 10}), ARGS)
+    stop_if_hopeless(steps({"grading_failed": 10}), ARGS)
     with pytest.raises(RunStopped, match="grading failed on 11 of 50 answers"):
-        refuse_lost_cause(steps({"grading_failed": 10}, {"grading_failed": 1}), ARGS)
-    refuse_lost_cause([*steps({"grading_failed": 10}), *steps(*[{}] * 17)], ARGS)  # forgotten after twenty steps
+        stop_if_hopeless(steps({"grading_failed": 10}, {"grading_failed": 1}), ARGS)
+    stop_if_hopeless([*steps({"grading_failed": 10}), *steps(*[{}] * 17)], ARGS)  # forgotten after twenty steps
 
 
 def test_of_a_long_run_the_first_and_the_latest_steps_are_kept():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
-from alignment.core.records import Completion, Endless, Group, Problem, Sampling
+from alignment.core.records import Completion, Endless, Group, Problem, SamplingConfig
 from alignment.data.tasks import arithmetic
 from alignment.policy.loading import load_model, load_tokenizer, make_optimizer
 from alignment.policy.placement import Roles
@@ -44,7 +44,7 @@ def sampler(tiny_folder):
 def sample(sampler, **how):
     """A rollout whose rewards are made up, so that there is something to learn from an untrained model."""
     problems = problems_of_step(arithmetic.problems("train"), ARGS, step=1)
-    sampling = Sampling(n=4, max_new_tokens=12, seed=1, **how)
+    sampling = SamplingConfig(n=4, max_new_tokens=12, seed=1, **how)
     completions = sampler.sample([problem.prompt for problem in problems], sampling)
 
     def reward_fn(text, truth):
@@ -317,7 +317,7 @@ def test_any_batch_arithmetic_trains_as_whole_mini_batches_do(
         policy = load_model(str(tiny_folder), ("cpu",), torch.float32)
         sampler = TransformersSampler(policy, load_tokenizer(str(tiny_folder)), context=256)
         problems = problems_of_step(arithmetic.problems("train"), args, step=1)
-        drawn = sampler.sample([p.prompt for p in problems], Sampling(n=group_size, max_new_tokens=6, seed=1))
+        drawn = sampler.sample([p.prompt for p in problems], SamplingConfig(n=group_size, max_new_tokens=6, seed=1))
 
         def reward_fn(text, truth):
             return {"reward": float(len(text) % 2), "format_reward": 1.0, "answer_reward": 0.0}
@@ -340,7 +340,7 @@ def test_unfinished_responses_are_in_no_update(policy, sampler):
     """As if they had not been sampled: the gradient is that of the other rows, over their number."""
     args = dataclasses.replace(ARGS, skip_unfinished=True)
     problems = problems_of_step(arithmetic.problems("train"), ARGS, step=1)
-    drawn = sampler.sample([problem.prompt for problem in problems], Sampling(n=4, max_new_tokens=6, seed=1))
+    drawn = sampler.sample([problem.prompt for problem in problems], SamplingConfig(n=4, max_new_tokens=6, seed=1))
     cut = [[dataclasses.replace(c, finish_reason="length" if i % 3 else "stop") for i, c in enumerate(d)] for d in drawn]
     rollout = make_rollout(score_groups(problems, cut, by_length), args, pad=1)
     assert rollout.trained_rows == tuple(row for row in range(16) if row % 4 in (0, 3))
@@ -399,7 +399,7 @@ def test_refills_depend_on_the_step_and_the_seed_alone():
 
 def test_overlong_responses_are_fined(sampler):
     problems = problems_of_step(arithmetic.problems("train"), ARGS, step=1)
-    drawn = sampler.sample([problem.prompt for problem in problems], Sampling(n=4, max_new_tokens=8, seed=1))
+    drawn = sampler.sample([problem.prompt for problem in problems], SamplingConfig(n=4, max_new_tokens=8, seed=1))
     args = dataclasses.replace(ARGS, max_new_tokens=8, overlong_buffer=4)
     rollout = make_rollout(score_groups(problems, drawn, by_length), args, pad=1)
     plain = make_rollout(score_groups(problems, drawn, by_length), dataclasses.replace(args, overlong_buffer=0), pad=1)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from alignment.args import RLArgs, from_preset
-from alignment.core.records import Sampling
-from alignment.sampling.sampler import Restarted, refuse_missing_engine
+from alignment.core.records import SamplingConfig
+from alignment.sampling.sampler import RestartingSampler, refuse_missing_engine
 from alignment.sampling.vllm import worker_environment
 from alignment.system.errors import UserError
 from tests.with_vllm.conftest import CONTEXT, VOCABULARY, WORDS, tiny_llama
@@ -23,7 +23,7 @@ from tests.with_vllm.conftest import CONTEXT, VOCABULARY, WORDS, tiny_llama
 ROOT = Path(__file__).parents[2]
 PROMPTS = [" ba ce di", " fo", " gu ha je ki lo mu na pe qi"]
 LONG_PROMPT = "".join(WORDS[index % 7 * 11 + index % 5] for index in range(300))  # over two KV blocks of 128
-OPEN_END = Sampling(n=4, max_new_tokens=24, stop=(), seed=7)
+OPEN_END = SamplingConfig(n=4, max_new_tokens=24, stop=(), seed=7)
 
 
 def expected_log_probs(model, completion, temperature: float = 1.0, top_p: float = 1.0) -> torch.Tensor:
@@ -69,14 +69,14 @@ def happens_within(seconds: float, condition) -> bool:
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.9), (0.7, 0.9)])
 def test_log_probs_are_those_of_the_distribution_drawn_from(sampler, policy, temperature, top_p):
-    sampling = Sampling(n=4, temperature=temperature, top_p=top_p, max_new_tokens=24, stop=(), seed=3)
+    sampling = SamplingConfig(n=4, temperature=temperature, top_p=top_p, max_new_tokens=24, stop=(), seed=3)
     for completion in flat(sampler.sample(PROMPTS, sampling)):
         expected = expected_log_probs(policy, completion, temperature, top_p)
         assert (torch.tensor(completion.log_probs) - expected).abs().max() < 1e-3
 
 
 def test_greedy_is_the_argmax_and_reports_untempered_log_probs(sampler, policy):
-    groups = sampler.sample(PROMPTS, Sampling(n=2, temperature=0.0, max_new_tokens=24, stop=()))
+    groups = sampler.sample(PROMPTS, SamplingConfig(n=2, temperature=0.0, max_new_tokens=24, stop=()))
     for first, second in groups:
         assert first == second
         ids = list(first.prompt_ids)
@@ -102,7 +102,7 @@ def test_the_seed_decides_and_no_two_draws_share_it(sampler):
     same_prompt = [
         completion.token_ids
         for seed in (7, 8)
-        for completion in flat(sampler.sample(PROMPTS[:1] * 4, Sampling(n=4, max_new_tokens=24, stop=(), seed=seed)))
+        for completion in flat(sampler.sample(PROMPTS[:1] * 4, SamplingConfig(n=4, max_new_tokens=24, stop=(), seed=seed)))
     ]
     assert len(set(same_prompt)) == 32
 
@@ -114,7 +114,7 @@ def test_a_stop_string_ends_the_completion_and_its_tokens_are_kept(sampler):
     end = next(index for index in range(4, len(words)) if " ".join(words).find(" ".join(words[index - 2 : index])) > 6)
     # The stop string spans two tokens and ends inside the second.
     stop = " ".join(words[end - 2 : end])[:-1]
-    stopped = flat(sampler.sample(PROMPTS, Sampling(n=4, max_new_tokens=24, stop=(stop,), seed=7)))[chosen]
+    stopped = flat(sampler.sample(PROMPTS, SamplingConfig(n=4, max_new_tokens=24, stop=(stop,), seed=7)))[chosen]
     assert stopped.finish_reason == "stop"
     assert stopped.text.endswith(stop) and stopped.text.count(stop) == 1
     assert stopped.token_ids == unstopped[chosen].token_ids[: len(stopped.token_ids)]
@@ -123,7 +123,7 @@ def test_a_stop_string_ends_the_completion_and_its_tokens_are_kept(sampler):
 
 
 def test_eos_is_kept_and_only_what_ran_out_of_room_says_length(sampler):
-    completions = flat(sampler.sample(PROMPTS, Sampling(n=16, max_new_tokens=48, stop=(), seed=1)))
+    completions = flat(sampler.sample(PROMPTS, SamplingConfig(n=16, max_new_tokens=48, stop=(), seed=1)))
     ended = [completion for completion in completions if completion.finish_reason == "stop"]
     cut = [completion for completion in completions if completion.finish_reason == "length"]
     assert ended and cut and len(ended) + len(cut) == 48
@@ -150,9 +150,9 @@ def test_new_weights_replace_the_old_ones_and_their_cached_prefixes(sampler, pol
 
 def test_a_prompt_that_does_not_fit_is_the_users_to_mend(sampler):
     fitting = CONTEXT - 300
-    assert len(sampler.sample([LONG_PROMPT], Sampling(max_new_tokens=fitting, stop=()))[0]) == 1
+    assert len(sampler.sample([LONG_PROMPT], SamplingConfig(max_new_tokens=fitting, stop=()))[0]) == 1
     with pytest.raises(UserError, match="do not fit in the model's context"):
-        sampler.sample([LONG_PROMPT], Sampling(max_new_tokens=fitting + 1, stop=()))
+        sampler.sample([LONG_PROMPT], SamplingConfig(max_new_tokens=fitting + 1, stop=()))
 
 
 def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(start_sampler, capfd):
@@ -174,7 +174,7 @@ def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(start_
 
 def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_completions(start_sampler, policy, capfd):
     before = set(psutil.Process().children(recursive=True))
-    victim = Restarted(start_sampler, lambda: tiny_llama(seed=1).named_parameters(), len(VOCABULARY))
+    victim = RestartingSampler(start_sampler, lambda: tiny_llama(seed=1).named_parameters(), len(VOCABULARY))
     try:
         victim.load_weights(tiny_llama(seed=1).named_parameters(), 4)
         expected = victim.sample(PROMPTS, OPEN_END)
@@ -246,7 +246,7 @@ def test_without_vllm_the_message_says_how_to_get_it(monkeypatch):
 def test_more_prompt_tokens_than_the_engine_schedules_at_once(sampler, policy):
     """Seeded requests whose prompts an engine on a CPU must not cut into chunks."""
     prompts = [LONG_PROMPT[: 600 + 30 * index] for index in range(16)]
-    groups = sampler.sample(prompts, Sampling(n=2, max_new_tokens=4, stop=(), seed=1))
+    groups = sampler.sample(prompts, SamplingConfig(n=2, max_new_tokens=4, stop=(), seed=1))
     for completion in flat(groups):
         expected = expected_log_probs(policy, completion)
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-3)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from alignment.core.records import Sampling
-from alignment.sampling.sampler import Restarted, SamplerLost
+from alignment.core.records import SamplingConfig
+from alignment.sampling.sampler import RestartingSampler, SamplerLost
 from alignment.sampling.vllm_server import VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 from tests.with_vllm.conftest import CONTEXT, VOCABULARY, tiny_llama
@@ -102,9 +102,11 @@ def status(port: int, method: str, path: str, key: str) -> int | None:
 
 HOW = {
     "as they are": OPEN_END,
-    "another temperature, nucleus and tokens": Sampling(n=4, temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=24, stop=()),
-    "greedy": Sampling(n=2, temperature=0.0, max_new_tokens=24, stop=()),
-    "to a stop string or EOS": Sampling(n=8, max_new_tokens=48, stop=(" ba", " fe ", "</answer>"), seed=2),
+    "another temperature, nucleus and tokens": SamplingConfig(
+        n=4, temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=24, stop=()
+    ),
+    "greedy": SamplingConfig(n=2, temperature=0.0, max_new_tokens=24, stop=()),
+    "to a stop string or EOS": SamplingConfig(n=8, max_new_tokens=48, stop=(" ba", " fe ", "</answer>"), seed=2),
 }
 
 
@@ -135,7 +137,7 @@ def test_new_weights_replace_the_old_ones_and_their_cached_prefixes(connect, pol
 
 def test_weights_that_another_command_has_replaced_are_brought_again(connect):
     others = tiny_llama(seed=1)
-    ours = Restarted(connect, others.named_parameters, len(VOCABULARY))
+    ours = RestartingSampler(connect, others.named_parameters, len(VOCABULARY))
     ours.load_weights(others.named_parameters(), 4)
     expected = ours.sample(PROMPTS, OPEN_END)
     direct = ours._engine
@@ -199,19 +201,19 @@ def test_what_is_interrupted_is_dropped_by_the_server(connect):
     expected = sampler.sample(PROMPTS, OPEN_END)
     sampler._timeout = 1.0
     with pytest.raises(SamplerLost, match="gave no answer within"):
-        sampler.sample(PROMPTS * 20, Sampling(n=32, max_new_tokens=480, stop=()))
+        sampler.sample(PROMPTS * 20, SamplingConfig(n=32, max_new_tokens=480, stop=()))
     sampler._timeout = 120.0
     assert sampler.sample(PROMPTS, OPEN_END) == expected
 
 
 def test_a_server_that_is_killed_loses_the_sampler(connect, starting):
     """The last test: it kills the server."""
-    sampler = Restarted(connect, None, len(VOCABULARY))
+    sampler = RestartingSampler(connect, None, len(VOCABULARY))
     engine = processes(starting[0])[:-1]  # what is left is the process that listens, which then ends itself
     threading.Timer(0.5, lambda: [each.kill() for each in engine]).start()
     began = time.monotonic()
     with pytest.raises(RunStopped, match="the sampler was lost .*, and once more after it was started again: --sampler_url: "):
-        sampler.sample(PROMPTS * 20, Sampling(n=32, max_new_tokens=480, stop=()))
+        sampler.sample(PROMPTS * 20, SamplingConfig(n=32, max_new_tokens=480, stop=()))
     assert time.monotonic() - began < 60
     left = processes(starting[0])
     for each in left:

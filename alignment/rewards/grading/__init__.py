@@ -1,6 +1,6 @@
 """Whether two final answers say the same: reading them, comparing them, and asking math-verify safely.
 
-    text -> answers -> compare -> (where they cannot be read) witness, in a process that can be killed
+    text -> answers -> compare -> (where they cannot be read) ask_math_verify, in a process that can be killed
 
 `text.py` brings spelling to one form, `answers.py` reads structure, `expressions.py` reads what stands inside, `values.py`
 evaluates it, `compare.py` decides, `workers.py` runs what cannot be bounded in advance. None of them evaluates text.

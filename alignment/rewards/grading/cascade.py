@@ -48,17 +48,17 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
 
     workers.pool().warm_up()  # where there are expressions, there will be some that only math-verify reads
     try:
-        return _witnessed(answer, ground_truth) if verdict.stage == "unread" else verdict
+        return _ask_math_verify(answer, ground_truth) if verdict.stage == "unread" else verdict
     except workers.Failed as failure:
         return Verdict(False, str(failure))
 
 
 @lru_cache(maxsize=CACHED)
-def _witnessed(answer: str, truth: str) -> Verdict:
+def _ask_math_verify(answer: str, truth: str) -> Verdict:
     """The last stage. Raises `workers.Failed`, so that a failure is not cached."""
     from alignment.rewards.grading import workers
 
-    verdict = Verdict(*workers.witness(_normalised(answer), _normalised(truth)))
+    verdict = Verdict(*workers.ask_math_verify(_normalised(answer), _normalised(truth)))
     if verdict.stage in FAILURES:
         raise workers.Failed(verdict.stage)
     return verdict

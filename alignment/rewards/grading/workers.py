@@ -22,7 +22,7 @@ from pathlib import Path
 
 from alignment.rewards.grading.ask_math_verify import may_ask
 
-WITNESS_SECONDS = 1.5  # of computing, for math-verify on one pair; a busy machine gets some more time by the clock
+MATH_VERIFY_SECONDS = 1.5  # of computing, for math-verify on one pair; a busy machine gets some more time by the clock
 CLOCK = 1.2  # seconds by the clock for each of computing
 GRACE_SECONDS = 0.15  # after which a worker that does not report its child's end is ended itself
 CHUNK_SECONDS = 60.0  # for a chunk of pairs, each of which takes a few milliseconds at most
@@ -170,17 +170,19 @@ os.register_at_fork(after_in_child=_forget)
 # --- what the workers are asked ---------------------------------------------------------------------------
 
 
-def witness(answer: str, truth: str) -> Outcome:
+def ask_math_verify(answer: str, truth: str) -> Outcome:
     """math-verify's verdict on two normalised texts, and "math-verify", "unread" where it is not asked, or the failure:
     "time-out", "memory" or "died"."""
     return (
-        _outcome(pool().submit({"witness": (answer, truth)}, WITNESS_SECONDS)) if may_ask(answer, truth) else (False, "unread")
+        _outcome(pool().submit({"math_verify": (answer, truth)}, MATH_VERIFY_SECONDS))
+        if may_ask(answer, truth)
+        else (False, "unread")
     )
 
 
 def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
     """math-verify's own verdict on answers as they were written, with what it took them for; for audits."""
-    asked = [pool().submit({"peer": pair}, WITNESS_SECONDS) if max(map(len, pair)) <= 1000 else None for pair in pairs]
+    asked = [pool().submit({"peer": pair}, MATH_VERIFY_SECONDS) if max(map(len, pair)) <= 1000 else None for pair in pairs]
     return [(False, "too long to ask") if reply is None else _outcome(reply) for reply in asked]
 
 
@@ -261,8 +263,8 @@ def _answer(request: dict) -> dict:
     from alignment.rewards import r1_zero
     from alignment.rewards.grading.ask_math_verify import math_verify_equal, math_verify_reading
 
-    if "witness" in request:
-        return {"equal": math_verify_equal(*request["witness"]), "stage": "math-verify"}
+    if "math_verify" in request:
+        return {"equal": math_verify_equal(*request["math_verify"]), "stage": "math-verify"}
     if "peer" in request:
         equal, stage = math_verify_reading(*request["peer"])
         return {"equal": equal, "stage": stage}

@@ -14,7 +14,7 @@ import pytest
 from alignment.rewards import r1_zero
 from alignment.rewards.grading import workers
 from alignment.rewards.grading.cascade import Verdict, grade_detail, grade_many
-from alignment.rewards.grading.workers import Failed, decide_many, pool, witness
+from alignment.rewards.grading.workers import Failed, ask_math_verify, decide_many, pool
 from alignment.rewards.r1_zero import r1_zero_reward_fn
 
 ROOT = Path(__file__).parents[3]
@@ -22,9 +22,9 @@ MATRIX = (r"2\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 2 & 4 \end{
 
 
 def test_math_verify_is_asked_last_and_answers():
-    assert witness(*MATRIX) == (True, "math-verify")
-    assert witness(MATRIX[0], r"\begin{pmatrix} 2 & 5 \end{pmatrix}") == (False, "math-verify")
-    assert witness("x", "y") == (False, "unread")
+    assert ask_math_verify(*MATRIX) == (True, "math-verify")
+    assert ask_math_verify(MATRIX[0], r"\begin{pmatrix} 2 & 5 \end{pmatrix}") == (False, "math-verify")
+    assert ask_math_verify("x", "y") == (False, "unread")
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def math_verify_that(monkeypatch):
     """Starts workers in which math-verify's place is taken by some other code."""
 
     def start(body: str):
-        code = "import sys, time, os, signal\nfrom alignment.grading import witness, workers\n"
-        code += f"def fake(answer, truth):\n    {body}\nwitness.math_verify_equal = fake\nworkers.serve(int(sys.argv[1]))"
+        code = "import sys, time, os, signal\nfrom alignment.rewards.grading import ask_math_verify as peer, workers\n"
+        code += f"def fake(answer, truth):\n    {body}\npeer.math_verify_equal = fake\nworkers.serve(int(sys.argv[1]))"
         popen = subprocess.Popen
 
         def with_fake(command, **options):
@@ -41,7 +41,7 @@ def math_verify_that(monkeypatch):
 
         monkeypatch.setattr(workers.subprocess, "Popen", with_fake)
         monkeypatch.setattr(workers, "_pool", workers._Pool(1))
-        r1_zero._witnessed.cache_clear()
+        r1_zero._ask_math_verify.cache_clear()
 
     yield start
     workers.pool().close()
@@ -69,12 +69,12 @@ def test_each_failure_is_an_outcome_of_its_own(math_verify_that, body, failure):
 
 
 def test_a_worker_that_is_killed_is_replaced():
-    assert witness(*MATRIX) == (True, "math-verify")
+    assert ask_math_verify(*MATRIX) == (True, "math-verify")
     for worker in list(pool().workers):
         worker.process.kill()
         worker.process.wait()
-    assert "died" in {witness(*MATRIX)[1] for _ in range(4 * pool().size)}  # each dead worker is noticed in its turn
-    assert {witness(*MATRIX) for _ in range(8)} == {(True, "math-verify")}
+    assert "died" in {ask_math_verify(*MATRIX)[1] for _ in range(4 * pool().size)}  # each dead worker is noticed in its turn
+    assert {ask_math_verify(*MATRIX) for _ in range(8)} == {(True, "math-verify")}
 
 
 def test_pairs_that_kill_their_worker_are_found_and_the_rest_is_graded(monkeypatch):
@@ -100,12 +100,12 @@ def test_many_keep_their_order_and_repeat_what_is_repeated():
 
 
 def test_a_forked_child_starts_workers_of_its_own():
-    assert witness(*MATRIX)[0]
+    assert ask_math_verify(*MATRIX)[0]
     child = os.fork()
     if child == 0:
-        os._exit(0 if witness(*MATRIX)[0] and workers._pool.workers else 1)
+        os._exit(0 if ask_math_verify(*MATRIX)[0] and workers._pool.workers else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert witness(*MATRIX)[0]
+    assert ask_math_verify(*MATRIX)[0]
 
 
 @pytest.mark.parametrize("ending", ["return", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
@@ -115,7 +115,7 @@ import json, os, signal, sys
 from pathlib import Path
 from alignment.grading import workers
 def main():
-    assert workers.witness(*{MATRIX!r})[0]
+    assert workers.ask_math_verify(*{MATRIX!r})[0]
     Path({str(tmp_path / "pids")!r}).write_text(json.dumps([worker.process.pid for worker in workers.pool().workers]))
     {ending}
 main()
@@ -130,7 +130,7 @@ main()
 
 
 def test_an_interrupt_at_the_terminal_leaves_the_workers_to_their_process():
-    assert witness(*MATRIX)[0]
+    assert ask_math_verify(*MATRIX)[0]
     worker = next(iter(pool().workers))
     os.kill(worker.process.pid, signal.SIGINT)
-    assert witness(*MATRIX) == (True, "math-verify")
+    assert ask_math_verify(*MATRIX) == (True, "math-verify")
