@@ -1,12 +1,12 @@
-"""TODO."""
+"""Estimates of the KL divergence between the policy and the reference model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-import torch
-
-# --- what is added to a loss, or weighs it ----------------------------------------------------------------------------
+if TYPE_CHECKING:
+    import torch
 
 KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,

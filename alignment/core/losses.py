@@ -1,30 +1,98 @@
-"""Advantages and losses of the policy-gradient family. Tensors in, tensors out.
+"""Policy-gradient losses, each with all facts about it in one entry of `LOSSES`.
 
-Axes: P prompts, G samples of a prompt (the group), B = P * G responses, T tokens. Notation: r rewards, A advantages,
-pi the policy, pi_old the policy that sampled.
+Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy that sampled. Each loss
+returns (per-token loss [batch, sequence], per-token metadata). This module loads no tensor library when it is imported, so
+that arguments can be checked against `LOSSES` at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import einx
-import torch
+from alignment.core.masks import masked_mean
 
-from alignment.core.tokens import masked_mean
+if TYPE_CHECKING:
+    import torch
 
-Metadata = dict[str, torch.Tensor]
+    Metadata = dict[str, torch.Tensor]
+    LossFunction = Callable[["LossInputs"], tuple[torch.Tensor, Metadata]]
 
 
-# --- losses: each returns (per-token loss [batch, sequence], per-token metadata) --------------------------------------
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss may need: log-probs and mask [batch, sequence], rewards and advantages [batch, 1]; None where not given."""
+
+    config: LossConfig
+    log_probs: torch.Tensor
+    mask: torch.Tensor | None = None
+    raw_rewards: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    old_log_probs: torch.Tensor | None = None
+    reference_log_probs: torch.Tensor | None = None
+    sampler_log_probs: torch.Tensor | None = None
+
+    def require(self, *names: str) -> list:
+        """The inputs of these names. Raises ValueError for one that is lacking."""
+        for name in names:
+            if getattr(self, name) is None:
+                raise ValueError(f"this loss needs {name}")
+        return [getattr(self, name) for name in names]
+
+
+ADVANTAGE_ARGUMENTS = frozenset({"baseline", "normalize_by_std", "std_of", "advantage_eps"})
+CLIP_ARGUMENTS = frozenset({"cliprange", "cliprange_high"})
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One policy-gradient loss, with every fact about it that arguments, the linter, the microscope and the update read."""
+
+    function: LossFunction
+    weight: Literal["advantages", "raw_rewards"] = "advantages"
+    """What multiplies each response's log-probs. A response whose weight is 0 has no gradient."""
+    uses_ratio: bool = False
+    """Whether the loss takes the ratio to the old policy, and so needs old log-probs."""
+    ratio_per_response: bool = False
+    """Whether all tokens of a response share one ratio."""
+    arguments: frozenset[str] = ADVANTAGE_ARGUMENTS
+    """The flags that play a part, of those that only some losses use (`OPTIONAL_ARGUMENTS`)."""
+    at_ratio_one: str = ""
+    """The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss itself."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """A loss and the numbers in it. The other fields are those of the flags of the same names."""
+
+    loss: Loss
+    cliprange: float | None = 0.2
+    """None where a caller gives none; a loss that clips then raises ValueError."""
+    cliprange_high: float | None = None
+    dual_clip: float = 0.0
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    loss_normalization: str = "sequence_mean"
+    sampler_correction: str = "none"
+    correction_cap: float = 2.0
+
+
+# --- the functions ------------------------------------------------------------------------------------------------------
+
+
+def _weigh(weights_B1: torch.Tensor, values_BT: torch.Tensor) -> torch.Tensor:
+    """Each response's weight times the values at its tokens."""
+    import einx  # here, because it loads sympy, for which reading arguments should not wait
+
+    return einx.multiply("b 1, b t -> b t", weights_B1, values_BT)
 
 
 def compute_naive_policy_gradient_loss(
     raw_rewards_or_advantages: torch.Tensor, policy_log_probs: torch.Tensor
 ) -> tuple[torch.Tensor, Metadata]:
     """-A * log pi(o_t | q, o_<t), REINFORCE (Williams 1992). Shapes [batch, 1] and [batch, sequence]."""
-    return -einx.multiply("b 1, b t -> b t", raw_rewards_or_advantages, policy_log_probs), {}
+    return -_weigh(raw_rewards_or_advantages, policy_log_probs), {}
 
 
 def compute_grpo_clip_loss(
@@ -42,68 +110,51 @@ def compute_grpo_clip_loss(
     `dual_clip` d > 1 the surrogate of a negative advantage is at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5).
     Metadata: "ratio" float and "clipped" bool (a bound is what counts, so the gradient is zero).
     """
-    return _clipped(advantages, torch.exp(policy_log_probs - old_log_probs), cliprange, cliprange_high, dual_clip)
+    config = LossConfig(LOSSES["grpo_clip"], cliprange, cliprange_high, dual_clip)
+    return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
 
 
-def _clipped(
-    advantages: torch.Tensor, ratio_BT: torch.Tensor, low: float, high: float | None, dual: float
+def _clipped_surrogate(
+    advantages: torch.Tensor, ratio_BT: torch.Tensor, config: LossConfig
 ) -> tuple[torch.Tensor, Metadata]:
-    free_BT = einx.multiply("b 1, b t -> b t", advantages, ratio_BT)
-    bounds = (1 - low, 1 + (low if high is None else high))
-    bounded_BT = einx.multiply("b 1, b t -> b t", advantages, ratio_BT.clamp(*bounds))
-    surrogate_BT, clipped_BT = torch.minimum(free_BT, bounded_BT), bounded_BT < free_BT
-    if dual:
-        floor_BT = torch.where(advantages < 0, dual * advantages, -torch.inf).expand_as(surrogate_BT)
+    free_BT = _weigh(advantages, ratio_BT)
+    bounded_BT = _weigh(advantages, ratio_BT.clamp(*_bounds(config)))
+    surrogate_BT, clipped_BT = free_BT.minimum(bounded_BT), bounded_BT < free_BT
+    if config.dual_clip:
+        no_floor = advantages.new_full((), -float("inf"))
+        floor_BT = (config.dual_clip * advantages).where(advantages < 0, no_floor).expand_as(surrogate_BT)
         clipped_BT = clipped_BT | (floor_BT > surrogate_BT)
-        surrogate_BT = torch.maximum(surrogate_BT, floor_BT)
+        surrogate_BT = surrogate_BT.maximum(floor_BT)
     return -surrogate_BT, {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}
 
 
-@dataclass(frozen=True)
-class LossInputs:
-    """What a loss may need: log-probs and mask [batch, sequence], rewards and advantages [batch, 1]; None where not given."""
-
-    log_probs: torch.Tensor
-    mask: torch.Tensor | None = None
-    raw_rewards: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
-    old_log_probs: torch.Tensor | None = None
-    cliprange: float | None = None
-    cliprange_high: float | None = None
-    dual_clip: float = 0.0
-
-    def given(self, *names: str) -> list:
-        """The inputs of these names. Raises ValueError for one that is lacking."""
-        for name in names:
-            if getattr(self, name) is None:
-                raise ValueError(f"this loss needs {name}")
-        return [getattr(self, name) for name in names]
+def _bounds(config: LossConfig) -> tuple[float, float]:
+    """The smallest and the largest ratio that counts."""
+    high = config.cliprange if config.cliprange_high is None else config.cliprange_high
+    return 1 - config.cliprange, 1 + high
 
 
 def _no_baseline(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     """REINFORCE with the raw reward."""
-    return compute_naive_policy_gradient_loss(*inputs.given("raw_rewards"), inputs.log_probs)
+    return compute_naive_policy_gradient_loss(*inputs.require("raw_rewards"), inputs.log_probs)
 
 
 def _reinforce_with_baseline(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     """REINFORCE with the group's advantage."""
-    return compute_naive_policy_gradient_loss(*inputs.given("advantages"), inputs.log_probs)
+    return compute_naive_policy_gradient_loss(*inputs.require("advantages"), inputs.log_probs)
 
 
 def _grpo_clip(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     """`compute_grpo_clip_loss`."""
-    advantages, old_log_probs, cliprange = inputs.given("advantages", "old_log_probs", "cliprange")
-    return compute_grpo_clip_loss(
-        advantages, inputs.log_probs, old_log_probs, cliprange, inputs.cliprange_high, inputs.dual_clip
-    )
+    advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
+    return _clipped_surrogate(advantages, (inputs.log_probs - old_log_probs).exp(), _with_cliprange(inputs))
 
 
 def _grpo_no_clip(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     """-rho * A, per token: GRPO's surrogate (arXiv:2402.03300, eq. 3) without its clipping."""
-    advantages, old_log_probs = inputs.given("advantages", "old_log_probs")
-    ratio_BT = torch.exp(inputs.log_probs - old_log_probs)
-    loss_BT = -einx.multiply("b 1, b t -> b t", advantages, ratio_BT)
-    return loss_BT, {"ratio": ratio_BT.detach(), "clipped": torch.zeros_like(ratio_BT, dtype=torch.bool)}
+    advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
+    ratio_BT = (inputs.log_probs - old_log_probs).exp()
+    return -_weigh(advantages, ratio_BT), {"ratio": ratio_BT.detach(), "clipped": ratio_BT.detach() < 0}  # never
 
 
 def _gspo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
@@ -112,10 +163,10 @@ def _gspo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     GSPO, Zheng et al. 2025 (arXiv:2507.18071), eqs. 5 and 7, written to every token of the response, so that with
     sequence_mean each response counts once. Its clip ranges are orders of magnitude smaller than GRPO's (3e-4 there).
     """
-    advantages, old_log_probs, cliprange, mask = inputs.given("advantages", "old_log_probs", "cliprange", "mask")
+    advantages, old_log_probs, mask = inputs.require("advantages", "old_log_probs", "mask")
     mean_B = masked_mean(inputs.log_probs - old_log_probs, mask, dim=1)
     ratio_BT = mean_B.exp()[:, None].expand_as(inputs.log_probs)
-    return _clipped(advantages, ratio_BT, cliprange, inputs.cliprange_high, inputs.dual_clip)
+    return _clipped_surrogate(advantages, ratio_BT, _with_cliprange(inputs))
 
 
 def _cispo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
@@ -123,24 +174,41 @@ def _cispo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
 
     CISPO, MiniMax 2025 (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only (`cliprange` 1).
     """
-    advantages, old_log_probs, cliprange = inputs.given("advantages", "old_log_probs", "cliprange")
-    ratio_BT = torch.exp(inputs.log_probs.detach() - old_log_probs)
-    high = cliprange if inputs.cliprange_high is None else inputs.cliprange_high
-    weight_BT = ratio_BT.clamp(1 - cliprange, 1 + high)
-    loss_BT = -einx.multiply("b 1, b t, b t -> b t", advantages, weight_BT, inputs.log_probs)
-    return loss_BT, {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
+    advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
+    ratio_BT = (inputs.log_probs.detach() - old_log_probs).exp()
+    weight_BT = ratio_BT.clamp(*_bounds(_with_cliprange(inputs)))
+    return -(_weigh(advantages, weight_BT) * inputs.log_probs), {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
 
 
-LOSSES: Mapping[str, Callable[[LossInputs], tuple[torch.Tensor, Metadata]]] = {
-    "no_baseline": _no_baseline,
-    "reinforce_with_baseline": _reinforce_with_baseline,
-    "grpo_clip": _grpo_clip,
-    "grpo_no_clip": _grpo_no_clip,
-    "gspo": _gspo,
-    "cispo": _cispo,
+def _with_cliprange(inputs: LossInputs) -> LossConfig:
+    if inputs.config.cliprange is None:
+        raise ValueError("this loss needs cliprange")
+    return inputs.config
+
+
+# --- the entries ----------------------------------------------------------------------------------------------------------
+
+_AT_ONE = "reinforce_with_baseline"  # with rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
+
+LOSSES: Mapping[str, Loss] = {
+    "no_baseline": Loss(_no_baseline, weight="raw_rewards", arguments=frozenset()),
+    "reinforce_with_baseline": Loss(_reinforce_with_baseline),
+    "grpo_clip": Loss(
+        _grpo_clip, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS | {"dual_clip"}
+    ),
+    "grpo_no_clip": Loss(_grpo_no_clip, uses_ratio=True, at_ratio_one=_AT_ONE),
+    "gspo": Loss(
+        _gspo,
+        uses_ratio=True,
+        ratio_per_response=True,
+        at_ratio_one=_AT_ONE,
+        arguments=ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS | {"dual_clip"},
+    ),
+    "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS),
 }
+"""--loss_type -> the loss."""
 
-USES_OLD_POLICY = frozenset({"grpo_clip", "grpo_no_clip", "gspo", "cispo"})
+OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))
 
 
 def compute_policy_gradient_loss(
@@ -155,7 +223,6 @@ def compute_policy_gradient_loss(
     dual_clip: float = 0.0,
 ) -> tuple[torch.Tensor, Metadata]:
     """The per-token loss named `loss_type` in `LOSSES`. Raises KeyError for an unknown name, ValueError for a lacking input."""
-    inputs = LossInputs(
-        policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs, cliprange, cliprange_high, dual_clip
-    )
-    return LOSSES[loss_type](inputs)
+    config = LossConfig(LOSSES[loss_type], cliprange, cliprange_high, dual_clip)
+    inputs = LossInputs(config, policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs)
+    return config.loss.function(inputs)

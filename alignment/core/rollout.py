@@ -1,25 +1,42 @@
-"""TODO."""
+"""One step's responses: as they were sampled, and as the batch that updates are made from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from alignment.core.records import Batch, Group
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """The groups of one step, the version of the weights that sampled them, what is logged of them, and seconds by phase."""
+
+    step: int
+    policy_version: int
+    groups: list[Group]
+    report: dict[str, float]
+    seconds: dict[str, float]
+    restarts: int = 0
+    """Engines that were lost since the step before, where the sampler runs in another process and nobody else counts them."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One step's responses, ready to train on: B rows in a padded batch and a number or a row of numbers for each.
-    `trained_rows` are those that updates are made from.
+    """One step's B responses, ready to train on: a padded batch, and one number or one row of numbers for each response.
+
+    `raw_rewards_B1` include the penalty of overlong responses. `counted_B1` (bool) is false for responses that enter neither
+    baselines nor updates.
     """
 
     batch: Batch
     raw_rewards_B1: torch.Tensor
-    advantages_B1: torch.Tensor | None
+    counted_B1: torch.Tensor
     sampler_log_probs_BT: torch.Tensor
-    trained_rows: tuple[int, ...]
+    advantages_B1: torch.Tensor | None = None
     old_log_probs_BT: torch.Tensor | None = None
     reference_log_probs_BT: torch.Tensor | None = None
 
@@ -28,16 +45,7 @@ class Rollout:
         """Response tokens of each row."""
         return self.batch.response_mask.sum(dim=1).tolist()
 
-
-@dataclass(frozen=True)
-class SampledStep:
-    """What one step is made from: its groups, the version of the weights that sampled them, and what that took."""
-
-    step: int
-    policy_version: int
-    groups: list[Group]
-    report: dict[str, float]
-    """What `rollout_report` says, by whoever has graded it."""
-    seconds: dict[str, float]
-    restarts: int = 0
-    """Engines that were lost since the rollout before, where nobody else counts them."""
+    @property
+    def trained_rows(self) -> list[int]:
+        """The rows that updates are made from."""
+        return self.counted_B1.squeeze(1).nonzero().squeeze(1).tolist()

@@ -97,17 +97,3 @@ def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence
 def pad_token_id(tokenizer) -> int:
     """The id to pad with. Any id will do, because masks come from lengths; EOS stands in where there is no pad token."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-
-
-def masked_mean(tensor: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Mean over `dim` (all axes when None) of the elements whose mask is true; NaN where the mask is empty."""
-    kept = torch.where(mask.bool(), tensor, 0)
-    return kept.sum() / mask.sum() if dim is None else kept.sum(dim) / mask.sum(dim)
-
-
-def masked_normalize(
-    tensor: torch.Tensor, mask: torch.Tensor, normalize_constant: float = 1.0, dim: int | None = None
-) -> torch.Tensor:
-    """Sum over `dim` (all axes when None) of the elements whose mask is true, divided by `normalize_constant`."""
-    kept = torch.where(mask.bool(), tensor, 0)
-    return (kept.sum() if dim is None else kept.sum(dim)) / normalize_constant

@@ -1,39 +1,63 @@
-"""TODO."""
+"""The loss of one micro-batch: the policy-gradient loss, weighted, plus the KL penalty, summed over tokens."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from alignment.core.importance_weights import sampler_weights
 from alignment.core.kl import kl_penalty
-from alignment.core.losses import Metadata, compute_policy_gradient_loss
-from alignment.core.tokens import masked_mean, masked_normalize
+from alignment.core.losses import LOSSES, LossConfig, LossInputs
+from alignment.core.masks import masked_normalize
+from alignment.core.normalization import NORMALIZATIONS
 
-# --- from per-token losses to one number ------------------------------------------------------------------------------
-
-SUMS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sequence_mean": lambda loss_BT, mask_BT: masked_mean(loss_BT, mask_BT, dim=1).sum(),
-    "token_mean": lambda loss_BT, mask_BT: masked_normalize(loss_BT, mask_BT),
-    "constant": lambda loss_BT, mask_BT: masked_normalize(loss_BT, mask_BT),
-}
+Sums = dict[str, torch.Tensor]
 
 
-def loss_denominator(loss_normalization: str, response_lengths: Sequence[int], max_new_tokens: int) -> float:
-    """What the summed loss of one optimiser step is divided by, counted over the whole step.
+def micro_batch_loss(inputs: LossInputs, denominator: float | torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """The scalar loss of one micro-batch, with its graph, and sums over its response tokens.
 
-    sequence_mean: the number of sequences, each weighing the same (GRPO, arXiv:2402.03300, eq. 3). token_mean: the
-    number of response tokens, each weighing the same (DAPO, arXiv:2503.14476, eq. 8). constant: sequences times the
-    most tokens one may have, so that length changes no token's weight (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    The loss of a token is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times `kl_penalty`.
+    `denominator` counts the whole optimiser step (`loss_denominator`), so that any cut into micro-batches gives the same
+    gradient. The sums are on the device of the inputs, and nothing here waits for it: "response_tokens", for losses with a
+    ratio "ratio_sum", "ratio_max" and "clipped_tokens", with a reference "kl_sum", with a correction "weight_sum".
     """
-    return float(
-        {
-            "sequence_mean": len(response_lengths),
-            "token_mean": sum(response_lengths),
-            "constant": len(response_lengths) * max_new_tokens,
-        }[loss_normalization]
-    )
+    config = inputs.config
+    loss_BT, per_token = config.loss.function(inputs)
+    if config.sampler_correction != "none":
+        weight_BT = sampler_weights(
+            inputs.old_log_probs, inputs.sampler_log_probs, inputs.mask, config.sampler_correction, config.correction_cap
+        )
+        loss_BT, per_token = loss_BT * weight_BT, {**per_token, "weight": weight_BT}
+    if config.beta:
+        kl_BT = kl_penalty(inputs.log_probs, inputs.reference_log_probs, config.kl_estimator)
+        loss_BT, per_token = loss_BT + config.beta * kl_BT, {**per_token, "kl": kl_BT.detach()}
+    total = NORMALIZATIONS[config.loss_normalization].total(loss_BT, inputs.mask)
+    return total / denominator, _token_sums(per_token, inputs.mask)
+
+
+def _token_sums(per_token: dict[str, torch.Tensor], response_mask: torch.Tensor) -> Sums:
+    sums = {"response_tokens": response_mask.sum()}
+    if "ratio" in per_token:
+        ratio_BT = torch.where(response_mask, per_token["ratio"], 0)
+        sums |= {
+            "ratio_sum": ratio_BT.sum(),
+            "ratio_max": ratio_BT.max(),
+            "clipped_tokens": (per_token["clipped"] & response_mask).sum(),
+        }
+    for name in per_token.keys() & {"kl", "weight"}:
+        sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)
+    return sums
+
+
+def supervised_loss(
+    policy_log_probs: torch.Tensor, response_mask: torch.Tensor, normalize_constant: float = 1.0
+) -> tuple[torch.Tensor, Sums]:
+    """Mean over the batch of each response's summed -log pi / normalize_constant, with its graph, and {"response_tokens"}."""
+    per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
+    return per_sequence_B.mean(), _token_sums({}, response_mask)
+
+
+# --- the names of the field ---------------------------------------------------------------------------------------------
 
 
 def grpo_microbatch_train_step(
@@ -48,58 +72,28 @@ def grpo_microbatch_train_step(
     loss_normalization: str = "sequence_mean",
     denominator: float | None = None,
     *,
-    cliprange_high: float | None = None,
-    dual_clip: float = 0.0,
-    beta: float = 0.0,
-    kl_estimator: str = "k3",
     reference_log_probs: torch.Tensor | None = None,
-    sampler_correction: str = "none",
-    correction_cap: float = 2.0,
     sampler_log_probs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Metadata]:
-    """Loss and backward of one micro-batch; gradients add up over the micro-batches of an optimiser step.
+    **numbers,
+) -> tuple[torch.Tensor, Sums]:
+    """Loss and backward of one micro-batch (`micro_batch_loss`); gradients add up over the micro-batches of an optimiser step.
 
-    The loss of a token is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times `kl_penalty`.
+    Without `denominator` all `gradient_accumulation_steps` micro-batches are taken to be alike: sequence_mean divides by
+    batch * steps, token_mean by this micro-batch's tokens * steps; "constant" has no such default (ValueError). `numbers` are
+    further fields of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction, correction_cap.
 
-    `denominator` counts the whole optimiser step (`loss_denominator`), so that any cut into micro-batches gives the same
-    gradient. Without it all `gradient_accumulation_steps` micro-batches are taken to be alike: sequence_mean divides by
-    batch * steps, token_mean by this micro-batch's tokens * steps; "constant" has no such default (ValueError).
-
-    Returns the scalar loss, detached, and sums over response tokens for the caller to add up, all on the device of the
-    inputs (nothing here waits for it): "response_tokens", for losses with a ratio "ratio_sum", "ratio_max" and
-    "clipped_tokens", with a reference "kl_sum", with a correction "weight_sum".
+    Returns the scalar loss, detached, and sums over response tokens.
     """
     if denominator is None:
         counts = {"sequence_mean": response_mask.shape[0], "token_mean": response_mask.sum()}
         if loss_normalization not in counts:
             raise ValueError(f'loss_normalization "{loss_normalization}" needs a denominator')
         denominator = counts[loss_normalization] * gradient_accumulation_steps
-    loss_BT, per_token = compute_policy_gradient_loss(
-        policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange, response_mask, cliprange_high, dual_clip
-    )
-    if sampler_correction != "none":
-        weight_BT = sampler_weights(old_log_probs, sampler_log_probs, response_mask, sampler_correction, correction_cap)
-        loss_BT, per_token = loss_BT * weight_BT, {**per_token, "weight": weight_BT}
-    if beta:
-        kl_BT = kl_penalty(policy_log_probs, reference_log_probs, kl_estimator)
-        loss_BT, per_token = loss_BT + beta * kl_BT, {**per_token, "kl": kl_BT.detach()}
-    loss = SUMS[loss_normalization](loss_BT, response_mask) / denominator
+    config = LossConfig(LOSSES[loss_type], cliprange, loss_normalization=loss_normalization, **numbers)
+    rows = (raw_rewards, advantages, old_log_probs, reference_log_probs, sampler_log_probs)
+    loss, sums = micro_batch_loss(LossInputs(config, policy_log_probs, response_mask, *rows), denominator)
     loss.backward()
-    return loss.detach(), _token_sums(per_token, response_mask)
-
-
-def _token_sums(per_token: Metadata, response_mask: torch.Tensor) -> Metadata:
-    sums = {"response_tokens": response_mask.sum()}
-    if "ratio" in per_token:
-        ratio_BT = torch.where(response_mask, per_token["ratio"], 0)
-        sums |= {
-            "ratio_sum": ratio_BT.sum(),
-            "ratio_max": ratio_BT.max(),
-            "clipped_tokens": (per_token["clipped"] & response_mask).sum(),
-        }
-    for name in per_token.keys() & {"kl", "weight"}:
-        sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)
-    return sums
+    return loss.detach(), sums
 
 
 def sft_microbatch_train_step(
@@ -107,13 +101,13 @@ def sft_microbatch_train_step(
     response_mask: torch.Tensor,
     gradient_accumulation_steps: int,
     normalize_constant: float = 1.0,
-) -> tuple[torch.Tensor, Metadata]:
+) -> tuple[torch.Tensor, Sums]:
     """Negative log-likelihood of the response tokens and its backward.
 
     loss = sum over responses of -log pi / normalize_constant, averaged over the batch and over
     `gradient_accumulation_steps`. Returns the detached scalar loss and {"response_tokens"}.
     """
-    per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
-    loss = per_sequence_B.mean() / gradient_accumulation_steps
+    mean, sums = supervised_loss(policy_log_probs, response_mask, normalize_constant)
+    loss = mean / gradient_accumulation_steps
     loss.backward()
-    return loss.detach(), _token_sums({}, response_mask)
+    return loss.detach(), sums
