@@ -37,12 +37,19 @@ def find(
         hint = f" (did you mean {nearest[0]}?)" if nearest else ""
         noun = flag.lstrip("-").replace("_", " ")
         raise UserError(f"{flag} {name}: there is no such {noun}; {choose} {', '.join(table)}, or name {own}{hint}")
+    found = load(flag, name)
+    if isinstance(found, kind):
+        return found
+    if not (takes_functions and callable(found)):
+        wanted = "a function" if takes_functions else kind.__name__
+        raise UserError(f"{flag} {name}: cannot be imported (TypeError: it is of type {type(found).__name__}, not {wanted})")
+    return wrap(found) if wrap else found
+
+
+def load(flag: str, path: str) -> object:
+    """The object that `path`, written as `package.module:name`, imports. Raises `UserError`, whose message begins with `flag`."""
+    module, _, attribute = path.rpartition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-        if isinstance(found, kind):
-            return found
-        if not (takes_functions and callable(found)):
-            raise TypeError(f"it is of type {type(found).__name__}, not {'a function' if takes_functions else kind.__name__}")
-        return wrap(found) if wrap else found
+        return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        raise UserError(f"{flag} {name}: cannot be imported ({type(error).__name__}: {error})") from None
+        raise UserError(f"{flag} {path}: cannot be imported ({type(error).__name__}: {error})") from None
