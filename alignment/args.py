@@ -13,16 +13,26 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 
 import tyro
 
+from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
+from alignment.core.importance_weights import CORRECTIONS
+from alignment.core.kl import KL_ESTIMATORS
+from alignment.core.losses import LOSSES, Loss, LossConfig
+from alignment.core.normalization import NORMALIZATIONS
+from alignment.core.records import SamplingConfig
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.rollouts.config import RolloutConfig, Schedule
 from alignment.system.errors import UserError
+from alignment.system.registry import find
+from alignment.training.config import UpdateConfig
 
 PRESETS = Path(__file__).parent / "presets"
 
-# The keys of tables in grpo, rewards and optimizers, written out so that reading arguments does not load torch; a test
-# holds them equal.
-LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip", "grpo_no_clip", "gspo", "cispo"]
-LossNormalization = Literal["sequence_mean", "token_mean", "constant"]
-Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-Optimizer = Literal["adamw", "adamw_cpu_offload", "adamw_8bit"]
+LossNormalization = Literal[tuple(NORMALIZATIONS)]
+Correction = Literal[tuple(CORRECTIONS)]
+Baseline = Literal[tuple(BASELINES)]
+Deviation = Literal[tuple(DEVIATIONS)]
+KLEstimator = Literal[tuple(KL_ESTIMATORS)]
+OptimizerName = Literal[tuple(OPTIMIZERS)]
 CONTROLS = ("random", "format_only", "inverted")
 """Rewards that have nothing to teach about answers: negative controls, which are evaluated by the task's own rule."""
 RULES = ("r1_zero", "r1_zero_strict", "countdown")
@@ -36,7 +46,7 @@ class Args:
     """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
 
     task: str = "arithmetic"
-    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small."""
+    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or a task of your own as package.module:name."""
     reward: str = "r1_zero"
     """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, or
     countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
@@ -54,8 +64,9 @@ class Args:
     """Type of matrix products; auto: bfloat16 on GPUs and on CPUs that multiply it faster (AMX, AVX512-BF16), else float32.
     Trained weights are always kept in float32."""
 
-    sampler: Literal["auto", "transformers", "vllm"] = "auto"
-    """Engine that draws completions; auto: vllm where it is installed, else transformers."""
+    sampler: str = "auto"
+    """Engine that draws completions: transformers, vllm, or one of your own as package.module:name; auto: vllm where it is
+    installed, else transformers."""
     sample_device: str | None = None
     """Device of the sampler, such as cuda:7; by default the last GPU."""
     reference_model_device: str | None = None
@@ -64,6 +75,9 @@ class Args:
     """Device of the evaluation sampler; by default the last GPU but two."""
     policy_devices: tuple[str, ...] = ()
     """Devices the policy is split over; by default every GPU that no other role holds."""
+    policy_parallelism: str = "auto"
+    """How the policy uses its devices: single, layer_split (the hand-built device map), or a class of your own as
+    package.module:name; auto: layer_split where there are several."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory that vLLM may take; by default 0.9 on a GPU of its own, 0.4 on a shared one."""
     sampler_timeout: float = 3600.0
@@ -123,7 +137,7 @@ class PlanArgs(Args):
 
     num_gpus: int | None = None
     """GPUs to plan for; by default those of this machine."""
-    optimizer: Optimizer | None = None
+    optimizer: OptimizerName | None = None
     """Optimiser to plan for; by default that of the preset's train_rl."""
 
     def __post_init__(self) -> None:
@@ -170,9 +184,10 @@ class SFTArgs(Args):
 class RLArgs(Args):
     """Train the policy by policy gradients on verifiable rewards."""
 
-    loss_type: LossType = "grpo_clip"
+    loss_type: str = "grpo_clip"
     """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline; grpo_clip: GRPO; grpo_no_clip:
-    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights that keep every token's gradient."""
+    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights that keep every token's gradient; or a loss of
+    your own as package.module:name."""
     group_size: int = 8
     """Responses sampled for each prompt."""
     prompts_per_rollout: int = 32
@@ -190,7 +205,7 @@ class RLArgs(Args):
     micro_batch_tokens: int = 0
     """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerName = "adamw"
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
     moments of 2 bytes a parameter, rounded (extra "torchao")."""
     learning_rate: float = 2e-4
@@ -207,17 +222,17 @@ class RLArgs(Args):
     """The upper of these two, where it is another (DAPO's clip-higher); by default --cliprange."""
     dual_clip: float = 0.0
     """GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this bound."""
-    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    baseline: Baseline = "group_mean"
     """What is subtracted from a reward: its group's mean, or the mean of the others in its group (RLOO)."""
     normalize_by_std: bool = True
     """Divide advantages by a standard deviation."""
-    std_of: Literal["group", "group_population", "batch"] = "group"
+    std_of: Deviation = "group"
     """Whose: the group's (unbiased, or of the population), or that of all rewards of the rollout."""
     advantage_eps: float = 1e-6
     """Added to that standard deviation."""
     beta: float = 0.0
     """Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KLEstimator = "k3"
     """How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient."""
     reference_url: str = ""
     """A reference server elsewhere (`alignment.reference_server`) that computes that divergence's other half, http://HOST:PORT."""
@@ -277,7 +292,7 @@ class RLArgs(Args):
             "sampling_temperature",
         )  # fmt: skip
         _require(
-            self.group_size > 1 or self.loss_type == "no_baseline",
+            self.group_size > 1 or self.loss.weight == "raw_rewards",
             "--group_size", self.group_size,
             "at least 2: with one sample a prompt the group's mean is the reward itself and its std is undefined"
             " (only --loss_type no_baseline works with 1)",
@@ -291,16 +306,16 @@ class RLArgs(Args):
         _require(self.max_prompt_tokens >= 0, "--max_prompt_tokens", self.max_prompt_tokens, "0 (any length) or more")
         _require(self.max_refills >= 0, "--max_refills", self.max_refills, "0 (never) or more")
         _require(
-            self.max_refills == 0 or self.loss_type != "no_baseline", "--max_refills", self.max_refills,
-            "0 with --loss_type no_baseline, which learns from groups of equal rewards too",
+            self.max_refills == 0 or self.loss.weight != "raw_rewards", "--max_refills", self.max_refills,
+            f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too",
         )  # fmt: skip
         buffer = self.overlong_buffer
         _require(0 <= buffer <= self.max_new_tokens, "--overlong_buffer", buffer, "from 0 (none) to --max_new_tokens")
         _require_positive(self, "correction_cap")
         _require(self.eval_max_new_tokens >= 0, "--eval_max_new_tokens", self.eval_max_new_tokens, "0 (as in training) or more")
         _require_positive(self, "advantage_eps")
-        if self.optimizer == "adamw_8bit" and not find_spec("torchao"):
-            raise UserError("--optimizer adamw_8bit needs torchao: start the command with `uv run --extra torchao ...`")
+        if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
+            raise UserError(f"--optimizer {self.optimizer} needs {package}: start the command with `uv run --extra {package} ...`")
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
         _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
         _require(self.keep_checkpoints >= 0, "--keep_checkpoints", self.keep_checkpoints, "0 (all) or more")
@@ -340,8 +355,19 @@ class RLArgs(Args):
     def trusts_sampler(self) -> bool:
         """Whether the sampler's log-probs serve as the old policy's: where that is asked for, or where they are of stale
         weights, which nobody else has any more."""
-        asked = self.staleness > 0 or self.old_log_probs == "sampler"
-        return asked and self.loss_type not in ("no_baseline", "reinforce_with_baseline")
+        return self.loss.uses_ratio and (self.staleness > 0 or self.old_log_probs == "sampler")
+
+    @property
+    def needs_old_policy(self) -> bool:
+        """Whether old log-probs play a part and can differ from the policy's own: in the loss's ratio or the sampler's
+        correction, where a rollout has several updates."""
+        used = self.loss.uses_ratio or self.sampler_correction != "none"
+        return used and self.updates_per_rollout > 1 and not self.trusts_sampler
+
+    @property
+    def loss(self) -> Loss:
+        """The loss that --loss_type names. Raises `UserError` for an unknown one."""
+        return find("--loss_type", self.loss_type, LOSSES, wrap=lambda function: Loss(function, weight=None, uses_ratio=True))
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -358,6 +384,48 @@ class RLArgs(Args):
     def updates_per_rollout(self) -> int:
         """Optimiser updates made on one rollout; the last of an epoch may be smaller."""
         return self.epochs_per_rollout * -(-self.rollout_size // (self.train_mini_batch_size or self.rollout_size))
+
+    # What stands below the commands, without an arguments object.
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How rollouts are drawn, but for the step's seed and the task's stop strings."""
+        return SamplingConfig(
+            n=self.group_size,
+            temperature=self.sampling_temperature,
+            top_p=self.sampling_top_p,
+            top_k=self.sampling_top_k,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+    @property
+    def advantage_config(self) -> AdvantageConfig:
+        """How rewards become advantages."""
+        return AdvantageConfig(**_fields(self, AdvantageConfig))
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which version of the weights samples which step."""
+        return Schedule(self.num_steps, self.staleness, self.sync_every)
+
+    @property
+    def rollout_config(self) -> RolloutConfig:
+        """What rollouts are sampled from."""
+        seeds = {"data_seed": self.seeds["data"], "sampling_seed": self.seeds["sampling"]}
+        return RolloutConfig(**_fields(self, RolloutConfig) | seeds)
+
+    @property
+    def update_config(self) -> UpdateConfig:
+        """How a rollout becomes updates."""
+        old = "sampler" if self.trusts_sampler else "policy" if self.needs_old_policy else "ratio_one"
+        parts = {
+            "loss": LossConfig(**_fields(self, LossConfig)),
+            "advantage": self.advantage_config,
+            "distribution": self.sampling.distribution,
+            "old_log_probs": old,
+            "data_seed": self.seeds["data"],
+        }
+        return UpdateConfig(**_fields(self, UpdateConfig) | parts)
 
 
 @dataclass(frozen=True)
@@ -484,6 +552,11 @@ def command_line(args: Args) -> list[str]:
         else:
             flags += [f"--{f.name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return flags
+
+
+def _fields(args: Args, cls: type) -> dict[str, object]:
+    """The arguments that a configuration has fields for."""
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}
 
 
 def _require(condition: bool, flag: str, value, wanted: str) -> None:

@@ -1,5 +1,64 @@
-"""The hand-built device map of a preset's policy. The code is in `alignment.policy.loading`; this module only names it."""
+"""From arguments to policies and samplers. Below these builders nothing takes an arguments object."""
 
-from alignment.policy.loading import partition_model_across_devices
+from __future__ import annotations
 
-__all__ = ["partition_model_across_devices"]
+from alignment.args import Args
+from alignment.checks import resolve_model, roles_of
+from alignment.core.records import SamplingConfig
+from alignment.policy.loading import compute_dtype, load_config
+from alignment.policy.placement import ModelShape, partition_layers
+from alignment.policy.policy import Policy, PolicyConfig, open_policy, policy_kind
+from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine, open_sampler
+
+
+def make_policy(args: Args, base: str) -> Policy:
+    """The policy that is trained from the folder `base`."""
+    devices = roles_of(args).policy
+    config = PolicyConfig(
+        base,
+        devices,
+        compute_dtype(args.dtype, devices[0]),
+        optimizer=getattr(args, "optimizer", PolicyConfig.optimizer),
+        weight_decay=args.weight_decay,
+        micro_batch_tokens=args.micro_batch_tokens,
+    )
+    return open_policy(policy_kind(args.policy_parallelism, devices), config)
+
+
+def sampler_config(args: Args, base: str, device: str, engines: int = 1, **facts) -> SamplerConfig:
+    """What a sampler on `device` is started with, one of `engines` that share the device. `facts` are further fields."""
+    roles = roles_of(args)
+    alone = device not in {*roles.policy, roles.reference}
+    share = args.gpu_memory_utilization or (0.9 if alone else 0.4) / engines
+    dtype = compute_dtype(args.dtype, device)
+    return SamplerConfig(base, device, dtype, timeout=args.sampler_timeout, memory_share=share, **facts)
+
+
+def make_sampler(args: Args, base: str, device: str, tokenizer, policy: Policy | None = None, version: int = 0) -> Sampler:
+    """The sampler that --sampler names, on `device`, with the weights of the folder `base`, which are `version`; it may read
+    `policy` in place."""
+    config = sampler_config(args, base, device, policy_version=version)
+    return open_sampler(find_engine(args.sampler), config, tokenizer, policy)
+
+
+def eval_sampling(args: Args, stop: tuple[str, ...], n: int = 1) -> SamplingConfig:
+    """How evaluation samples are drawn. The same seed every time, so that two evaluations differ by their models alone."""
+    return SamplingConfig(
+        n=n,
+        temperature=args.sampling_temperature,
+        top_p=args.sampling_top_p,
+        top_k=args.sampling_top_k,
+        max_new_tokens=getattr(args, "eval_max_new_tokens", 0) or args.max_new_tokens,
+        stop=stop,
+        seed=args.seed,
+    )
+
+
+def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:
+    """The policy's `device_map` for `from_pretrained`: module name -> device.
+
+    The sampler's, the reference's and the evaluation's devices are reserved; the model is split over the rest, balanced
+    by bytes (`placement.partition_layers`). `num_gpus` plans for a machine other than this one.
+    """
+    config = load_config(resolve_model(args.model, args.output_dir))
+    return partition_layers(ModelShape.from_config(config), roles_of(args, num_gpus).policy)

@@ -50,8 +50,8 @@ class Loss:
     """One policy-gradient loss, with every fact about it that arguments, the linter, the microscope and the update read."""
 
     function: LossFunction
-    weight: Literal["advantages", "raw_rewards"] = "advantages"
-    """What multiplies each response's log-probs. A response whose weight is 0 has no gradient."""
+    weight: Literal["advantages", "raw_rewards"] | None = "advantages"
+    """What multiplies each response's gradient, which is 0 where the weight is 0; None: any response may have a gradient."""
     uses_ratio: bool = False
     """Whether the loss takes the ratio to the old policy, and so needs old log-probs."""
     ratio_per_response: bool = False

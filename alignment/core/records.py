@@ -54,6 +54,11 @@ class SamplingConfig:
     stop: tuple[str, ...] = ("</answer>",)
     seed: int = 0
 
+    @property
+    def distribution(self) -> Distribution:
+        """The distribution that completions are drawn from."""
+        return Distribution(self.temperature, self.top_p, self.top_k)
+
 
 @dataclass(frozen=True)
 class Completion:

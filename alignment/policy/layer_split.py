@@ -1,103 +1,49 @@
-"""TODO."""
+"""A policy whose layers are split over several devices by the hand-built device map."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
-
-from alignment.args import RLArgs
 from alignment.core.records import Batch
-from alignment.core.rollout import Rollout
-from alignment.core.tokens import take_rows
-from alignment.core.train_step import grpo_microbatch_train_step
-from alignment.policy.loading import autocast, devices_of
-from alignment.policy.log_probs import head_log_probs, hidden_states
-from alignment.policy.packing import send
+from alignment.core.tokens import Row, cut_by_tokens
+from alignment.policy.loading import autocast
+from alignment.policy.micro_batch import MicroBatch
 from alignment.policy.placement import issue_order
-from alignment.rollouts.collect import distribution
+from alignment.policy.policy import Objective
+from alignment.policy.single_device import SingleDevicePolicy
 
-IN_FLIGHT = 2  # micro-batches for each device of a split policy (benchmarks/README.md)
-
-
-def pipelined(
-    begun: Callable[[Sequence[int]], MicroBatch], pieces: Sequence[Sequence[int]], in_flight: int, policy, dtype: torch.dtype
-) -> Iterator[MicroBatch]:
-    """The micro-batches of some pieces, once they are through a split policy and back, in `issue_order`."""
-    devices = devices_of(policy)
-    heads_first = policy.get_output_embeddings().weight.device != devices[-1]
-    under_way: dict[int, MicroBatch] = {}
-    for what, issued in itertools.groupby(issue_order(len(pieces), in_flight, heads_first), key=lambda pair: pair[0]):
-        numbers = [number for _, number in issued]
-        if what == "forward":
-            with autocast(devices[0], dtype):  # one for all of them, so that they share one copy of the weights in `dtype`
-                under_way |= {number: begun(pieces[number]) for number in numbers}
-        elif what == "head":
-            for number in numbers:
-                under_way[number].head()
-        else:
-            for number in numbers:
-                done = under_way.pop(number)
-                done.backward()
-                yield done
+IN_FLIGHT = 2  # micro-batches for each device (benchmarks/README.md)
 
 
-class MicroBatch:
-    """Some rows on their way through the policy: forward at once, then `head`, then `backward`."""
+class LayerSplitPolicy(SingleDevicePolicy):
+    """A `Policy` of one process, split by layers over its devices, with several micro-batches in flight so that all of them work.
 
-    def __init__(self, policy, rows: Sequence[int], rollout: Rollout, denominator: float, args: RLArgs, dtype: torch.dtype):
-        self.policy, self.rows, self.rollout, self.denominator, self.args = policy, rows, rollout, denominator, args
-        self.part = take_rows(rollout.batch, rows)
-        self.autocast = functools.partial(autocast, devices_of(policy)[0], dtype)
-        with self.autocast():
-            self.hidden_NH = hidden_states(policy, self.part.input_ids, self.part.response_mask)
+    Nothing here waits for a device, so one micro-batch's late layers run beside the next ones' early layers.
+    """
 
-    def head(self) -> None:
-        """Log-probs and loss, and the loss's gradient down to what the head was given."""
-        self.given_NH = self.hidden_NH.detach().requires_grad_()
-        how = distribution(self.args)
-        with self.autocast():
-            found = head_log_probs(self.policy, self.given_NH, self.part.labels, self.part.response_mask, True, **how)
-        loss, sums = train_step(found["log_probs"], self.part, self.rows, self.rollout, self.denominator, self.args)
-        self.log_probs = found["log_probs"].detach()
-        self.sums = {"loss": loss, "entropy_sum": found["token_entropy"].sum(), **sums}
-
-    def backward(self) -> None:
-        """The gradient from there on."""
-        self.hidden_NH.backward(self.given_NH.grad)
-        del self.hidden_NH, self.given_NH
-
-
-def train_step(
-    log_probs: torch.Tensor, part: Batch, rows: Sequence[int], rollout: Rollout, denominator: float, args: RLArgs
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """`grpo_microbatch_train_step` of some rows of a rollout, by the arguments."""
-    there = functools.partial(_take, rows, part.labels.shape[1], log_probs.device)
-    return grpo_microbatch_train_step(
-        log_probs,
-        send(part.response_mask, log_probs.device),
-        gradient_accumulation_steps=1,
-        loss_type=args.loss_type,
-        raw_rewards=there(rollout.raw_rewards_B1),
-        advantages=there(rollout.advantages_B1),
-        # Where old log-probs are used and there are none, there is one update a rollout, so the old policy is this one.
-        old_log_probs=log_probs.detach() if rollout.old_log_probs_BT is None else there(rollout.old_log_probs_BT),
-        cliprange=args.cliprange,
-        loss_normalization=args.loss_normalization,
-        denominator=denominator,
-        cliprange_high=args.cliprange_high,
-        dual_clip=args.dual_clip,
-        beta=args.beta,
-        kl_estimator=args.kl_estimator,
-        reference_log_probs=there(rollout.reference_log_probs_BT),
-        sampler_correction=args.sampler_correction,
-        correction_cap=args.correction_cap,
-        sampler_log_probs=there(rollout.sampler_log_probs_BT),
-    )
-
-
-def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Some rows of a tensor [B, 1] or [B, T], cut to `width`, on their way to `device`."""
-    return None if tensor is None else send(tensor[rows, :width], device)
+    def _micro_batches(
+        self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
+    ) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
+        """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`."""
+        longest = max(len(prompt) + len(response) for prompt, response in split)
+        in_flight = max(1, min(IN_FLIGHT * len(self.devices), self.micro_batch_tokens // longest))
+        pieces = cut_by_tokens(split, max(1, self.micro_batch_tokens // in_flight))
+        head_on_last_device = str(self.model.get_output_embeddings().weight.device) == self.devices[-1]
+        started: dict[int, MicroBatch] = {}
+        order = issue_order(len(pieces), in_flight, heads_first=not head_on_last_device)
+        for action, issued in itertools.groupby(order, key=lambda pair: pair[0]):
+            numbers = [number for _, number in issued]
+            if action == "forward":
+                with autocast(self.devices[0], self.dtype):  # one for all of them, so that they share one cast of the weights
+                    for number in numbers:
+                        row_numbers = [rows[i] for i in pieces[number]]
+                        started[number] = MicroBatch(self.model, self.dtype, batch, row_numbers, objective)
+            elif action == "head":
+                for number in numbers:
+                    started[number].head()
+            else:
+                for number in numbers:
+                    micro_batch = started.pop(number)
+                    micro_batch.backward()
+                    yield micro_batch, pieces[number]

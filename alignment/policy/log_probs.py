@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from alignment.core.records import Distribution
 from alignment.core.tokens import split_rows
 from alignment.policy.packing import attention_by_layout, pack, send
 
@@ -73,7 +74,8 @@ def get_response_log_probs(
     input_ids, labels = input_ids.cpu(), labels.cpu()
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
     hidden_NH = hidden_states(model, input_ids, mask)
-    return head_log_probs(model, hidden_NH, labels, mask, return_token_entropy, temperature, top_p, top_k)
+    distribution = Distribution(temperature, top_p, top_k)
+    return head_log_probs(model, hidden_NH, labels, mask, distribution, return_token_entropy)
 
 
 def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -97,10 +99,8 @@ def head_log_probs(
     hidden_NH: torch.Tensor,
     labels: torch.Tensor,
     response_mask: torch.Tensor,
+    distribution: Distribution = Distribution(),
     return_token_entropy: bool = False,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
 ) -> dict[str, torch.Tensor]:
     """The second half of `get_response_log_probs`, from the hidden states at the mask's positions."""
     head = model.get_output_embeddings()
@@ -108,12 +108,13 @@ def head_log_probs(
         raise ValueError(f"{type(model).__name__} has a bias in its output head, which is not supported")
     device = head.weight.device
     hidden_NH, targets_N = send(hidden_NH, device), send(labels[response_mask], device)
-    found = LabelLogProbs.apply(hidden_NH, head.weight, targets_N, (temperature, top_p, top_k), return_token_entropy)
+    numbers = (distribution.temperature, distribution.top_p, distribution.top_k)
+    values = LabelLogProbs.apply(hidden_NH, head.weight, targets_N, numbers, return_token_entropy)
     places = send(response_mask.flatten().nonzero().squeeze(1), device)
     names = ("log_probs", "token_entropy")[: 1 + return_token_entropy]
     return {
-        name: torch.zeros(labels.numel(), device=device).index_copy(0, places, values).view(labels.shape)
-        for name, values in zip(names, found, strict=False)
+        name: torch.zeros(labels.numel(), device=device).index_copy(0, places, values_N).view(labels.shape)
+        for name, values_N in zip(names, values, strict=False)
     }
 
 

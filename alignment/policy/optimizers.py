@@ -1,73 +1,52 @@
-"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with its moments beside the weights, on the CPU, or in 8 bits."""
+"""The optimisers: AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with its moments beside the weights, on the CPU, or in 8 bits.
+
+This module loads no tensor library when it is imported, so that arguments and plans can read `OPTIMIZERS` at once.
+"""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch.optim.adamw import adamw
+from alignment.system.registry import load
 
+if TYPE_CHECKING:
+    import torch
 
-class CPUOffloadAdamW(torch.optim.AdamW):
-    """AdamW whose moments and whose step are on the CPU, so that a GPU holds 8 bytes a parameter, weight and gradient, instead
-    of 16 (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840).
-
-    Parameters go one at a time: weight and gradient come to the CPU, torch's fused AdamW steps there, and the weight goes
-    back. An update moves 12 bytes a parameter over the bus; the host holds the moments, 8 bytes a parameter, and one
-    parameter with its gradient. Any mix of devices will do. What is on the CPU already is stepped in place.
-
-    It stands here because torchao's `CPUOffloadOptimizer` copies gradients during backward, before they are clipped or found
-    not to be finite, serves one GPU only, and runs on no CPU, where a test could compare it with AdamW bit for bit.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Step every parameter that has a gradient."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step_one(p, group)
-
-    def _step_one(self, p: torch.nn.Parameter, group: dict) -> None:
-        weight, gradient, state = p.cpu(), p.grad.cpu(), self.state[p]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-        adamw(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        p.copy_(weight)
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's, which would move the moments to where the parameters are."""
-        super().load_state_dict({**state_dict, "state": {}})
-        params = [p for group in self.param_groups for p in group["params"]]
-        self.state.update({params[index]: dict(values) for index, values in state_dict["state"].items()})
+BETAS = (0.9, 0.95)
 
 
-def adamw_8bit(groups: list[dict], **how) -> torch.optim.Optimizer:
-    """AdamW with moments in 8 bits (`alignment.adamw_8bit`); needs the extra "torchao", which `RLArgs` asks for."""
-    from alignment.policy.adamw_8bit import AdamW8bit
+@dataclass(frozen=True)
+class Optimizer:
+    """One optimiser: its class, made from parameter groups, lr and betas, and the memory that a trained parameter takes."""
 
-    return AdamW8bit(groups, **how)
+    path: str
+    """package.module:name of the class."""
+    device_bytes: int
+    """Bytes a parameter on its device: weight and gradient in fp32, and the moments that are kept there."""
+    host_bytes: int = 0
+    """Bytes a parameter of the moments that stay on the CPU."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    package: str = ""
+    """The package that it needs, which is an extra of the same name."""
 
 
-OPTIMIZERS = {
-    "adamw": functools.partial(torch.optim.AdamW, fused=True),
-    "adamw_cpu_offload": CPUOffloadAdamW,
-    "adamw_8bit": adamw_8bit,
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adamw": Optimizer("torch.optim:AdamW", device_bytes=16, options={"fused": True}),
+    "adamw_cpu_offload": Optimizer("alignment.policy.adamw_cpu_offload:CPUOffloadAdamW", device_bytes=8, host_bytes=8),
+    # Moments of a byte each, and an fp32 scale for every 256 of them, which is left out here.
+    "adamw_8bit": Optimizer("alignment.policy.adamw_8bit:AdamW8bit", device_bytes=10, package="torchao"),
 }
-"""--optimizer -> its constructor, of parameter groups, lr and betas."""
+"""--optimizer -> the optimiser."""
+
+
+def make_optimizer(
+    model: torch.nn.Module, learning_rate: float, weight_decay: float, kind: str = "adamw"
+) -> torch.optim.Optimizer:
+    """The optimiser of that kind, with betas 0.9 and 0.95; only matrices decay."""
+    entry = OPTIMIZERS[kind]
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return load("--optimizer", entry.path)(groups, lr=learning_rate, betas=BETAS, **entry.options)

@@ -13,13 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from alignment.policy.optimizers import OPTIMIZERS
 from alignment.system.errors import UserError
 
-TRAINED_BYTES = {"adamw": 16, "adamw_cpu_offload": 8, "adamw_8bit": 10}
-"""Bytes a trained parameter takes on its device: weight, gradient and AdamW's two moments, each fp32; or without the
-moments; or with moments of a byte each (and an fp32 scale for every 256 of them, left out here)."""
-MOMENT_BYTES = 8
-"""Bytes of a parameter's two moments where they stay on the CPU."""
 COPY_BYTES = {"sample": 2, "eval": 2, "sample+eval": 2, "reference": 4}
 """Bytes a parameter takes in each copy that only runs forward: bf16 to sample from, fp32 for the reference, whose
 log-probs must be the policy's own."""
@@ -365,7 +361,8 @@ def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Sh
 
     Eval on the sampler's device runs in the sampler's engine, so the two hold one copy, under the role "sample+eval".
     """
-    parameters, trained = module_bytes(shape, 1), module_bytes(shape, TRAINED_BYTES[optimizer])
+    entry = OPTIMIZERS[optimizer]
+    parameters, trained = module_bytes(shape, 1), module_bytes(shape, entry.device_bytes)
     held: dict[str, list[str]] = {}
     for name, device in partition_layers(shape, roles.policy).items():
         held.setdefault(device, []).append(name)
@@ -377,6 +374,6 @@ def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Sh
     reference = {} if roles.policy == (roles.reference,) else {"reference": roles.reference}
     copies = engines | reference
     everything, total = (ROTARY, *parameters), sum(parameters.values())
-    moments = (Share("cpu", "moments", everything, total * MOMENT_BYTES),) if optimizer == "adamw_cpu_offload" else ()
+    moments = (Share("cpu", "moments", everything, total * entry.host_bytes),) if entry.host_bytes else ()
     others = (Share(device, role, everything, total * COPY_BYTES[role]) for role, device in copies.items())
     return (*policy, *moments, *others)

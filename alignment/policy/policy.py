@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from alignment.core.records import Batch, Distribution
-from alignment.system.registry import load
+from alignment.system.registry import find, load
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +83,10 @@ class Policy(Protocol):
         """Add the gradient of some rows of a batch, micro-batch by micro-batch. Without rows the gradient is zeros."""
         ...
 
+    def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
+        """The log-probs [b, t] of each micro-batch of a supervised batch, without gradient, without dropout."""
+        ...
+
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down where its norm exceeds `max_norm`; returns the norm before that."""
         ...
@@ -137,6 +141,12 @@ def policy_kind(parallelism: str, devices: Sequence[str]) -> str:
     if parallelism != "auto":
         return parallelism
     return "single" if len(devices) == 1 else "layer_split"
+
+
+def check_parallelism(parallelism: str) -> None:
+    """Raise `UserError` where --policy_parallelism names no kind of policy."""
+    if parallelism != "auto" and parallelism not in POLICIES:
+        find("--policy_parallelism", parallelism, {"auto": "", **POLICIES}, wrap=lambda policy_class: policy_class)
 
 
 def open_policy(kind: str, config: PolicyConfig) -> Policy:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""From groups of completions to the batch that updates are made from."""
 
 from __future__ import annotations
 
@@ -7,50 +7,45 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from alignment.args import RLArgs
-from alignment.core.advantages import normalize_group_rewards, overlong_penalty
+from alignment.core.advantages import AdvantageConfig, group_advantages, overlong_penalty
 from alignment.core.records import Completion, Group
 from alignment.core.rollout import Rollout
 from alignment.core.tokens import collate
+from alignment.rollouts.config import RolloutConfig
 
 
-def overlong_fine(length: int, args: RLArgs) -> float:
-    """What is added to the reward of a response of so many tokens, 0 or less."""
-    return overlong_penalty(length, args.max_new_tokens, args.overlong_buffer)
-
-
-def _counts(completion: Completion, args: RLArgs) -> bool:
-    return not args.skip_unfinished or completion.finish_reason == "stop"
-
-
-def make_rollout(groups: Sequence[Group], args: RLArgs, pad: int) -> Rollout:
-    """Collate the completions, fine those that are too long, and normalise rewards within each group."""
-    rollout = collate_groups(groups, pad)
-    fines = [overlong_fine(length, args) for length in rollout.lengths]
-    raw_B1 = rollout.raw_rewards_B1 + torch.tensor(fines)[:, None]
-    drawn = [completion for group in groups for completion in group.completions]
-    counted_B1 = torch.tensor([[_counts(completion, args)] for completion in drawn])
-    advantages_B1 = None
-    if args.group_size > 1:
-        advantages_B1 = normalize_group_rewards(
-            raw_B1, args.group_size, args.advantage_eps, args.normalize_by_std, args.baseline, args.std_of, counted_B1
-        )
-    rows = tuple(counted_B1.squeeze(1).nonzero().squeeze(1).tolist())
-    return dataclasses.replace(rollout, raw_rewards_B1=raw_B1, advantages_B1=advantages_B1, trained_rows=rows)
-
-
-def collate_groups(groups: Sequence[Group], pad: int) -> Rollout:
-    """The completions as one batch, without advantages."""
-    drawn = [completion for group in groups for completion in group.completions]
-    batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad)
-    raw_B1 = torch.tensor([[score["reward"]] for group in groups for score in group.scores], dtype=torch.float32)
+def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id: int) -> Rollout:
+    """All completions as one padded batch, with their rewards, the penalty of overlong ones included, and without advantages."""
+    completions = [completion for group in groups for completion in group.completions]
+    batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id)
+    rewards_B1 = torch.tensor([[score["reward"]] for group in groups for score in group.scores], dtype=torch.float32)
+    penalties_B1 = torch.tensor([length_penalty(completion, config) for completion in completions])[:, None]
     sampler_BT = torch.zeros(batch.labels.shape)
-    sampler_BT[batch.response_mask] = torch.tensor([log_prob for c in drawn for log_prob in c.log_probs])
-    return Rollout(batch, raw_B1, None, sampler_BT, tuple(range(len(drawn))))
+    sampler_BT[batch.response_mask] = torch.tensor([log_prob for c in completions for log_prob in c.log_probs])
+    counted_B1 = torch.tensor([[is_counted(completion, config)] for completion in completions])
+    return Rollout(batch, rewards_B1 + penalties_B1, counted_B1, sampler_BT)
 
 
-def per_response(values_BT: torch.Tensor, rollout: Rollout, rows: Iterable[int]) -> Iterable[list[float]]:
-    """Each row's values at its response tokens; none for those that are not among `rows`."""
+def with_advantages(rollout: Rollout, config: AdvantageConfig) -> Rollout:
+    """The rollout with `advantages_B1`; groups of one response have none."""
+    if config.group_size == 1:
+        return rollout
+    advantages_B1 = group_advantages(rollout.raw_rewards_B1, config, rollout.counted_B1)
+    return dataclasses.replace(rollout, advantages_B1=advantages_B1)
+
+
+def length_penalty(completion: Completion, config: RolloutConfig) -> float:
+    """What is added to a completion's reward for its length, 0 or less."""
+    return overlong_penalty(len(completion.token_ids), config.sampling.max_new_tokens, config.overlong_buffer)
+
+
+def is_counted(completion: Completion, config: RolloutConfig) -> bool:
+    """Whether a completion enters baselines and updates: with --skip_unfinished those that were cut off do not."""
+    return not config.skip_unfinished or completion.finish_reason == "stop"
+
+
+def values_of_responses(values_BT: torch.Tensor, rollout: Rollout, rows: Iterable[int]) -> Iterable[list[float]]:
+    """Each row's values at its response tokens; none for rows that are not among `rows`."""
     chosen = set(rows)
-    every = enumerate(zip(values_BT, rollout.batch.response_mask, strict=True))
-    return (values[mask].tolist() if row in chosen else [] for row, (values, mask) in every)
+    masked = enumerate(zip(values_BT, rollout.batch.response_mask, strict=True))
+    return (values[mask].tolist() if row in chosen else [] for row, (values, mask) in masked)

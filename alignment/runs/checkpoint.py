@@ -1,7 +1,7 @@
 """Checkpoints: a Hugging Face folder with the trainer's state beside the weights, whole or absent.
 
-All randomness of a run is a function of its seed and the step number, so step, weights, optimiser, and the rollouts that
-older weights have drawn ahead, are all there is to save for a resumed run to repeat the undisturbed one.
+All randomness of a run is a function of its seed and the step number, so a resumed run repeats the undisturbed one from step,
+weights, optimiser, and the rollouts that older weights have sampled ahead.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
-from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Completion, Group, Problem, Score
 from alignment.core.rollout import SampledStep
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, damage, full_disk_is_an_os_error, manifested, read_jsonl
 
-# Out of the top folder, where loaders take every *.safetensors file for model weights.
+# Not in the top folder, where loaders take every *.safetensors file for model weights.
 OPTIMIZER = Path("trainer") / "optimizer.safetensors"
 ROLLOUTS = Path("trainer") / "rollouts.jsonl"
 
@@ -37,14 +34,16 @@ def last_whole_step(run: Path) -> tuple[int, list[str]]:
 
     Raises `UserError` where all of them are damaged.
     """
-    found = []
+    damages = []
     for step in sorted(_steps(run), reverse=True):
         wrong = damage(checkpoint_folder(run, step))
         if wrong is None:
-            return step, found
-        found.append(f"{checkpoint_folder(run, step)} is damaged: {wrong}")
-    if found:
-        raise UserError(f"no checkpoint is whole: {'; '.join(found)}. Start a new run, or delete these folders to begin again")
+            return step, damages
+        damages.append(f"{checkpoint_folder(run, step)} is damaged: {wrong}")
+    if damages:
+        raise UserError(
+            f"no checkpoint is whole: {'; '.join(damages)}. Start a new run, or delete these folders to begin again"
+        )
     return 0, []
 
 
@@ -56,51 +55,32 @@ def put_aside(run: Path, after: int) -> None:
         folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
 
-def save_checkpoint(
-    folder: Path, model, tokenizer, optimizer: torch.optim.Optimizer, ahead: Sequence[SampledStep] = ()
-) -> None:
-    """Write model, tokenizer, optimiser state and the rollouts drawn ahead to `folder`, which appears only when all of it is
-    on the disk."""
+def save_checkpoint(folder: Path, policy, tokenizer, sampled_ahead: Sequence[SampledStep] = ()) -> None:
+    """Write the policy, its optimiser, the tokenizer and the rollouts sampled ahead to `folder`, which appears only when all
+    of it is on the disk."""
     with atomic_folder(folder) as building, manifested(building), full_disk_is_an_os_error(folder):
-        _save(building, model, tokenizer)
+        policy.save(building, tokenizer)
         (building / OPTIMIZER).parent.mkdir()
-        state = optimizer.state_dict()["state"]
-        tensors = {f"{index}.{key}": t.contiguous() for index, values in state.items() for key, t in values.items()}
-        save_file(tensors, building / OPTIMIZER)
-        if ahead:
-            (building / ROLLOUTS).write_text("".join(json.dumps(asdict(drawn)) + "\n" for drawn in ahead))
+        policy.save_optimizer(building / OPTIMIZER)
+        if sampled_ahead:
+            (building / ROLLOUTS).write_text("".join(json.dumps(asdict(sampled)) + "\n" for sampled in sampled_ahead))
 
 
-def save_model(folder: Path, model, tokenizer) -> None:
-    """Write what `from_pretrained` and vLLM load into a folder that is being made, with a manifest."""
+def save_model(folder: Path, save: Callable[[Path], None]) -> None:
+    """Have `save` write a model into a folder that is being made, and note its files in a manifest."""
     with manifested(folder), full_disk_is_an_os_error(folder):
-        _save(folder, model, tokenizer)
-
-
-def _save(folder: Path, model, tokenizer) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Fill a fresh optimiser with a whole checkpoint's state."""
-    saved = load_file(folder / OPTIMIZER)
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in saved.items():
-        index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        save(folder)
 
 
 def load_rollouts(folder: Path) -> list[SampledStep]:
-    """The rollouts that a whole checkpoint's run had drawn ahead."""
+    """The rollouts that a whole checkpoint's run had sampled ahead."""
     records = read_jsonl(folder / ROLLOUTS)
     return [SampledStep(**record | {"groups": [_group(**group) for group in record["groups"]]}) for record in records]
 
 
 def _group(problem: dict, completions: list[dict], scores: list[Score]) -> Group:
-    drawn = ({key: tuple(v) if isinstance(v, list) else v for key, v in completion.items()} for completion in completions)
-    return Group(Problem(**problem), tuple(Completion(**fields) for fields in drawn), tuple(scores))
+    tuples = ({key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()} for fields in completions)
+    return Group(Problem(**problem), tuple(Completion(**fields) for fields in tuples), tuple(scores))
 
 
 def drop_old_checkpoints(run: Path, keep: int, spared: int = 0) -> None:
@@ -111,5 +91,5 @@ def drop_old_checkpoints(run: Path, keep: int, spared: int = 0) -> None:
 
 
 def _steps(run: Path) -> list[int]:
-    found = (re.fullmatch(r"step_(\d{6,})", path.name) for path in run.glob("step_*"))
-    return [int(match[1]) for match in found if match]
+    matches = (re.fullmatch(r"step_(\d{6,})", path.name) for path in run.glob("step_*"))
+    return [int(match[1]) for match in matches if match]

@@ -15,8 +15,9 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from alignment.args import Args
 from alignment.core.records import Group
+from alignment.core.rollout import Rollout
+from alignment.core.tokens import take_rows
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, flush, read_jsonl, read_records, remove_unfinished, write_atomically
 from alignment.system.terminal import printable
@@ -86,6 +87,20 @@ class RunFolder:
         if kind == "eval":
             self._sample(step, json.loads(lines[0]))
 
+    def save_bad_batches(self, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
+        """Keep the mini-batches that had no finite loss or gradient, as tensors, in bad_batches/."""
+        for number, rows in enumerate(bad, start=1):
+            batch = take_rows(rollout.batch, rows)
+            tensors = {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}
+            width = batch.labels.shape[1]
+            for key in ("raw_rewards_B1", "advantages_B1", "sampler_log_probs_BT", "old_log_probs_BT"):
+                if (tensor := getattr(rollout, key)) is not None:
+                    tensors[key] = tensor[list(rows), :width].contiguous()
+            file = self.path / "bad_batches" / f"step_{step:06d}_{number}.safetensors"
+            file.parent.mkdir(exist_ok=True)
+            with full_disk_is_an_os_error(file):
+                save_file(tensors, file)
+
     def flush(self) -> None:
         """Have the disk take what was logged so far, so that it is there whenever a later checkpoint is."""
         for name in ("metrics.jsonl", "evals.jsonl"):
@@ -115,64 +130,61 @@ class RunFolder:
                 self._tensorboard.add_scalar(prefix + key, value, record["step"])
 
 
-def refuse_taken_name(args: Args) -> None:
+def refuse_taken_name(output_dir: str, run_name: str) -> None:
     """Raise `UserError` where --run_name is taken already."""
-    if args.run_name and _taken(Path(args.output_dir) / args.run_name):
-        raise UserError(
-            f"--run_name {args.run_name}: it exists in {args.output_dir}; continue it with --resume or name another"
-        )
+    if run_name and _is_taken(Path(output_dir) / run_name):
+        raise UserError(f"--run_name {run_name}: it exists in {output_dir}; continue it with --resume or name another")
 
 
-def _taken(path: Path) -> bool:
+def _is_taken(path: Path) -> bool:
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is in the way of the run's folder")
     return path.is_dir() and any(path.iterdir())
 
 
-def claim_run_folder(args: Args, default: str) -> Path:
-    """Make a folder named --run_name, or `default` with the first number that is free, with its args.json. Two commands never
-    get the same, and there is none without args.json.
+def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callable[[Path], None]) -> Path:
+    """Make a folder named `run_name`, or `default` with the first number that is free, and have `fill` write its args.json.
 
-    Raises `UserError` where --run_name is taken.
+    Two commands never get the same folder, and there is none without args.json. Raises `UserError` where `run_name` is taken.
     """
     numbered = (default if number == 1 else f"{default}-{number}" for number in itertools.count(1))
-    for name in [args.run_name] if args.run_name else numbered:
-        path = Path(args.output_dir) / name
+    for name in [run_name] if run_name else numbered:
+        path = Path(output_dir) / name
         try:
-            if not _taken(path):
+            if not _is_taken(path):
                 with atomic_folder(path) as building:
-                    write_args(building, args)
+                    fill(building)
                 return path
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command was faster
                 raise
-    refuse_taken_name(args)
+    refuse_taken_name(output_dir, run_name)
     raise AssertionError("unreachable: a taken name is refused")
 
 
-def write_args(folder: Path, args: Args) -> None:
+def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str, int]) -> None:
     """Write args.json: the resolved arguments, the seeds, the command, and the versions that ran it."""
     facts = {
-        "args": dataclasses.asdict(args),
-        "seeds": getattr(args, "seeds", {"all": args.seed}),
+        "args": dict(arguments),
+        "seeds": dict(seeds),
         "command": [Path(sys.executable).name, *sys.argv],
         "versions": versions(),
     }
     write_atomically(folder / "args.json", json.dumps(facts, indent=2) + "\n")
 
 
-def resumed_run_name(args: Args, default: str) -> str:
-    """--run_name, or the newest run with the `default` name. Raises `UserError` where there is no such run."""
-    output = Path(args.output_dir)
-    if args.run_name:
-        names = [args.run_name]
+def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
+    """`run_name`, or the newest run with the `default` name. Raises `UserError` where there is no such run."""
+    output = Path(output_dir)
+    if run_name:
+        names = [run_name]
     else:
         numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
         names = [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
-    found = [name for name in names if (output / name / "args.json").exists()]
-    if not found:
+    existing = [name for name in names if (output / name / "args.json").exists()]
+    if not existing:
         raise UserError(f"--resume: there is no run {output / names[0]}")
-    return found[-1]
+    return existing[-1]
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The end of a run: its before and after, where its time went, and summary.json."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from alignment.args import RLArgs
 from alignment.runs.learning_curve import plot_learning_curve
 from alignment.system.files import read_jsonl, write_atomically
 from alignment.system.terminal import printable
 
 
-def report(path: Path, args: RLArgs, console: Console) -> None:
-    """Draw the learning curve, write summary.json, and print the run's before and after."""
+def write_summary(path: Path, title: str, console: Console) -> None:
+    """Draw the learning curve, print the run's before and after, and write summary.json.
+
+    `title` says how the evaluations were sampled.
+    """
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after = evals[0], evals[-1]
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
-    table = Table(title=f"{path.name}: {after['problems']} held-out problems, sampled at T={args.sampling_temperature:g}")
+    table = Table(title=f"{path.name}: {after['problems']} held-out problems, {title}")
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="right" if heading else "left")
     table.add_row("accuracy", *(_with_interval(e) for e in (before, after)))

@@ -11,9 +11,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from alignment.core.records import Completion, SamplingConfig
+from alignment.policy.loading import context_length, load_model
 from alignment.policy.log_probs import cumulative, sampling_logits
 from alignment.policy.packing import attention_by_layout, pack
-from alignment.sampling.sampler import Ended, encode_prompts
+from alignment.policy.policy import Policy
+from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
 
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
@@ -61,7 +63,7 @@ class TransformersSampler:
         self.model = None
 
     @torch.inference_mode()
-    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, ended: Ended | None = None) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None) -> list[list[Completion]]:
         """See `Sampler.sample`. Each row has random numbers of its own, so waves and dropped rows change no other row."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -71,7 +73,7 @@ class TransformersSampler:
         groups: list[list[Completion]] = [[] for _ in prompts]
         for wave in self._waves(encoded, sampling):
             lines = uniforms[wave].flatten(0, 1).to(self._device)
-            rows = self._decode(encoded, wave, lines, sampling, ended)
+            rows = self._decode(encoded, wave, lines, sampling, on_response_end)
             for position, row in enumerate(rows):
                 index = wave[position // sampling.n]
                 groups[index].append(self._completion(encoded[index], row, self._text(row, sampling.stop)))
@@ -107,7 +109,7 @@ class TransformersSampler:
         wave: Sequence[int],
         uniforms: torch.Tensor,
         sampling: SamplingConfig,
-        ended: Ended | None,
+        on_response_end: OnResponseEnd | None,
     ) -> list[_Row]:
         """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens] decide every draw."""
         encoded = [prompts[number] for number in wave]
@@ -128,8 +130,8 @@ class TransformersSampler:
                     drawn = zip(live, *(torch.stack(each, dim=1).tolist() for each in zip(*unseen, strict=True)), strict=True)
                     for index, ids, values in drawn:
                         has_ended = self._extend(rows[index], ids, values, may_end, sampling.stop)
-                        if ended and has_ended:
-                            ended(wave[index // sampling.n], self._text(rows[index], sampling.stop))
+                        if on_response_end and has_ended:
+                            on_response_end(wave[index // sampling.n], self._text(rows[index], sampling.stop))
                     unseen = []
                     unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
                     if last or not unfinished:
@@ -339,3 +341,11 @@ class _PreallocatedLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:  # not yet where rows end with their first token
             self.keys, self.values = self.keys[indices], self.values[indices]
+
+
+def open_transformers(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> TransformersSampler:
+    """A sampler that reads the policy's own model where that sits whole on the device in the right type, else loads a copy."""
+    dtype = getattr(torch, config.dtype)
+    model = policy.model_on(config.device, dtype) if policy is not None else None
+    model = load_model(config.model_path, (config.device,), dtype) if model is None else model
+    return TransformersSampler(model, tokenizer, context_length(model.config), config.policy_version)

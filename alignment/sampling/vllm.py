@@ -18,7 +18,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.sampling.sampler import SamplerLost, encode_prompts
+from alignment.policy.loading import context_length, load_config
+from alignment.policy.policy import Policy
+from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
 from alignment.system.processes import POLL_SECONDS, START_SECONDS, Child
@@ -258,3 +260,17 @@ def _repack_output_embedding(worker) -> None:
 
 
 VERBS = {"generate": _generate, "reload": _reload}
+
+
+def open_vllm(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMSampler:
+    """vLLM with a copy of the weights of its own."""
+    return VLLMSampler(
+        config.model_path,
+        tokenizer,
+        device=config.device,
+        dtype=config.dtype,
+        context=context_length(load_config(config.model_path)),
+        gpu_memory_utilization=config.memory_share,
+        timeout=config.timeout,
+        policy_version=config.policy_version,
+    )

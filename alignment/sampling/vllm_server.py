@@ -45,8 +45,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import load_config, load_model
-from alignment.sampling.sampler import SamplerLost, check_completions, encode_prompts
+from alignment.policy.loading import context_length, load_config, load_model
+from alignment.policy.policy import Policy
+from alignment.sampling.restarts import check_completions
+from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
 from alignment.system.errors import UserError
 from alignment.system.files import full_disk_is_an_os_error
 
@@ -466,3 +468,18 @@ class Guard:
         else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b""})
+
+
+def open_vllm_server(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMServerSampler:
+    """The server at `config.url`; its key is in the environment variable ALIGNMENT_SAMPLER_TOKEN."""
+    return VLLMServerSampler(
+        config.url,
+        config.model_path,
+        tokenizer,
+        context=context_length(load_config(config.model_path)),
+        dtype=config.dtype,
+        weights_folder=config.weights_folder,
+        timeout=config.timeout,
+        token=os.environ.get("ALIGNMENT_SAMPLER_TOKEN"),
+        policy_version=config.policy_version,
+    )

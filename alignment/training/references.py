@@ -1,98 +1,76 @@
-"""TODO."""
+"""Old and reference log-probs of a rollout: the other policies that a loss compares with."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 
-from alignment.args import RLArgs
-from alignment.core.losses import USES_OLD_POLICY
+from alignment.core.records import Batch, Distribution
 from alignment.core.rollout import Rollout
-from alignment.policy.loading import batch_log_probs, load_config, load_model
-from alignment.policy.placement import Roles
-from alignment.policy.reference_client import OwnReferenceServer, RemoteReference, reference_token, weights_digest
-from alignment.rollouts.collect import distribution
-from alignment.system.errors import UserError
-from alignment.system.terminal import printable
+from alignment.policy.frozen import FrozenModel
+from alignment.policy.policy import Policy
+from alignment.system.clock import Clock
+from alignment.training.config import UpdateConfig
+from alignment.training.update import rows_with_gradient
 
 
-def needs_old_policy(args: RLArgs) -> bool:
-    """Whether old log-probs are used and can differ from the policy's own: by the loss's ratio or the sampler's correction,
-    where a rollout has several updates."""
-    used = args.loss_type in USES_OLD_POLICY or args.sampler_correction != "none"
-    return used and args.updates_per_rollout > 1 and not args.trusts_sampler
+class Reference(Protocol):
+    """The frozen model that training started from, wherever it runs: the KL penalty keeps the policy near it."""
+
+    restarts: int
+    """Processes that were lost and replaced so far."""
+
+    def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
+        """Log-probs [B, T] of a batch's responses; `key` names the batch."""
+        ...
 
 
-def rows_with_gradient(rollout: Rollout, args: RLArgs) -> list[int]:
-    """The trained rows whose loss depends on the policy: all with a KL penalty, else those whose weight is not zero."""
-    weights_B1 = rollout.raw_rewards_B1 if args.loss_type == "no_baseline" else rollout.advantages_B1
-    return [row for row in rollout.trained_rows if args.beta or weights_B1[row].item() != 0]
-
-
-class OldPolicy:
-    """The policy as it was when the rollout was sampled, on the reference device.
-
-    Where that device is the policy's own, the policy itself serves: it is asked before its first update.
-    """
-
-    def __init__(self, policy, base: str, roles: Roles, dtype: torch.dtype):
-        self.policy = policy
-        self.dtype = dtype
-        shared = roles.policy == (roles.reference,)
-        self.model = policy if shared else load_model(base, (roles.reference,), torch.float32)
-
-    @torch.no_grad()
-    def annotate(self, rollout: Rollout, args: RLArgs) -> Rollout:
-        """The rollout with `old_log_probs_BT`, from weights taken over from the policy just now."""
-        if self.model is not self.policy:
-            for (_, own), (_, new) in zip(self.model.named_parameters(), self.policy.named_parameters(), strict=True):
-                own.copy_(new, non_blocking=True)
-        rows = rows_with_gradient(rollout, args)
-        return dataclasses.replace(rollout, old_log_probs_BT=rollout_log_probs(self.model, rollout, args, self.dtype, rows))
-
-
-class Reference:
-    """The model that training started from, frozen, on the reference device: the KL penalty keeps the policy near it."""
+class LocalReference:
+    """A `Reference` in this process, on a device of its own or on the policy's."""
 
     restarts = 0
 
-    def __init__(self, start: str, roles: Roles, dtype: torch.dtype):
-        self.dtype = dtype
-        self.model = load_model(start, (roles.reference,), dtype)
+    def __init__(self, model: FrozenModel):
+        self.model = model
 
-    def annotate(self, rollout: Rollout, args: RLArgs, key: str) -> Rollout:
-        """The rollout with `reference_log_probs_BT`."""
-        return dataclasses.replace(rollout, reference_log_probs_BT=rollout_log_probs(self.model, rollout, args, self.dtype))
-
-
-def open_reference(
-    args: RLArgs, start: str, roles: Roles, dtype: torch.dtype, closing: ExitStack
-) -> Reference | RemoteReference | OwnReferenceServer | None:
-    """The reference model of a run that began with the model `start`: none without --beta, here, in a process of its own that
-    works while the trainer does, or at --reference_url."""
-    if not args.beta:
-        return None
-    if args.rollouts == "sync" and not args.reference_url:
-        return Reference(start, roles, dtype)
-    vocabulary = load_config(start).vocab_size
-    if args.reference_url:
-        remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
-        if weights_digest(load_model(start, ("cpu",), dtype), dtype) != remote.info["weights"]:
-            raise UserError(
-                f"--reference_url {remote.url}: its model {printable(remote.info['model'])} has other weights, or another dtype"
-                f" than {dtype}, than {start}, from which training starts: serve that one"
-            )
-        return remote
-    own = OwnReferenceServer(start, roles.reference, str(dtype).removeprefix("torch."), vocabulary, args)
-    closing.callback(own.close)
-    return own
+    def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
+        """See `Reference.log_probs`."""
+        return self.model.log_probs(batch, distribution, micro_batch_tokens)
 
 
-def rollout_log_probs(
-    model, rollout: Rollout, args: RLArgs, dtype: torch.dtype, rows: Sequence[int] | None = None
-) -> torch.Tensor:
-    """A model's log-probs [B, T] of a rollout's responses, of all rows or of some, on the CPU."""
-    return batch_log_probs(model, rollout.batch, distribution(args), args.micro_batch_tokens, dtype, rows)
+class References:
+    """Adds old and reference log-probs to rollouts, where the loss needs them.
+
+    `old_policy` is the policy as it was when the rollout was sampled, on a device of its own; None where the policy itself
+    serves, before its first update. `reference` is None without a KL penalty.
+    """
+
+    def __init__(self, config: UpdateConfig, old_policy: FrozenModel | None, reference: Reference | None, clock: Clock):
+        self.config, self.old_policy, self.reference, self.clock = config, old_policy, reference, clock
+
+    @property
+    def restarts(self) -> int:
+        """Reference processes that were lost and replaced so far."""
+        return self.reference.restarts if self.reference else 0
+
+    def annotate(self, rollout: Rollout, policy: Policy, step: int) -> Rollout:
+        """The rollout with `old_log_probs_BT` and `reference_log_probs_BT`, as far as the loss needs them."""
+        if self.config.old_log_probs == "sampler":
+            rollout = dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
+        elif self.config.old_log_probs == "policy":
+            with self.clock("old_log_probs"):
+                rollout = dataclasses.replace(rollout, old_log_probs_BT=self._old_log_probs(rollout, policy))
+        if self.reference is not None:
+            with self.clock("reference"):
+                question = (f"step-{step}", rollout.batch, self.config.distribution, policy.micro_batch_tokens)
+                rollout = dataclasses.replace(rollout, reference_log_probs_BT=self.reference.log_probs(*question))
+        return rollout
+
+    def _old_log_probs(self, rollout: Rollout, policy: Policy) -> torch.Tensor:
+        rows = rows_with_gradient(rollout, self.config)
+        if self.old_policy is None:
+            return policy.log_probs(rollout.batch, self.config.distribution, rows)
+        self.old_policy.load_weights(policy.weights())
+        return self.old_policy.log_probs(rollout.batch, self.config.distribution, policy.micro_batch_tokens, rows)

@@ -1,143 +1,168 @@
-"""The optimiser updates made on one rollout, and the old policy that clipped losses compare with."""
+"""The optimiser updates made on one rollout."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from alignment.args import RLArgs
+from alignment.core.losses import LossInputs
+from alignment.core.normalization import loss_denominator
 from alignment.core.rollout import Rollout
-from alignment.core.tokens import cut_by_tokens, packed_tokens, split_rows, take_rows
-from alignment.core.train_step import loss_denominator
-from alignment.policy.layer_split import IN_FLIGHT, MicroBatch, pipelined
-from alignment.policy.loading import devices_of, set_learning_rate
-from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
-from alignment.training.references import rows_with_gradient
-
-Seen = Sequence[tuple[Sequence[int], torch.Tensor]]
-"""Rows, and their log-probs, of one micro-batch after another."""
+from alignment.core.train_step import micro_batch_loss
+from alignment.policy.packing import send
+from alignment.policy.policy import MicroBatchResult, Objective, Policy
+from alignment.rollouts.config import derived_seed
+from alignment.system.signals import defer_signals
+from alignment.training.config import UpdateConfig
+from alignment.training.mismatch import SamplerMismatchCheck
 
 
-def update(
-    policy,
-    optimizer: torch.optim.Optimizer,
-    rollout: Rollout,
-    args: RLArgs,
-    step: int,
-    dtype: torch.dtype,
-    before_weights_change: Callable[[Seen], None] = lambda seen: None,
-) -> tuple[dict[str, float | None], torch.Tensor, list[Sequence[int]]]:
-    """All optimiser updates of one rollout. Returns their report, the log-probs [B, T] that the first pass saw (of the rows
-    that carry a gradient), and the rows of each mini-batch whose loss or gradient was not finite, for which no update was made.
+@dataclass
+class UpdateResult:
+    """What the updates of one rollout report, and what of them is logged.
 
-    Rows without a gradient are counted in every denominator, but not computed. `before_weights_change` is called before each
-    optimiser step with the rows and log-probs that its mini-batch has computed.
-
-    Nothing in here waits for a device but the check of each gradient, so that on a split policy one micro-batch's late
-    layers run beside the next ones' early layers.
+    `trainer_log_probs_BT` are the trainer's log-probs before the first update, of `rows_with_gradient`; `bad` are the rows of
+    each mini-batch whose loss or gradient was not finite, for which no update was made.
     """
-    policy.train()
-    lengths, totals, norms = rollout.lengths, [], []
-    seen: list[tuple[Sequence[int], torch.Tensor]] = []
+
+    report: dict[str, float | None]
+    trainer_log_probs_BT: torch.Tensor
+    rows_with_gradient: list[int]
+    bad: list[Sequence[int]] = field(default_factory=list)
+
+
+def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, steps_old: int = 0) -> UpdateResult:
+    """Make all optimiser updates of one rollout. From the first change of the weights on, signals are deferred.
+
+    Responses without a gradient count in every denominator, but are not computed. Before the weights first change, the
+    log-probs just computed are compared with the sampler's (`SamplerMismatchCheck`), whose weights are `steps_old` steps old.
+    Raises `RunStopped` where they differ too much. Nothing in here waits for a device but the check of each gradient.
+    """
+    torch.manual_seed(derived_seed(config.seed, step))
+    check = SamplerMismatchCheck(rollout, config.max_sampler_mismatch, steps_old)
+    informative = rows_with_gradient(rollout, config)
+    computed: list[MicroBatchResult] = []
+    norms: list[torch.Tensor] = []
+    kept: list[MicroBatchResult] = []
     bad: list[Sequence[int]] = []
-    size = args.train_mini_batch_size or len(lengths)
-    telling = set(rows_with_gradient(rollout, args))
-    for epoch in range(args.epochs_per_rollout):
-        order = shuffled_groups(rollout.trained_rows, args.group_size, f"update {args.seeds['data']} {step} {epoch}")
-        for mini_batch in (order[start : start + size] for start in range(0, len(order), size)):
-            denominator = loss_denominator(args.loss_normalization, [lengths[row] for row in mini_batch], args.max_new_tokens)
-            found = []
-            for rows, log_probs, sums in backward(
-                policy, rollout, [row for row in mini_batch if row in telling], denominator, args, dtype
-            ):
-                found.append(sums)
-                seen.append((rows, log_probs))
-            if not found:  # a gradient of zeros, for which Adam's moments move all the same
-                for parameter in policy.parameters():
-                    parameter.grad = torch.zeros_like(parameter)
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            set_learning_rate(optimizer, learning_rate(args, (step - 1) * args.updates_per_rollout + len(norms) + len(bad) + 1))
-            if is_finite(norm, found):
-                before_weights_change(seen[len(seen) - len(found) :])
-                optimizer.step()
-                totals += found
-                norms.append(norm)
-            else:
-                bad.append(mini_batch)
-            optimizer.zero_grad(set_to_none=True)
-    first_pass_BT = torch.zeros(rollout.batch.labels.shape)
-    for rows, log_probs in reversed(seen):
-        first_pass_BT[rows, : log_probs.shape[1]] = log_probs.cpu()
-    report = update_report(totals, norms, optimizer.param_groups[0]["lr"])
-    report |= {"rows_with_gradient": len(telling), "bad_updates": len(bad)}
-    padded = rollout.batch.labels.numel() * args.epochs_per_rollout
-    return {**report, "update_token_share": report["update_tokens"] / padded}, first_pass_BT, bad
+    rate = learning_rate(config, (step - 1) * config.updates_per_rollout)
+    for mini_batch in mini_batches(rollout, config, step):
+        objective = rollout_objective(rollout, mini_batch, config)
+        results = list(policy.accumulate(rollout.batch, [row for row in mini_batch if row in set(informative)], objective))
+        computed += results
+        norm = policy.clip_gradient(config.max_grad_norm)
+        rate = learning_rate(config, (step - 1) * config.updates_per_rollout + len(norms) + len(bad) + 1)
+        if is_finite(norm, results):
+            check.check(results)
+            defer_signals()
+            policy.step(rate)
+            norms.append(norm)
+            kept += results
+        else:
+            policy.drop_gradient()
+            bad.append(mini_batch)
+    report = update_report(kept, norms, rate) | {"rows_with_gradient": len(informative), "bad_updates": len(bad)}
+    padded = rollout.batch.labels.numel() * config.epochs_per_rollout
+    report |= {"update_token_share": report["update_tokens"] / padded, **check.report}
+    trainer_BT = rollout.old_log_probs_BT if config.old_log_probs == "policy" else first_pass(computed, rollout)
+    return UpdateResult(report, trainer_BT, informative, bad)
+
+
+def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:
+    """The trained rows whose loss depends on the policy: with a KL penalty all, else those whose weight is not zero."""
+    weight = config.loss.loss.weight
+    if config.loss.beta or weight is None:
+        return rollout.trained_rows
+    weights_B1 = getattr(rollout, f"{weight}_B1")
+    return [row for row in rollout.trained_rows if weights_B1[row].item() != 0]
+
+
+def mini_batches(rollout: Rollout, config: UpdateConfig, step: int) -> list[list[int]]:
+    """The rows of each optimiser update: passes over the groups in a random order, cut into mini-batches."""
+    size, cuts = config.train_mini_batch_size or len(rollout.lengths), []
+    for epoch in range(config.epochs_per_rollout):
+        seed = f"update {config.data_seed} {step} {epoch}"
+        order = shuffled_groups(rollout.trained_rows, config.advantage.group_size, seed)
+        cuts += [order[start : start + size] for start in range(0, len(order), size)]
+    return cuts
 
 
 def shuffled_groups(rows: Sequence[int], group_size: int, seed: str) -> list[int]:
     """The rows in a random order of their groups: a mini-batch that holds a group whole computes its prompt once."""
-    groups = [list(own) for _, own in itertools.groupby(rows, lambda row: row // group_size)]
+    groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row // group_size)]
     return [row for group in random.Random(seed).sample(groups, len(groups)) for row in group]
 
 
-def is_finite(norm: torch.Tensor, sums: Sequence[dict[str, torch.Tensor]]) -> bool:
+def rollout_objective(rollout: Rollout, mini_batch: Sequence[int], config: UpdateConfig) -> Objective:
+    """The loss of one optimiser update, whose denominator counts all rows of `mini_batch`, on any micro-batch of it."""
+    lengths = rollout.lengths
+    denominator = loss_denominator(
+        config.loss.loss_normalization, [lengths[row] for row in mini_batch], config.max_new_tokens
+    )
+
+    def loss(rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
+        return micro_batch_loss(loss_inputs(rollout, rows, log_probs_bt, mask_bt, config), denominator)
+
+    return Objective(loss, config.distribution)
+
+
+def loss_inputs(
+    rollout: Rollout, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor, config: UpdateConfig
+) -> LossInputs:
+    """What the loss of some rows of a rollout is computed from, on the device of their log-probs."""
+    take: Callable = functools.partial(_take, rows, log_probs_bt.shape[1], log_probs_bt.device)
+    old_bt = take(rollout.old_log_probs_BT)
+    return LossInputs(
+        config.loss,
+        log_probs_bt,
+        mask_bt,
+        raw_rewards=take(rollout.raw_rewards_B1),
+        advantages=take(rollout.advantages_B1),
+        # Where there are no old log-probs, there is one update a rollout, and the old policy is this one.
+        old_log_probs=log_probs_bt.detach() if old_bt is None else old_bt,
+        reference_log_probs=take(rollout.reference_log_probs_BT),
+        sampler_log_probs=take(rollout.sampler_log_probs_BT),
+    )
+
+
+def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Some rows of a tensor [B, 1] or [B, T], cut to `width`, on their way to `device`."""
+    return None if tensor is None else send(tensor[rows, :width], device)
+
+
+def is_finite(norm: torch.Tensor, results: Sequence[MicroBatchResult]) -> bool:
     """Whether a mini-batch's gradient norm and the losses of its micro-batches are numbers."""
-    losses = sum((part["loss"].to(norm.device) for part in sums), start=torch.zeros_like(norm))
+    losses = sum((result.sums["loss"].to(norm.device) for result in results), start=torch.zeros_like(norm))
     return bool((torch.isfinite(norm) & torch.isfinite(losses)).item())
 
 
-def backward(
-    policy, rollout: Rollout, mini_batch: Sequence[int], denominator: float, args: RLArgs, dtype: torch.dtype
-) -> Iterator[tuple[Sequence[int], torch.Tensor, dict[str, torch.Tensor]]]:
-    """Add some rows' gradient to the policy; yields each micro-batch's rows, log-probs and sums.
-
-    Several micro-batches are in flight, each with its part of the tokens: on a split policy so that all devices are at work
-    (`pipelined`), on a CPU so that all cores are (`run_parallel`).
-    """
-    if not mini_batch:
-        return
-    chosen = take_rows(rollout.batch, mini_batch)
-    split = split_rows(chosen.input_ids, chosen.response_mask)
-
-    def begun(piece: Sequence[int]) -> MicroBatch:
-        return MicroBatch(policy, [mini_batch[i] for i in piece], rollout, denominator, args, dtype)
-
-    def whole(piece: Sequence[int]) -> MicroBatch:
-        micro_batch = begun(piece)
-        micro_batch.head()
-        micro_batch.backward()
-        return micro_batch
-
-    devices = devices_of(policy)
-    if len(devices) > 1:
-        longest = max(len(prompt) + len(response) for prompt, response in split)
-        in_flight = max(1, min(IN_FLIGHT * len(devices), args.micro_batch_tokens // longest))
-        pieces = cut_by_tokens(split, max(1, args.micro_batch_tokens // in_flight))
-        done = pipelined(begun, pieces, in_flight, policy, dtype)
-    else:
-        pieces, lanes = cut_for_parallel(policy, split, args.micro_batch_tokens)
-        done = run_parallel(whole, pieces, lanes, policy.parameters())
-    for micro_batch, piece in zip(done, pieces, strict=True):
-        tokens = packed_tokens([split[i] for i in piece])
-        yield micro_batch.rows, micro_batch.log_probs, {"tokens": tokens, **micro_batch.sums}
+def learning_rate(config: UpdateConfig, update_number: int) -> float:
+    """Linear rise over `warmup_steps` updates (from 1), constant after."""
+    return config.learning_rate * min(1.0, update_number / max(1, config.warmup_steps))
 
 
-def learning_rate(args: RLArgs, update_number: int) -> float:
-    """Linear rise over --warmup_steps updates (from 1), constant after."""
-    return args.learning_rate * min(1.0, update_number / max(1, args.warmup_steps))
+def first_pass(computed: Sequence[MicroBatchResult], rollout: Rollout) -> torch.Tensor:
+    """Each row's log-probs [B, T] when it was first computed, on the CPU; 0 for rows that never were."""
+    log_probs_BT = torch.zeros(rollout.batch.labels.shape)
+    for result in reversed(computed):
+        log_probs_BT[result.rows, : result.log_probs.shape[1]] = result.log_probs.cpu()
+    return log_probs_BT
 
 
 _MEANS = {"kl": "kl_sum", "correction_mean": "weight_sum"}  # over response tokens, where the loss has them
 
 
 def update_report(
-    totals: Sequence[dict[str, torch.Tensor]], norms: Sequence[torch.Tensor], rate: float
+    results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float
 ) -> dict[str, float | None]:
     """Losses averaged over updates; entropy, ratio and clip fraction over the response tokens that carry a gradient; the tokens
     that were computed, shared prompts once. None where no update was made, or no token carries a gradient."""
+    totals = [result.sums for result in results]
     report = {"loss": None, "entropy": None, "grad_norm": None, "learning_rate": rate, "updates": len(norms)}
     report["update_tokens"] = sum(sums["tokens"] for sums in totals)
     if not norms:

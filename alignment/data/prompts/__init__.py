@@ -23,13 +23,18 @@ def prompt_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.iterdir() if path.suffix in (".prompt", ".chat"))
 
 
+def check_template(name: str) -> None:
+    """Raise `UserError` where there is no template of that name."""
+    if name not in prompt_names():
+        raise UserError(f"--prompt {name}: there is no such template; choose one of {', '.join(prompt_names())}")
+
+
 def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
     """The problems with their prompts, by the template `name`.
 
     Raises `UserError` for a name that there is not, and for a chat where the tokenizer has no chat template.
     """
-    if name not in prompt_names():
-        raise UserError(f"--prompt {name}: there is no such template; choose one of {', '.join(prompt_names())}")
+    check_template(name)
     if (FOLDER / f"{name}.chat").exists():
         if not getattr(tokenizer, "chat_template", None):
             plain = ", ".join(other for other in prompt_names() if (FOLDER / f"{other}.prompt").exists())

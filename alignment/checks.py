@@ -1,0 +1,112 @@
+"""What can be said of arguments before a model, or a tensor library, is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alignment.args import Args, RLArgs, SFTArgs, refuse_missing_warm_start
+from alignment.data.prompts import check_template
+from alignment.data.tasks import Task, find_task, jsonl
+from alignment.policy.placement import Roles, assign_roles
+from alignment.policy.policy import check_parallelism
+from alignment.rewards.reward import find_reward
+from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
+from alignment.sampling.sampler import find_engine
+from alignment.system.errors import UserError
+from alignment.system.files import MANIFEST, damage
+
+EMBEDDED = ("tiny", "tiny_student", "smollm2")
+"""Models that `alignment.data.embedded` builds, which need no download."""
+
+
+def check(args: Args) -> Task:
+    """The task that --task names. Raises `UserError` for a task, template, sampler, device or run name that cannot be."""
+    task = find_task(args.task)
+    check_template(args.prompt or task.prompt)
+    find_engine(args.sampler)
+    check_parallelism(args.policy_parallelism)
+    roles_of(args)
+    return task
+
+
+def check_rl(args: RLArgs) -> None:
+    """As `check`, and for a reward, a warm start, or a run to resume that is not there, and for data that cannot be read."""
+    task = check(args)
+    find_reward(args.reward, task.rules)
+    if args.resume:
+        resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
+    else:
+        refuse_taken_name(args.output_dir, args.run_name)
+        refuse_missing_warm_start(args)
+        check_model_path(*((args.sft_base, "--sft_base") if args.sft_base else (args.model, "--model")), made=args.auto_sft)
+    for split in ("test", "train"):
+        task.problems(split, args.dataset_path)
+
+
+def check_sft(args: SFTArgs) -> None:
+    """As `check`, and for a folder that exists already, a base model that is not there, and data that cannot be read."""
+    if Path(args.sft_base).exists():
+        raise UserError(f"--sft_base {args.sft_base} exists already: delete it, or name another folder")
+    task = check(args)
+    check_model_path(args.model, "--model")
+    for split in ("test", "train"):
+        if args.demonstrations:
+            jsonl.demonstrations(args.demonstrations, split, args.seed)
+        else:
+            task.demonstrations(split, args.dataset_path, args.seed)
+    task.problems("test", args.dataset_path)
+
+
+def default_run_name(args: RLArgs) -> str:
+    """What a run's folder is called where --run_name is empty."""
+    return f"{args.preset}_{args.loss_type.replace(':', '.')}_seed{args.seed}"
+
+
+def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
+    """Which device each role has, by the flags and by the GPUs that are visible. Raises `UserError` where that cannot work."""
+    return assign_roles(
+        visible_gpus() if num_gpus is None else num_gpus,
+        sample_device=args.sample_device,
+        reference_model_device=args.reference_model_device,
+        eval_device=args.eval_device,
+        policy_devices=args.policy_devices,
+        vllm=find_engine(args.sampler).claims_gpu,
+    )
+
+
+def visible_gpus() -> int:
+    """The number of GPUs that torch sees. A machine without a GPU's device files has none, which is known without torch."""
+    if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
+    """The folder of a local model, or None for an embedded model and a hub name. Raises `UserError` for a folder that holds no
+    model; with `made`, one that does not exist yet will do."""
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists()
+    if name in EMBEDDED or not looks_local:
+        return None
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file() and not (made and not folder.exists()):
+        raise UserError(
+            f'{flag} {name}: no model folder (with a config.json) is there; give "tiny", "smollm2", a Hugging Face folder,'
+            " or a hub name such as Qwen/Qwen2.5-Math-1.5B"
+        )
+    return str(folder)
+
+
+def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
+    """A name that `from_pretrained` takes: embedded models are built on first use, folders must hold a whole model."""
+    if name in EMBEDDED:
+        from alignment.data.embedded import embedded_model  # here, because it loads torch
+
+        return str(embedded_model(name, output_dir))
+    folder = check_model_path(name, flag)
+    if folder is None:
+        return name
+    if (Path(folder) / MANIFEST).exists() and (wrong := damage(Path(folder))):
+        raise UserError(f"{flag} {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}")
+    return folder

@@ -1,0 +1,141 @@
+"""A policy that sits whole on one device, and what every policy of one process shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from alignment.core.records import Batch, Distribution
+from alignment.core.tokens import Row, packed_tokens, split_rows, take_rows
+from alignment.policy.frozen import batch_log_probs, model_log_probs
+from alignment.policy.loading import load_model
+from alignment.policy.memory import choose_micro_batch_tokens
+from alignment.policy.micro_batch import MicroBatch
+from alignment.policy.optimizers import make_optimizer
+from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
+from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
+from alignment.system.files import full_disk_is_an_os_error
+
+
+class SingleDevicePolicy:
+    """A `Policy` of one process, on the one device of its configuration. Raises `UserError` for weights that cannot be loaded."""
+
+    def __init__(self, config: PolicyConfig):
+        self.settings = config
+        self.devices = config.devices
+        self.dtype = getattr(torch, config.dtype)
+        self.micro_batch_tokens = config.micro_batch_tokens
+        self.model: PreTrainedModel = load_model(config.model_path, config.devices, torch.float32)
+        self.config = self.model.config
+        self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
+
+    def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """See `Policy.log_probs`."""
+        return batch_log_probs(self.model, batch, distribution, self.micro_batch_tokens, self.dtype, rows)
+
+    def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
+        """See `Policy.accumulate`."""
+        self.model.train()
+        if not rows:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            return
+        split = self._split(batch, rows, objective.supervised)
+        for micro_batch, piece in self._micro_batches(batch, rows, split, objective):
+            yield micro_batch.result(packed_tokens([split[i] for i in piece]))
+
+    def _micro_batches(
+        self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
+    ) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
+        """Each micro-batch, its gradient added, with its places in `rows`; two at a time where a CPU's cores allow it."""
+
+        def compute(piece: Sequence[int]) -> MicroBatch:
+            micro_batch = MicroBatch(self.model, self.dtype, batch, [rows[i] for i in piece], objective)
+            micro_batch.head()
+            micro_batch.backward()
+            return micro_batch
+
+        pieces, parallel = cut_for_parallel(self.model, split, self.micro_batch_tokens)
+        return zip(run_parallel(compute, pieces, parallel, self.model.parameters()), pieces, strict=True)
+
+    @staticmethod
+    def _split(batch: Batch, rows: Sequence[int], with_last_label: bool) -> list[Row]:
+        """The token ids of some rows, by which they are cut into micro-batches."""
+        chosen = take_rows(batch, rows)
+        split = split_rows(chosen.input_ids, chosen.response_mask)
+        return [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
+
+    def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
+        """See `Policy.supervised_log_probs`."""
+        self.model.eval()
+        rows = range(len(batch.labels))
+        pieces, parallel = cut_for_parallel(self.model, self._split(batch, rows, True), self.micro_batch_tokens)
+
+        @torch.no_grad()
+        def compute(piece: Sequence[int]) -> torch.Tensor:
+            return model_log_probs(self.model, take_rows(batch, piece), Distribution(), self.dtype)
+
+        return run_parallel(compute, pieces, parallel)
+
+    def clip_gradient(self, max_norm: float) -> torch.Tensor:
+        """See `Policy.clip_gradient`."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def step(self, learning_rate: float) -> None:
+        """See `Policy.step`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.drop_gradient()
+
+    def drop_gradient(self) -> None:
+        """See `Policy.drop_gradient`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradient(self) -> torch.Tensor:
+        """See `Policy.gradient`."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in trained])
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """See `Policy.weights`."""
+        return self.model.named_parameters()
+
+    def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
+        """See `Policy.model_on`."""
+        return self.model if self.devices == (device,) and self.model.dtype == dtype else None
+
+    def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
+        """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on where one row alone would not fit."""
+        if self.micro_batch_tokens:
+            return None
+        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.settings.optimizer, self.dtype, longest)
+        self.micro_batch_tokens = previous or budget.tokens
+        if not budget.checkpointing:
+            return None
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        return "memory is short: activations are computed again in backward (gradient checkpointing)"
+
+    def save(self, folder: Path, tokenizer) -> None:
+        """See `Policy.save`."""
+        self.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def save_optimizer(self, file: Path) -> None:
+        """See `Policy.save_optimizer`."""
+        state = self.optimizer.state_dict()["state"]
+        tensors = {f"{index}.{key}": t.contiguous() for index, values in state.items() for key, t in values.items()}
+        with full_disk_is_an_os_error(file):
+            save_file(tensors, file)
+
+    def load_optimizer(self, file: Path) -> None:
+        """See `Policy.load_optimizer`."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in load_file(file).items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = tensor
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,65 @@
+"""What a step's rollout is sampled from, how, and with which version of the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass, field
+
+from alignment.core.records import SamplingConfig
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The prompts of a step, how many responses each gets, and which responses count."""
+
+    task: str
+    reward: str
+    prompt: str = ""
+    """Prompt template; empty: the task's own."""
+    dataset_path: str = ""
+    prompts_per_rollout: int = 32
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """`n` is the group size; `stop` and `seed` are those of the task and of the step."""
+    num_problems: int = 0
+    max_prompt_tokens: int = 0
+    max_refills: int = 0
+    overlong_buffer: int = 0
+    skip_unfinished: bool = False
+    seed: int = 0
+    data_seed: int = 0
+    sampling_seed: int = 0
+
+    @property
+    def group_size(self) -> int:
+        """Responses of each prompt."""
+        return self.sampling.n
+
+    def sampling_of_step(self, stop: tuple[str, ...], step: int, refill: int = 0) -> SamplingConfig:
+        """How a step's completions are drawn, or those of its `refill`-th refill."""
+        seed = derived_seed("rollout", self.sampling_seed, step, *([refill] if refill else []))
+        return dataclasses.replace(self.sampling, stop=stop, seed=seed)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which version of the weights samples which step. Version v is what v steps have made."""
+
+    num_steps: int
+    max_staleness: int = 0
+    """Steps that the sampler's weights may be behind."""
+    sync_every: int = 1
+    """Steps between the versions that the sampler gets."""
+
+    def version_for(self, step: int) -> int:
+        """The version that samples a step: the oldest that `max_staleness` allows, of those that the sampler gets."""
+        return max(0, -(-(step - 1 - self.max_staleness) // self.sync_every) * self.sync_every)
+
+    def steps_after(self, step: int) -> range:
+        """The steps whose rollouts may be drawn with the weights that `step` steps have made, or with older ones."""
+        return range(step + 1, min(step + self.max_staleness + 1, self.num_steps) + 1)
+
+
+def derived_seed(*parts: int | str) -> int:
+    """A seed that depends on all parts and on nothing else."""
+    return random.Random(" ".join(map(str, parts))).getrandbits(31)

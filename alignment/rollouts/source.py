@@ -1,0 +1,135 @@
+"""Sampling and scoring one step: prompts to groups, with refills for groups of equal rewards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from alignment.core.advantages import group_statistics
+from alignment.core.records import Completion, Group, Problem
+from alignment.core.rollout import SampledStep
+from alignment.data.prompts import prompted
+from alignment.data.tasks import Task, find_task
+from alignment.rewards.reward import Reward, find_reward, graded_ahead, grading_report
+from alignment.rollouts.batches import is_counted, length_penalty
+from alignment.rollouts.config import RolloutConfig, derived_seed
+from alignment.rollouts.prompts import problems_of_step, refill_problems, training_problems
+from alignment.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class RolloutSource:
+    """What a step's groups are sampled from, and scored by."""
+
+    problems: Sequence[Problem]
+    reward: Reward
+    task: Task
+    config: RolloutConfig
+
+    def sample_step(self, step: int, sampler: Sampler) -> SampledStep:
+        """Sample and score a step's groups with the weights that the sampler has."""
+        seconds, version = {"sample": 0.0, "score": 0.0}, sampler.policy_version
+
+        def sample_and_score(problems: Sequence[Problem], refill: int) -> list[Group]:
+            groups, spent = self._sample_and_score(problems, step, refill, sampler)
+            seconds.update({phase: seconds[phase] + spent[phase] for phase in seconds})
+            return groups
+
+        torch.manual_seed(derived_seed(self.config.seed, step))
+        groups, sampled = refilled_groups(self.problems, self.config, step, sample_and_score)
+        check_version(groups, version)
+        report = rollout_report(groups, self.config, self.task.rules)
+        if self.config.max_refills:
+            rewards = [score["reward"] for group in sampled for score in group.scores]
+            report |= {"prompts_asked": len(sampled), "reward_asked": sum(rewards) / len(rewards)}
+        return SampledStep(step, version, groups, report, seconds)
+
+    def _sample_and_score(
+        self, problems: Sequence[Problem], step: int, refill: int, sampler: Sampler
+    ) -> tuple[list[Group], dict[str, float]]:
+        """The groups of some problems, and the seconds that sampling and scoring took."""
+        start = time.perf_counter()
+        sampling = self.config.sampling_of_step(self.task.stop, step, refill)
+        with graded_ahead(self.reward.rule, problems) as on_response_end:
+            completions = sampler.sample([problem.prompt for problem in problems], sampling, on_response_end)
+        sampled = time.perf_counter()
+        groups = self.reward.score(problems, completions)
+        return groups, {"sample": sampled - start, "score": time.perf_counter() - sampled}
+
+
+def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
+    """The source that a configuration names. Raises `UserError` where a name or a file is wrong, or no problem is left."""
+    task = find_task(config.task)
+    problems = prompted(task.problems("train", config.dataset_path), config.prompt or task.prompt, tokenizer)
+    problems = training_problems(problems, config.max_prompt_tokens, config.num_problems, tokenizer)
+    return RolloutSource(problems, find_reward(config.reward, task.rules), task, config)
+
+
+def refilled_groups(
+    problems: Sequence[Problem],
+    config: RolloutConfig,
+    step: int,
+    sample: Callable[[Sequence[Problem], int], Sequence[Group]],
+) -> tuple[list[Group], list[Group]]:
+    """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores.
+
+    Groups of equal rewards (zero variance) are replaced by groups of other prompts, up to `max_refills` times (dynamic sampling
+    of DAPO, arXiv:2503.14476, section 3.2). Where too few informative groups come together, the first zero-variance ones fill
+    the step up.
+    """
+    wanted = config.prompts_per_rollout
+    groups = list(sample(problems_of_step(problems, wanted, config.data_seed, step), 0))
+    informative, zero_variance = split_by_variance(groups, config)
+    sampled = list(groups)
+    for refill in range(1, config.max_refills + 1):
+        if not zero_variance or len(informative) >= wanted:
+            break
+        missing = wanted - len(informative)
+        new = sample(refill_problems(problems, missing, config.data_seed, step, refill), refill)
+        sampled += new
+        informative += split_by_variance(new, config)[0]
+    return (informative + zero_variance)[:wanted] if config.max_refills else groups, sampled
+
+
+def split_by_variance(groups: Sequence[Group], config: RolloutConfig) -> tuple[list[Group], list[Group]]:
+    """The groups whose rewards, penalties included, differ among the responses that count; and the others."""
+    informative: list[Group] = []
+    zero_variance: list[Group] = []
+    for group in groups:
+        rewards = {
+            score["reward"] + length_penalty(completion, config)
+            for completion, score in zip(group.completions, group.scores, strict=True)
+            if is_counted(completion, config)
+        }
+        (informative if len(rewards) > 1 else zero_variance).append(group)
+    return informative, zero_variance
+
+
+def check_version(groups: Sequence[Group], policy_version: int) -> None:
+    """Raise RuntimeError for a completion that another version of the weights has sampled."""
+    stale = {completion.policy_version for group in groups for completion in group.completions} - {policy_version}
+    if stale:
+        raise RuntimeError(f"the sampler answered with policy version {sorted(stale)}, not with version {policy_version}")
+
+
+def rollout_report(groups: Sequence[Group], config: RolloutConfig, rules: Sequence[str]) -> dict[str, float]:
+    """Rewards by part and by rule, mean length, the share of finished responses, and the share of groups of equal rewards."""
+    scores = [score for group in groups for score in group.scores]
+    completions: list[Completion] = [completion for group in groups for completion in group.completions]
+    statistics = group_statistics(torch.tensor([[score["reward"]] for score in scores]), config.group_size)
+    penalties = [length_penalty(completion, config) for completion in completions] if config.overlong_buffer else []
+    return {
+        "reward": statistics["reward_mean"],
+        "reward_std": statistics["reward_std"],
+        "flat_groups": statistics["flat_groups"],
+        "format_reward": sum(score["format_reward"] for score in scores) / len(scores),
+        "answer_reward": sum(score["answer_reward"] for score in scores) / len(scores),
+        "response_length": sum(len(c.token_ids) for c in completions) / len(completions),
+        "finished": sum(c.finish_reason == "stop" for c in completions) / len(completions),
+        "responses": len(scores),
+        **({"fine": sum(penalties) / len(completions)} if penalties else {}),
+        **grading_report(groups, rules),
+    }

@@ -1,0 +1,123 @@
+"""What the numbers of a run say is going wrong, while it can still be stopped."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from alignment.system.errors import RunStopped
+
+Record = Mapping[str, object]
+
+WINDOW = 3  # steps that are averaged, so that one odd rollout is no warning
+GRADER_WINDOW = 20  # steps
+SLOW = 5  # times the median
+
+
+@dataclass(frozen=True)
+class HealthLimits:
+    """What a run bears before it stops. The fields are those of the flags of the same names."""
+
+    max_new_tokens: int
+    max_bad_steps: int
+    max_grader_failures: float
+
+
+class Health:
+    """The first and the latest steps of a run: all that its warnings need, however long the run is."""
+
+    def __init__(self, steps: Iterable[Record], limits: HealthLimits):
+        self.limits = limits
+        self.first: list[Record] = []
+        self.latest: list[Record] = []
+        for record in steps:
+            self._add(record)
+
+    def _add(self, record: Record) -> None:
+        if len(self.first) < WINDOW:
+            self.first.append(record)
+        self.latest = [*self.latest, record][-max(GRADER_WINDOW, self.limits.max_bad_steps) :]
+
+    def judge(self, record: Record) -> tuple[list[str], dict]:
+        """Take note of the next step. Returns what is to be printed, and the record with the names of its warnings; a warning is
+        printed when it begins."""
+        before = self.latest[-1]["warnings"] if self.latest else []
+        slow = slowness(self.latest, record)
+        warnings = health_warnings(self.first, [*self.latest, record], self.limits.max_new_tokens)
+        messages = [warnings[name] for name in sorted(warnings.keys() - set(before))]
+        if record["bad_updates"]:
+            messages.append(f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite")
+        if slow:
+            messages.append(slow)
+        record = {**record, "warnings": sorted(warnings)}
+        self._add(record)
+        return messages, record
+
+    def stop_if_hopeless(self) -> None:
+        """Raise `RunStopped` where --max_bad_steps steps in a row made no update, or more gradings failed than
+        --max_grader_failures allows."""
+        last = self.latest[-self.limits.max_bad_steps :]
+        all_bad = all(record["updates"] == 0 < record["bad_updates"] for record in last)
+        if len(last) == self.limits.max_bad_steps and all_bad:
+            raise RunStopped(
+                f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps); their batches are in"
+                " bad_batches/: look at their rewards and log-probs, and start a run from its last checkpoint (--sft_base) with a"
+                " lower --learning_rate"
+            )
+        recent = self.latest[-GRADER_WINDOW:]
+        failed, graded = (sum(record[key] for record in recent) for key in ("grading_failed", "responses"))
+        # The share is of a whole window, from the first step on.
+        allowed = self.limits.max_grader_failures * GRADER_WINDOW * graded / len(recent)
+        if failed > allowed:
+            raise RunStopped(
+                f"grading failed on {failed} of {graded} answers (time or memory ran out), more than --max_grader_failures"
+                f" {self.limits.max_grader_failures} allows; their rewards of 0 would be taken for wrong answers. See their"
+                " completions, and --reward"
+            )
+
+
+def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_tokens: int) -> dict[str, str]:
+    """What is going wrong at the last of the latest steps: a name for each, and the numbers that say so.
+
+    `first` are the first steps of the run, `WINDOW` at most.
+    """
+    if not steps or steps[-1]["step"] < 2 * WINDOW:
+        return {}
+    warnings = {}
+    entropy, entropy_before = _mean(steps[-WINDOW:], "entropy"), _mean(first, "entropy")
+    if entropy is not None and entropy_before and entropy < 0.1 * entropy_before:
+        warnings["entropy_collapse"] = f"entropy is {entropy:.3g} nats a token, it began at {entropy_before:.3g}"
+    flat = _mean(steps[-WINDOW:], "flat_groups")
+    if flat is not None and flat > 0.95:
+        warnings["equal_rewards"] = f"in {flat:.0%} of the groups all rewards are equal, which teaches nothing"
+    if all(record["updates"] == 0 == record["bad_updates"] for record in steps[-WINDOW:]):
+        warnings["nothing_trained"] = f"in {WINDOW} steps no response was left to train on (--skip_unfinished)"
+    length, length_before = _mean(steps[-WINDOW:], "response_length"), _mean(first, "response_length")
+    finished = _mean(steps[-WINDOW:], "finished")
+    if None not in (length, length_before, finished) and length > 2 * length_before and finished < 0.8:
+        warnings["runaway_length"] = (
+            f"responses have {length:.0f} tokens, they began with {length_before:.0f}, and {1 - finished:.0%} do not end within"
+            f" --max_new_tokens {max_new_tokens}"
+        )
+    return warnings
+
+
+def slowness(steps: Sequence[Record], record: Record) -> str | None:
+    """Why a step took so much longer than the latest ones, as far as can be told: where the time went, and who else ran."""
+    usual = median(each["seconds"] for each in steps) if len(steps) >= 2 * WINDOW else math.inf
+    if record["seconds"] <= SLOW * usual:
+        return None
+    phases = {key.removeprefix("seconds_"): value for key, value in record.items() if key.startswith("seconds_")}
+    longest = max(phases, key=phases.get)
+    return (
+        f"it took {record['seconds']:.3g} s, the latest steps {usual:.3g} s; {phases[longest]:.3g} s of it in {longest}; "
+        f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores in the last minute"
+    )
+
+
+def _mean(records: Sequence[Record], key: str) -> float | None:
+    values = [record[key] for record in records if record.get(key) is not None]
+    return sum(values) / len(values) if values else None

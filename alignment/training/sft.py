@@ -1,0 +1,134 @@
+"""Supervised fine-tuning on worked solutions, response tokens only."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from alignment.core.records import Batch
+from alignment.core.tokens import collate
+from alignment.core.train_step import supervised_loss
+from alignment.policy.policy import Objective, Policy
+from alignment.system.errors import UserError
+from alignment.system.signals import deliver_signals
+
+Example = tuple[tuple[int, ...], tuple[int, ...]]
+"""Prompt ids, response ids."""
+VALIDATION_EXAMPLES = 256
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """How the policy is fine-tuned. The fields are those of the flags of the same names."""
+
+    num_steps: int
+    batch_size: int
+    curriculum: bool
+    learning_rate: float
+    warmup_steps: int
+    max_grad_norm: float
+    eval_interval: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class SFTData:
+    """Token ids of the examples to train on and of those to validate on, and the id that pads them."""
+
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    pad_token_id: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example."""
+        return max(len(prompt) + len(response) for prompt, response in (*self.train, *self.validation))
+
+
+def fine_tune(
+    policy: Policy,
+    data: SFTData,
+    config: SFTConfig,
+    log_step: Callable[[dict], None],
+    progress: Callable[[int, str], None],
+) -> None:
+    """Make `num_steps` optimiser steps on the mean negative log-likelihood of a batch's response tokens.
+
+    `log_step` gets a record of each measurement of the validation loss, `progress` each step with words for the user.
+    """
+    stream, words = batches(data.train, config), ""
+    for step in range(1, config.num_steps + 1):
+        rate = config.learning_rate * warmup_then_linear(step, config.warmup_steps, config.num_steps)
+        loss = accumulate(policy, next(stream), data.pad_token_id)
+        grad_norm = policy.clip_gradient(config.max_grad_norm)
+        policy.step(rate)
+        deliver_signals()  # where a library has swallowed the exception of a signal
+        if step % config.eval_interval == 0 or step == config.num_steps:
+            validation = validation_loss(policy, data.validation, data.pad_token_id)
+            record = {"loss": loss.item(), "grad_norm": grad_norm.item(), "validation_loss": validation}
+            log_step({"step": step, **record, "learning_rate": rate})
+            words = f"validation loss {validation:.3f}"
+        progress(step, words)
+
+
+def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[Example]:
+    """Token ids of (prompt, response) pairs, EOS after each response. Raises `UserError` for a pair beyond the context."""
+    prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
+    responses = tokenizer([response for _, response in pairs], add_special_tokens=False)["input_ids"]
+    examples = [(tuple(p), (*r, tokenizer.eos_token_id)) for p, r in zip(prompts, responses, strict=True)]
+    for number, (prompt, response) in enumerate(examples):
+        if len(prompt) + len(response) > context:
+            raise UserError(
+                f"demonstration {number} has {len(prompt) + len(response)} tokens, more than the model's context of"
+                f" {context}. It begins: {pairs[number][0][:60]!r}"
+            )
+    return examples
+
+
+def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Example]]:
+    """Endless batches, from one pass over the examples after another, each shuffled unless --curriculum keeps their order.
+
+    Batches are not sorted by length, which would make each one's gradient that of one kind of example; their micro-batches are.
+    """
+    for epoch in itertools.count():
+        order = list(range(len(examples)))
+        if not config.curriculum:
+            random.Random(f"sft {config.seed} {epoch}").shuffle(order)
+        for start in range(0, len(order), config.batch_size):
+            yield [examples[i] for i in order[start : start + config.batch_size]]
+
+
+def warmup_then_linear(step: int, warmup_steps: int, num_steps: int) -> float:
+    """Factor of the learning rate at a step (from 1): linear rise to 1, then linear fall to 0.1 at the last step."""
+    if step <= warmup_steps:
+        return step / warmup_steps
+    return 1 - 0.9 * (step - warmup_steps) / max(1, num_steps - warmup_steps)
+
+
+def accumulate(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> torch.Tensor:
+    """Add the gradient of the mean loss of a batch's response tokens to the policy; returns that loss."""
+    tokens = sum(len(response) for _, response in examples)
+
+    def loss(rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
+        # `supervised_loss` averages over this micro-batch's rows; the tokens of the whole batch must divide.
+        return supervised_loss(log_probs_bt, mask_bt, normalize_constant=tokens / len(rows))
+
+    objective = Objective(loss, entropy=False, supervised=True)
+    results = policy.accumulate(collate_examples(examples, pad_token_id), range(len(examples)), objective)
+    return sum(result.sums["loss"] for result in results)
+
+
+def validation_loss(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> float:
+    """Mean negative log-likelihood, in nats a response token, of the first `VALIDATION_EXAMPLES` examples."""
+    examples = examples[:VALIDATION_EXAMPLES]
+    log_probs = policy.supervised_log_probs(collate_examples(examples, pad_token_id))
+    return -sum(part.sum().item() for part in log_probs) / sum(len(response) for _, response in examples)
+
+
+def collate_examples(examples: Sequence[Example], pad_token_id: int) -> Batch:
+    """The examples as one padded batch."""
+    return collate([prompt for prompt, _ in examples], [response for _, response in examples], pad_token_id)
