@@ -1,0 +1,48 @@
+"""Named choices: one table of entries for each flag, to which a user adds an entry of their own as `package.module:name`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import TypeVar
+
+from alignment.system.errors import UserError
+
+Entry = TypeVar("Entry")
+
+
+def find(
+    flag: str,
+    name: str,
+    table: Mapping[str, Entry],
+    wrap: Callable[[Callable], Entry] | None = None,
+    choose: str = "choose one of",
+) -> Entry:
+    """The entry `name` of `table`, or the object that `name` imports, written as `package.module:name`.
+
+    An imported object must be of the class of the table's entries; where these are functions, any callable will do. With
+    `wrap`, a callable of another class is turned into an entry. Raises `UserError`, whose message begins with `flag`, for
+    an unknown name, for a module that cannot be imported, and for an object that is no entry.
+    """
+    if name in table:
+        return table[name]
+    kind = type(next(iter(table.values())))
+    takes_functions = wrap is not None or kind is FunctionType
+    module, _, attribute = name.rpartition(":")
+    if not module:
+        own = "a function as package.module:function" if takes_functions else "one of your own as package.module:name"
+        nearest = difflib.get_close_matches(name, table, n=1)
+        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+        noun = flag.lstrip("-").replace("_", " ")
+        raise UserError(f"{flag} {name}: there is no such {noun}; {choose} {', '.join(table)}, or name {own}{hint}")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        if isinstance(found, kind):
+            return found
+        if not (takes_functions and callable(found)):
+            raise TypeError(f"it is of type {type(found).__name__}, not {'a function' if takes_functions else kind.__name__}")
+        return wrap(found) if wrap else found
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        raise UserError(f"{flag} {name}: cannot be imported ({type(error).__name__}: {error})") from None
