@@ -13,19 +13,20 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 
 import tyro
 
+from alignment.data.tasks import find_task
+from alignment.rewards.controls import CONTROLS as CONTROLS
+from alignment.rewards.rules import RULES as RULES
+from alignment.rewards.rules import evaluation_rule
 from alignment.system.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
 
-# The keys of tables in grpo, rewards and optimizers, written out so that reading arguments does not load torch; a test
+# The keys of tables in grpo and optimizers, written out so that reading arguments does not load torch; a test
 # holds them equal.
 LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip", "grpo_no_clip", "gspo", "cispo"]
 LossNormalization = Literal["sequence_mean", "token_mean", "constant"]
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Optimizer = Literal["adamw", "adamw_cpu_offload", "adamw_8bit"]
-CONTROLS = ("random", "format_only", "inverted")
-"""Rewards that have nothing to teach about answers: negative controls, which are evaluated by the task's own rule."""
-RULES = ("r1_zero", "r1_zero_strict", "countdown")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Args:
     """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
 
     task: str = "arithmetic"
-    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small."""
+    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or a `Task` of your own, as
+    package.module:name."""
     reward: str = "r1_zero"
     """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, or
     countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
@@ -100,6 +102,11 @@ class Args:
         _require(share is None or 0 < share <= 1, "--gpu_memory_utilization", share, "above 0 and at most 1")
         _require_positive(self, "sampler_timeout")
         _require_folder_name("--run_name", self.run_name)
+
+    @property
+    def evaluation_rule(self) -> str:
+        """Name of the rule that evaluations report. Raises `UserError` for an unknown --task."""
+        return evaluation_rule(self.reward, find_task(self.task).rules)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Score = dict[str, float]
 """What a reward function returns: {"reward", "format_reward", "answer_reward"}, each in [0, 1]."""
