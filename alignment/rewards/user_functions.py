@@ -1,4 +1,4 @@
-"""Rewards by functions of the user's own: called as ours or as TRL's, with what they return checked."""
+"""Rewards by functions of the user's own, called as ours or as TRL's; their results are checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PartFn = Callable[[Sequence[Problem], Sequence[str], Sequence[Score]], list[floa
 
 def part_of_function(name: str, function: Callable) -> PartFn:
     """The rewards by a function f(response, ground_truth), which returns a number or a score, or by one with an argument
-    `completions`, which is called as TRL calls it. Raises `TypeError` or `ValueError` for what has no signature."""
+    `completions`, which is called as TRL calls it. Raises `TypeError` or `ValueError` for a callable without a signature."""
     parameters = inspect.signature(function).parameters
     return _part_as_trl(name, function, parameters) if "completions" in parameters else _part_of_pairs(name, function)
 
