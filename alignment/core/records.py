@@ -24,7 +24,7 @@ class Problem:
 
 
 class Endless:
-    """Problems without end, each made from its number alone."""
+    """An endless sequence of problems: `make(index)` returns the problem of that index, the same one every time."""
 
     def __init__(self, make: Callable[[int], Problem]):
         self._make = make
