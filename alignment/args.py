@@ -19,7 +19,11 @@ from alignment.core.kl import KL_ESTIMATORS
 from alignment.core.losses import LOSSES, Loss, LossConfig
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig
+from alignment.data.tasks import find_task
 from alignment.policy.optimizers import OPTIMIZERS
+from alignment.rewards.controls import CONTROLS as CONTROLS
+from alignment.rewards.rules import RULES as RULES
+from alignment.rewards.rules import evaluation_rule
 from alignment.rollouts.config import RolloutConfig, Schedule
 from alignment.system.errors import UserError
 from alignment.system.registry import find
@@ -33,9 +37,6 @@ Baseline = Literal[tuple(BASELINES)]
 Deviation = Literal[tuple(DEVIATIONS)]
 KLEstimator = Literal[tuple(KL_ESTIMATORS)]
 OptimizerName = Literal[tuple(OPTIMIZERS)]
-CONTROLS = ("random", "format_only", "inverted")
-"""Rewards that have nothing to teach about answers: negative controls, which are evaluated by the task's own rule."""
-RULES = ("r1_zero", "r1_zero_strict", "countdown")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Args:
     """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
 
     task: str = "arithmetic"
-    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or a task of your own as package.module:name."""
+    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or a `Task` of your own, as
+    package.module:name."""
     reward: str = "r1_zero"
     """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, or
     countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
@@ -114,6 +116,11 @@ class Args:
         _require(share is None or 0 < share <= 1, "--gpu_memory_utilization", share, "above 0 and at most 1")
         _require_positive(self, "sampler_timeout")
         _require_folder_name("--run_name", self.run_name)
+
+    @property
+    def evaluation_rule(self) -> str:
+        """Name of the rule that evaluations report. Raises `UserError` for an unknown --task."""
+        return evaluation_rule(self.reward, find_task(self.task).rules)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Audit the grading of a run: grade its completions again with three graders and list where they disagree.
+"""Audit the grading of a run: grade its completions again with three graders and list their disagreements.
 
 uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0
 """
@@ -11,38 +11,35 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from alignment.rewards.grading.cascade import grade_many
-from alignment.rewards.grading.reference import reference_verdict
-from alignment.rewards.grading.workers import math_verify_many
-from alignment.rewards.r1_zero import extract_answer
 from alignment.system.errors import UserError, run_command
-from alignment.system.files import write_atomically
-from alignment.system.terminal import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 GRADERS = ("ours", "math-verify", "reference")
-SHOWN = 20  # disagreements printed; the file holds all
+MAX_ROWS = 20  # of the printed disagreements; the file holds all
 
 Pair = tuple[str, str]
+"""Answer and ground truth."""
 
 
 @dataclass(frozen=True)
 class AuditArgs:
-    """Grade logged completions with our grader, math-verify and the reference rule, and show where they disagree."""
+    """Grade logged completions with our grader, math-verify and the reference rule, and show their disagreements."""
 
     completions: str
     """A run's folder, its completions folder, or one file of completions."""
     labels: str = ""
-    """The file of disagreements in which a person has set "label"; empty: grader_disagreements.jsonl in the run's folder."""
+    """File of disagreements in which a person has set "label"; empty: grader_disagreements.jsonl in the run's folder."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """One answer with its ground truth: how often it was given, what each grader says of it, and the reason."""
+    """A distinct pair of answer and ground truth, its number of occurrences, and each grader's verdict and reason."""
 
     answer: str
     ground_truth: str
@@ -57,7 +54,7 @@ class Graded:
 
 @dataclass(frozen=True)
 class Rates:
-    """A grader's errors on labelled disagreements; a rate is None where no label allows for that error."""
+    """A grader's false accepts among the `wrong` answers and false rejects among the `right` ones."""
 
     false_accepts: int
     wrong: int
@@ -66,7 +63,7 @@ class Rates:
 
 
 def completion_files(place: str) -> list[Path]:
-    """The files of completions of a run, evaluations first. Raises `UserError` where there are none."""
+    """The files of completions of a run, evaluations first. Raises `UserError` if there are none."""
     path = Path(place)
     if path.is_file():
         return [path]
@@ -78,8 +75,8 @@ def completion_files(place: str) -> list[Path]:
 
 
 def read_completions(file: Path) -> list[tuple[str, str]]:
-    """(response, ground truth) of each line. Raises `UserError`, naming file and line, for a line that has not got them."""
-    found = []
+    """The (response, ground truth) of each line. Raises `UserError`, naming file and line, for a line without them."""
+    completions = []
     for number, line in lines_of(file):
         try:
             record = json.loads(line)
@@ -88,12 +85,12 @@ def read_completions(file: Path) -> list[tuple[str, str]]:
             raise UserError(f'{file}:{number}: not a completion; a line needs "text" and "ground_truth"') from None
         if not (isinstance(text, str) and isinstance(truth, str)):
             raise UserError(f'{file}:{number}: "text" and "ground_truth" must be text')
-        found.append((text, truth))
-    return found
+        completions.append((text, truth))
+    return completions
 
 
 def lines_of(file: Path) -> list[tuple[int, str]]:
-    """The numbered lines that are not blank. Raises `UserError` where the file is not text."""
+    """The lines that are not blank, with their numbers. Raises `UserError` if the file is not text."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -102,22 +99,23 @@ def lines_of(file: Path) -> list[tuple[int, str]]:
 
 
 def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
-    """Each distinct pair with the three graders' verdicts."""
+    """Each distinct pair with the verdicts of the three graders."""
+    from alignment.rewards.grading.cascade import grade_many
+    from alignment.rewards.grading.reference import reference_verdict
+    from alignment.rewards.grading.workers import math_verify_many
+
     counts = Counter(pairs)
-    distinct = list(counts)
-    ours = grade_many([answer for answer, _ in distinct], [truth for _, truth in distinct])
-    peers = math_verify_many(distinct)
+    ours = [(verdict.equal, verdict.stage) for verdict in grade_many(*zip(*counts, strict=True))] if counts else []
+    math_verify = math_verify_many(list(counts))
     graded = []
-    for pair, mine, peer in zip(distinct, ours, peers, strict=True):
-        outcomes = {"ours": (mine.equal, mine.stage), "math-verify": peer, "reference": reference_verdict(*pair)}
-        verdicts = {grader: equal for grader, (equal, _) in outcomes.items()}
-        reasons = {grader: reason for grader, (_, reason) in outcomes.items()}
-        graded.append(Graded(*pair, counts[pair], verdicts, reasons))
+    for (pair, count), one, two in zip(counts.items(), ours, math_verify, strict=True):
+        verdicts, reasons = zip(one, two, reference_verdict(*pair), strict=True)
+        graded.append(Graded(*pair, count, dict(zip(GRADERS, verdicts, strict=True)), dict(zip(GRADERS, reasons, strict=True))))
     return graded
 
 
 def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
-    """Each grader's false accepts and false rejects among labelled disagreements, every distinct one counted once."""
+    """Each grader's errors among labelled disagreements; every distinct pair counts once."""
     return {
         grader: Rates(
             false_accepts=sum(row["verdicts"][grader] and not row["label"] for row in labelled),
@@ -130,7 +128,7 @@ def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
 
 
 def read_labels(file: Path) -> dict[Pair, bool]:
-    """The labels a person has set, by answer and ground truth. Raises `UserError`, naming the line, for anything else."""
+    """The labels that a person has set in a file. Raises `UserError`, naming file and line, for a malformed line."""
     labels = {}
     for number, line in lines_of(file):
         try:
@@ -148,30 +146,30 @@ def read_labels(file: Path) -> dict[Pair, bool]:
 
 
 def audit(args: AuditArgs, console: Console) -> Path:
-    """Print the audit and write its disagreements; returns that file. Labels set in it before are kept."""
+    """Print the audit and write the disagreements to a file, which keeps the labels that it had. Returns the file."""
+    from alignment.rewards.r1_zero import extract_answer
+    from alignment.system.files import write_atomically
+
     files = completion_files(args.completions)
-    responses = {file: read_completions(file) for file in files}
-    answers = {file: [(extract_answer(text), truth) for text, truth in found] for file, found in responses.items()}
+    completions = {file: read_completions(file) for file in files}
+    answers = {file: [(extract_answer(text), truth) for text, truth in pairs] for file, pairs in completions.items()}
     run = files[0].parent.parent if files[0].parent.name == "completions" else files[0].parent
     target = Path(args.labels) if args.labels else run / "grader_disagreements.jsonl"
     if args.labels and not target.is_file():
         raise UserError(f"--labels {args.labels}: there is no such file")
-    if not any(responses.values()):
+    if not any(completions.values()):
         raise UserError(f"--completions {args.completions}: the files there are empty")
     labels = read_labels(target) if target.exists() else {}
-    pairs = [(answer, truth) for found in answers.values() for answer, truth in found if answer is not None]
+    pairs = [(answer, truth) for file in files for answer, truth in answers[file] if answer is not None]
     with console.status(f"grading {len(pairs)} answers, {len(set(pairs))} of them distinct"):
         graded = grade_all(pairs)
-    rows = [
-        {**dataclasses.asdict(one), "label": labels.get((one.answer, one.ground_truth))}
-        for one in sorted(graded, key=lambda one: -one.count)
-        if one.disputed
-    ]
-    # A label is a person's work: it stays, though its answer be agreed on by now or not among those of this audit.
+    disputed = sorted((pair for pair in graded if pair.disputed), key=lambda pair: -pair.count)
+    rows = [{**dataclasses.asdict(pair), "label": labels.get((pair.answer, pair.ground_truth))} for pair in disputed]
+    # A label is a person's work: the file keeps it, even for a pair that is no longer disputed or not in this audit.
     listed = {(row["answer"], row["ground_truth"]) for row in rows}
     kept = [{"answer": a, "ground_truth": t, "label": label} for (a, t), label in labels.items() if (a, t) not in listed]
     write_atomically(target, "".join(json.dumps(row) + "\n" for row in [*rows, *kept]))
-    _print_accuracy(answers, {(one.answer, one.ground_truth): one.verdicts for one in graded}, console)
+    _print_accuracy(answers, {(pair.answer, pair.ground_truth): pair.verdicts for pair in graded}, console)
     _print_disagreements(rows, console)
     _print_rates([row for row in rows if row["label"] is not None], console)
     if rows:
@@ -182,49 +180,58 @@ def audit(args: AuditArgs, console: Console) -> Path:
     return target
 
 
-def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mapping[str, bool]], console: Console) -> None:
-    """How the accuracy of each evaluation, and of all rollouts together, would have read under each grader."""
-    groups = {file.stem: found for file, found in answers.items() if file.stem.startswith("eval")}
-    others = [pair for file, found in answers.items() if file.stem not in groups for pair in found]
-    groups |= {"rollouts" if groups else "completions": others} if others else {}
-    table = Table(title="accuracy as each grader reads it")
-    for heading in ("", "completions", *GRADERS):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, found in groups.items():
-        shares = [
-            sum(pair[0] is not None and verdicts[pair][grader] for pair in found) / max(1, len(found)) for grader in GRADERS
-        ]
-        table.add_row(name, str(len(found)), *(f"{share:.4f}" for share in shares))
+def _print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool) -> None:
+    """Print a table; with `numbers`, all columns but the first are aligned to the right."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if numbers and i else "left")
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
+
+
+def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mapping[str, bool]], console: Console) -> None:
+    """Print the accuracy under each grader, of each evaluation and of all rollouts together."""
+    groups = {file.stem: pairs for file, pairs in answers.items() if file.stem.startswith("eval")}
+    others = [pair for file, pairs in answers.items() if file.stem not in groups for pair in pairs]
+    groups |= {"rollouts" if groups else "completions": others} if others else {}
+    rows = []
+    for name, pairs in groups.items():
+        accepted = [sum(pair[0] is not None and verdicts[pair][grader] for pair in pairs) for grader in GRADERS]
+        rows.append((name, str(len(pairs)), *(f"{count / max(1, len(pairs)):.4f}" for count in accepted)))
+    _print_table(console, "accuracy as each grader reads it", ("", "completions", *GRADERS), rows, numbers=True)
 
 
 def _print_disagreements(rows: Sequence[Mapping], console: Console) -> None:
-    if not rows:
-        return
-    table = Table(title=f"disagreements, the most frequent {min(SHOWN, len(rows))} of {len(rows)}")
-    for heading in ("answer", "ground truth", "times", *GRADERS):
-        table.add_column(heading)
-    for row in rows[:SHOWN]:
-        said = (f"{'right' if row['verdicts'][grader] else 'wrong'} ({row['reasons'][grader]})" for grader in GRADERS)
-        cells = (printable(row["answer"])[:60], printable(row["ground_truth"])[:60], str(row["count"]), *said)
-        table.add_row(*(cell.replace("[", r"\[") for cell in cells))
-    console.print(table)
+    from alignment.system.terminal import printable
+
+    cells = []
+    for row in rows[:MAX_ROWS]:
+        verdicts = (f"{'right' if row['verdicts'][grader] else 'wrong'} ({row['reasons'][grader]})" for grader in GRADERS)
+        texts = (printable(row["answer"])[:60], printable(row["ground_truth"])[:60], str(row["count"]), *verdicts)
+        cells.append([text.replace("[", r"\[") for text in texts])
+    if rows:
+        title = f"disagreements, the most frequent {len(cells)} of {len(rows)}"
+        _print_table(console, title, ("answer", "ground truth", "times", *GRADERS), cells, numbers=False)
 
 
 def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
-    if not labelled:
-        return
-    table = Table(title=f"errors on {len(labelled)} labelled disagreements")
-    for heading in ("grader", "false accepts", "false rejects"):
-        table.add_column(heading, justify="left" if heading == "grader" else "right")
+    rows = []
     for grader, rates in error_rates(labelled).items():
-        cells = ((rates.false_accepts, rates.wrong), (rates.false_rejects, rates.right))
-        table.add_row(grader, *(f"{errors} of {of} ({errors / of:.0%})" if of else "no such label" for errors, of in cells))
-    console.print(table)
+        errors = ((rates.false_accepts, rates.wrong), (rates.false_rejects, rates.right))
+        rows.append((grader, *(f"{count} of {of} ({count / of:.0%})" if of else "no such label" for count, of in errors)))
+    if labelled:
+        title = f"errors on {len(labelled)} labelled disagreements"
+        _print_table(console, title, ("grader", "false accepts", "false rejects"), rows, numbers=True)
 
 
 def main() -> None:
-    audit(tyro.cli(AuditArgs, use_underscores=True), Console())
+    args = tyro.cli(AuditArgs, use_underscores=True)
+    from rich.console import Console
+
+    audit(args, Console())
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from alignment.args import CONTROLS, NOT_SWEPT, RULES, RLArgs, SweepOptions, from_preset, swept_values
+from alignment.args import CONTROLS, NOT_SWEPT, RLArgs, SweepOptions, from_preset, swept_values
 from alignment.system.errors import UserError
 
 # What says where, how fast or how often, and never what is computed.
 WITHOUT_RATIO = ("no_baseline", "reinforce_with_baseline")  # losses that no old policy plays a part in
-OWN_RULE = {"countdown": "countdown", "countdown_small": "countdown"}  # the first of a task's rules, where not r1_zero
 BOOKKEEPING = NOT_SWEPT | {
     "seed", "reference_url", "sampler_url", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints",
     "max_sampler_mismatch",
@@ -241,9 +240,8 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
 
 
 def _scored_apart(name: str, x: RLArgs, y: RLArgs) -> bool:
-    """Whether an evaluation of one means something else than one of the other: what is no rule is scored by the task's own."""
-    rules = {args.reward if args.reward in RULES else OWN_RULE.get(args.task, "r1_zero") for args in (x, y)}
-    return name != "reward" or len(rules) > 1
+    """Whether evaluations of the two arms, which differ in argument `name`, measure different things."""
+    return name != "reward" or x.evaluation_rule != y.evaluation_rule
 
 
 def _few_seeds(seeds: Sequence[int]) -> list[LintWarning]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Score = dict[str, float]
 """What a reward function returns: {"reward", "format_reward", "answer_reward"}, each in [0, 1]."""
@@ -23,7 +24,7 @@ class Problem:
 
 
 class Endless:
-    """Problems without end, each made from its number alone."""
+    """An endless sequence of problems: `make(index)` returns the problem of that index, the same one every time."""
 
     def __init__(self, make: Callable[[int], Problem]):
         self._make = make

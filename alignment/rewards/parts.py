@@ -1,17 +1,16 @@
-"""Reward functions that are parts of a sum: what they look at is the response as the model was asked to continue it."""
+"""Parts of a reward: functions of a response that a run may add up with weights."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from alignment.core.records import Problem, Score
+from alignment.core.records import Problem
 from alignment.rewards.grading.cascade import grade
-
-Part = Callable[[Sequence[Problem], Sequence[str], Sequence[Score]], list[float]]
-"""(problems, responses, their scores by the task's rule), one each a completion -> its rewards."""
+from alignment.rewards.user_functions import PartFn
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 STEPS = re.compile(r"Step \d+:|^\s*\d+\.\s|^\s*[-*]\s|\b(?:First|Second|Third|Next|Then|Finally),", re.MULTILINE)
@@ -19,13 +18,21 @@ WHOLE = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?an
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+|/\d+)?")
 
 
+@dataclass(frozen=True)
+class Part:
+    """The rewards of responses, and the rules that this part cannot go with: {name of the rule: the reason}."""
+
+    rewards: PartFn
+    unfit: Mapping[str, str] = field(default_factory=dict)
+
+
 def whole_turn(problem: Problem, response: str) -> str:
-    """The response with the opening tag that the prompt may have written for it."""
+    """The response, after the opening tag where the prompt ends with it."""
     return f"<think>{response}" if problem.prompt.rstrip().endswith("<think>") else response
 
 
 def tag_count(turn: str) -> float:
-    """A quarter for each of the four tags that is written exactly once."""
+    """A quarter for each of the four tags that occurs exactly once."""
     return sum(turn.count(tag) == 1 for tag in TAGS) / len(TAGS)
 
 
@@ -46,19 +53,20 @@ def signed_accuracy(response: str, ground_truth: str) -> float:
 
 
 def language_consistency(problem: Problem, response: str) -> float:
-    """Share of the response's words in the question's script (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.2), or where that
-    has no words in the prompt's; 1 for a response without words.
+    """Share of the response's words in the script of the question, or of the prompt if the question has no words; 1 for a
+    response without words (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.2).
 
-    A language is told by its script: words of Latin, Cyrillic and so on, single characters of Chinese, tags and LaTeX
-    commands left out.
+    The script stands for the language: it counts words of Latin, Cyrillic and so on, and single characters of Chinese, but
+    not tags and LaTeX commands.
     """
-    asked, said = _scripts(problem.question) or _scripts(problem.prompt), _scripts(response)
-    if not asked or not said:
+    expected, used = _scripts(problem.question) or _scripts(problem.prompt), _scripts(response)
+    if not expected or not used:
         return 1.0
-    return said[asked.most_common(1)[0][0]] / said.total()
+    return used[expected.most_common(1)[0][0]] / used.total()
 
 
 def _scripts(text: str) -> Counter[str]:
+    """The number of words in each script."""
     words = re.findall(r"[^\W\d_]+", re.sub(r"</?\w+>|\\[A-Za-z]+", " ", text))
     scripts: Counter[str] = Counter()
     for word in words:
@@ -71,22 +79,24 @@ def _scripts(text: str) -> Counter[str]:
     return +scripts
 
 
+def of_response(function: Callable[[str, str], float], **facts) -> Part:
+    """The part made of a function of a response and its ground truth."""
+    return Part(lambda problems, texts, _: [function(t, p.ground_truth) for p, t in zip(problems, texts, strict=True)], **facts)
+
+
 def _of_turn(function: Callable[[str], float]) -> Part:
-    return lambda problems, texts, scores: [
-        function(whole_turn(problem, text)) for problem, text in zip(problems, texts, strict=True)
-    ]
+    return Part(lambda problems, texts, _: [function(whole_turn(p, t)) for p, t in zip(problems, texts, strict=True)])
 
 
 PARTS: Mapping[str, Part] = {
-    "format": lambda problems, texts, scores: [score["format_reward"] for score in scores],
-    "accuracy": lambda problems, texts, scores: [score["answer_reward"] for score in scores],
+    "format": Part(lambda problems, texts, scores: [score["format_reward"] for score in scores]),
+    "accuracy": Part(lambda problems, texts, scores: [score["answer_reward"] for score in scores]),
     "tag_count": _of_turn(tag_count),
     "reasoning_steps": _of_turn(reasoning_steps),
     "signed_format": _of_turn(signed_format),
-    "signed_accuracy": lambda problems, texts, scores: [
-        signed_accuracy(text, problem.ground_truth) for problem, text in zip(problems, texts, strict=True)
-    ],
-    "language_consistency": lambda problems, texts, scores: [
-        language_consistency(problem, text) for problem, text in zip(problems, texts, strict=True)
-    ],
+    "signed_accuracy": of_response(
+        signed_accuracy,
+        unfit={"countdown": "it looks for a number that is the answer, which Countdown's are not; use accuracy"},
+    ),
+    "language_consistency": Part(lambda problems, texts, _: list(map(language_consistency, problems, texts))),
 }

@@ -1,13 +1,13 @@
-r"""The R1-Zero rewards and the grading under them: is this final answer equal to the ground truth?
+r"""The R1-Zero rewards: the format of a response, and whether its final answer equals the ground truth.
 
-The grading is a cascade, cheapest first; each stage either settles the answer or passes on:
+The grader is a cascade, cheapest stage first; each stage decides or passes the answer on:
 
 1. literal: the same text;
 2. normalised: the same text in one spelling (spacing, sizing, LaTeX synonyms), the same words whatever their case;
-3. rational: numbers with units, exactly, as fractions: 0.5 is 1/2 and 0.33 is not 1/3;
+3. rational: numbers with units, as exact fractions: 0.5 is 1/2 and 0.33 is not 1/3;
 4. structured: tuples, sets, intervals, unions, matrices, solutions, part by part;
-5. symbolic: expressions, read into a tree of our own and evaluated at random rational points (`grading/values.py`);
-6. math-verify: for notation that our grammar does not read, in a process that is killed when it takes too long.
+5. symbolic: expressions, parsed by our own grammar and evaluated at random rational points (`grading/values.py`);
+6. math-verify: for notation outside that grammar, in a process that is killed when it takes too long.
 
 Model text is hostile input: it is never evaluated as Python, and every size is bounded before anything is computed.
 """
@@ -21,31 +21,29 @@ from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, 
 from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, Verdict, _normalised, grade_detail
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.reading import read
-from alignment.rewards.grading.sentences import said_in_sentence
+from alignment.rewards.grading.sentences import answer_in_sentence
 from alignment.rewards.grading.text import last_box, unbox
-
-# --- the rewards --------------------------------------------------------------------------------------
 
 
 def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:
     """Score a response: {"reward", "format_reward", "answer_reward"}, each 0.0 or 1.0, and reward = format * answer.
 
     The format rule is that of the R1-Zero reward in "Understanding R1-Zero-Like Training" (Dr. GRPO, Liu et al. 2025,
-    arXiv:2503.20783): the shape is right if the response holds the literal `</think> <answer>` and `</answer>`; otherwise
-    all are 0.0, however right the number. A grading that failed (see `FAILURES`) adds "grading_failed": 1.0.
+    arXiv:2503.20783): the format is right if the response contains the literal `</think> <answer>` and `</answer>`;
+    otherwise all three are 0.0. A failed grading (see `FAILURES`) adds "grading_failed": 1.0.
     """
-    shaped = "</think> <answer>" in response and "</answer>" in response
+    well_formed = "</think> <answer>" in response and "</answer>" in response
     answer = extract_answer(response)
-    return _score(shaped, None if answer is None else grade_detail(answer, ground_truth, fast))
+    return _score(well_formed, None if answer is None else grade_detail(answer, ground_truth, fast))
 
 
 def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:
-    r"""As `r1_zero_reward_fn`, for a response that gives exactly one final answer; never more than that reward.
+    r"""Score a response as `r1_zero_reward_fn` does, but only one that gives exactly one final answer; never more than that.
 
-    The thinking ends at `</think>`, of which there must be exactly one, and is not looked at; `<think>` may open it once more.
-    Then come ` <answer>...</answer>` blocks with nothing but white space between and after them; they must be closed, must
-    not nest and hold no other tag. The last block counts, as a whole: a \boxed in it does not hide what stands around it.
-    Where the ground truth is a number, an answer that is still to be worked out (48/2 + 48) is wrong.
+    Exactly one `</think>` ends the thinking, which is not read; `<think>` may open it once more. Then come
+    ` <answer>...</answer>` blocks with only white space between and after them; each is closed and contains no other tag.
+    The last block counts as a whole, also the text around a \boxed in it. If the ground truth is a number, an answer that
+    is still to be evaluated (48/2 + 48) is wrong.
     """
     answer = strict_answer(response)
     if answer is None:
@@ -56,9 +54,9 @@ def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = Fals
     return _score(True, grade_detail(answer, ground_truth, fast))
 
 
-def _score(shaped: bool, verdict: Verdict | None) -> dict[str, float]:
+def _score(well_formed: bool, verdict: Verdict | None) -> dict[str, float]:
     right = float(verdict is not None and verdict.equal)
-    score = {"reward": right * shaped, "format_reward": float(shaped), "answer_reward": right}
+    score = {"reward": right * well_formed, "format_reward": float(well_formed), "answer_reward": right}
     return score | {"grading_failed": 1.0} if verdict is not None and verdict.stage in FAILURES else score
 
 
@@ -77,27 +75,27 @@ _SHOWN = re.compile(r" (?:<answer>(?P<last>(?:(?!</?(?i:answer|think)>).)*)</ans
 
 
 def strict_answer(response: str) -> str | None:
-    r"""The text of the last answer block, its boxes opened in place; None where the strict format rule fails."""
+    r"""The text of the last answer block, with its boxes opened in place; None where the strict format rule fails."""
     thinking, end, shown = response.partition("</think>")
     match = _SHOWN.fullmatch(shown)
     if not end or match is None or "<think>" in thinking.removeprefix("<think>"):
         return None
-    content = match["last"][: 2 * MAX_CHARS]  # what is cut off would make it wrong anyway
+    content = match["last"][: 2 * MAX_CHARS]  # a longer answer is wrong anyway
     while last_box(content) != ("", content, ""):
         content = " ".join(last_box(content))
     return content.strip()
 
 
 def worked_out(answer: str, ground_truth: str) -> bool:
-    """False for an expression still to be evaluated where the ground truth is a plain number: 48/2 + 48, or 2^10.
+    """False for an expression still to be evaluated, 48/2 + 48 or 2^10, where the ground truth is a plain number.
 
-    A whole number has no other form than its digits, with an exponent of ten, percent sign or unit; a fraction may be any
-    fraction or decimal. So may one that a sentence states.
+    A whole number must be given as digits, with a power of ten, percent sign or unit; a fraction as any fraction or
+    decimal. Both may stand in a sentence.
     """
     truth = _read(ground_truth)
     if not isinstance(truth, Quantity) or not _is_fraction(truth.value):
         return True
-    given = _read(answer) or _read(said_in_sentence(_normalised(answer)))
+    given = _read(answer) or _read(answer_in_sentence(_normalised(answer)))
     whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
     values = [value for part in _parts(given) for value in ([part.right] if isinstance(part, Relation) else [part.value])]
     return bool(values) and all(_is_numeral(value) or (not whole and _is_fraction(value)) for value in values)
@@ -113,14 +111,14 @@ def _read(text: str) -> Answer | None:
 
 
 def _parts(answer: Answer | None) -> list[Quantity | Relation]:
-    """The quantities of an answer, whatever holds them, and relations, whose right side is the answer; [] if others are
-    among them."""
+    """The quantities of an answer, at any depth, and its relations, whose right side is the answer; [] if it contains
+    anything else."""
     if isinstance(answer, Quantity | Relation):
         return [answer]
     if isinstance(answer, About | Labelled):
         return _parts(answer.answer)
-    if isinstance(answer, Listing) and all(found := [_parts(part) for part in answer.parts]):
-        return [part for parts in found for part in parts]
+    if isinstance(answer, Listing) and all(nested := [_parts(part) for part in answer.parts]):
+        return [part for parts in nested for part in parts]
     return []
 
 

@@ -1,65 +1,28 @@
-"""What a run is trained on: a rule, a control, or a weighted sum of parts, the user's own functions among them."""
+"""The reward of a run, and the scoring of sampled groups: a rule, a control, or a weighted sum of parts."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import inspect
 import math
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-from alignment.core.records import Completion, Group, Problem, Score
-from alignment.rewards.countdown import countdown_reward_fn
-from alignment.rewards.parts import PARTS, Part
-from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn
-from alignment.system.errors import RunStopped, UserError
+from alignment.core.records import Completion, Group, Problem
+from alignment.rewards.controls import CONTROLS
+from alignment.rewards.parts import PARTS, Part, of_response
+from alignment.rewards.rules import RULES, RewardFn, evaluation_rule, find_rule
+from alignment.rewards.user_functions import part_of_function
+from alignment.system.errors import UserError
+from alignment.system.registry import find
 
-RewardFn = Callable[[str, str], Score]
-
-RULES: Mapping[str, RewardFn] = {
-    "r1_zero": r1_zero_reward_fn,
-    "r1_zero_strict": r1_zero_strict_reward_fn,
-    "countdown": countdown_reward_fn,
-}
-"""Rules that tell how good a response is; evaluations are by one of them."""
-
-
-def random_reward(rule: RewardFn, response: str, ground_truth: str) -> float:
-    """A coin for each response to each problem, thrown by a hash, so that a run can be repeated.
-
-    The same response to the same problem always gets the same coin, so with few enough problems the coins could be learnt.
-    """
-    return float(hashlib.sha256(f"{ground_truth}\0{response}".encode("utf-8", "surrogatepass")).digest()[0] & 1)
-
-
-def format_only_reward(rule: RewardFn, response: str, ground_truth: str) -> float:
-    """The format's part of the rule, whatever the answer."""
-    return rule(response, ground_truth)["format_reward"]
-
-
-def inverted_reward(rule: RewardFn, response: str, ground_truth: str) -> float:
-    """1 for a well-formed wrong answer."""
-    score = rule(response, ground_truth)
-    return score["format_reward"] * (1 - score["answer_reward"])
-
-
-CONTROLS: Mapping[str, Callable[[RewardFn, str, str], float]] = {
-    "random": random_reward,
-    "format_only": format_only_reward,
-    "inverted": inverted_reward,
-}
-"""Rewards that have nothing to teach about answers: negative controls."""
-
-GRADERS_AT_WORK = 8  # threads, each of which may wait for a worker process that asks math-verify
+GRADING_THREADS = 8  # each may wait for a worker process that runs math-verify
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A rule that says how good a response is, and the weighted parts that make the reward; without parts, the rule's own."""
+    """A rule, and the parts (name, weight, part) whose weighted sum is the reward; without parts it is the rule's own."""
 
     rule: RewardFn
     parts: tuple[tuple[str, float, Part], ...] = ()
@@ -69,165 +32,90 @@ class Reward:
         groups = score_groups(problems, completions, self.rule)
         if not self.parts:
             return groups
-        asked = [group.problem for group in groups for _ in group.completions]
+        repeated = [group.problem for group in groups for _ in group.completions]
         texts = [completion.text for group in groups for completion in group.completions]
-        judged = [score for group in groups for score in group.scores]
-        found = {name: part(asked, texts, judged) for name, _, part in self.parts}
+        scores = [score for group in groups for score in group.scores]
+        values = {name: part.rewards(repeated, texts, scores) for name, _, part in self.parts}
         rows = iter(
             {
                 **score,
-                "reward": sum(weight * found[name][row] for name, weight, _ in self.parts),
-                **{f"part_{name}": values[row] for name, values in found.items()},
+                "reward": sum(weight * values[name][row] for name, weight, _ in self.parts),
+                **{f"part_{name}": rewards[row] for name, rewards in values.items()},
             }
-            for row, score in enumerate(judged)
+            for row, score in enumerate(scores)
         )
         return [Group(group.problem, group.completions, tuple(next(rows) for _ in group.scores)) for group in groups]
 
 
 def find_reward(name: str, rules: Sequence[str]) -> Reward:
-    """The reward that --reward names, for a task with these rules: a rule, or `part[:weight]`, several with commas.
+    """The reward that --reward names, for a task with these rules: one of them, or `part[:weight]`, several with commas.
 
-    A part is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's, package.module:function. Raises `UserError`
-    for any other name, and for a rule that is not the task's.
+    A part is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's own, package.module:function. Raises
+    `UserError` for any other name, for a rule that is not the task's, and for a part that cannot go with the task's rules.
     """
+    if name in rules:
+        return Reward(find_rule(name))
     if name in RULES:
-        if name not in rules:
-            raise UserError(f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}")
-        return Reward(RULES[name])
-    rule = RULES[rules[0]]
-    if "countdown" in rules and "signed_accuracy" in [item.strip().partition(":")[0] for item in name.split(",")]:
-        raise UserError(
-            "--reward signed_accuracy: it looks for a number that is the answer, which Countdown's are not; use accuracy"
-        )
-    parts = []
-    for item in name.split(","):
-        head, _, last = item.strip().rpartition(":")
-        if head in (*RULES, *CONTROLS, *PARTS) and _as_weight(last) is None:
-            raise UserError(f"--reward {item.strip()}: the weight {last!r} is no number")
-        weight = _as_weight(last) if head else None
-        part = head if weight is not None else item.strip()
-        parts.append((part.replace(":", "."), 1.0 if weight is None else weight, _find_part(part, rule)))
-    names = [part for part, _, _ in parts]
-    if len(set(names)) < len(names):
+        raise UserError(f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}")
+    rule = find_rule(rules[0])
+    weights = [_name_and_weight(item.strip()) for item in name.split(",")]
+    parts = tuple((part.replace(":", "."), weight, _find_part(part, rule, rules)) for part, weight in weights)
+    if len({part for part, _, _ in parts}) < len(parts):
         raise UserError(f"--reward {name}: a part is named twice")
-    return Reward(rule, tuple(parts))
+    return Reward(rule, parts)
 
 
-def evaluation_reward(name: str, rules: Sequence[str]) -> RewardFn:
-    """The rule that a run trained on `name` is evaluated by: its own, and the task's first for everything else."""
-    return RULES[name if name in rules else rules[0]]
+def evaluation_reward(reward: str, rules: Sequence[str]) -> RewardFn:
+    """The rule that evaluates a run trained on `reward`, for a task with these rules."""
+    return find_rule(evaluation_rule(reward, rules))
 
 
-def _as_weight(text: str) -> float | None:
+def _name_and_weight(item: str) -> tuple[str, float]:
+    """`part:weight` taken apart; the weight is 1 where none is given."""
+    name, _, last = item.rpartition(":")
     try:
-        weight = float(text)
+        weight = float(last)
     except ValueError:
-        return None
-    return weight if math.isfinite(weight) else None
+        weight = math.nan
+    if name and math.isfinite(weight):
+        return name, weight
+    if name in (*RULES, *CONTROLS, *PARTS):
+        raise UserError(f"--reward {item}: the weight {last!r} is no number")
+    return item, 1.0
 
 
-def _find_part(name: str, rule: RewardFn) -> Part:
-    if name in PARTS:
-        return PARTS[name]
-    if name in CONTROLS:
-        return lambda problems, texts, scores: [
-            CONTROLS[name](rule, text, problem.ground_truth) for problem, text in zip(problems, texts, strict=True)
-        ]
-    if name in RULES:
-        return _by_pairs(name, RULES[name])
-    module, _, function = name.rpartition(":")
-    if not module:
-        known = ", ".join([*RULES, *CONTROLS, *PARTS])
-        raise UserError(
-            f"--reward {name}: there is no such reward; choose of {known}, or name a function as package.module:function"
-        )
-    try:
-        found = getattr(importlib.import_module(module), function)
-        takes = inspect.signature(found).parameters
-    except (Exception, SystemExit) as error:  # whatever the user's module raises, and what is no function
-        raise UserError(f"--reward {name}: cannot be imported ({type(error).__name__}: {error})") from None
-    return _of_trl(name, found, takes) if "completions" in takes else _by_pairs(name, found)
-
-
-def _by_pairs(name: str, function: Callable) -> Part:
-    """A part from a function of a response and its ground truth, which returns a number or a score."""
-
-    def part(problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score]) -> list[float]:
-        def reward(text: str, ground_truth: str) -> object:
-            found = function(text, ground_truth)
-            return found["reward"] if isinstance(found, Mapping) else found
-
-        found = _called(name, lambda: [reward(text, p.ground_truth) for p, text in zip(problems, texts, strict=True)])
-        return _numbers(name, found, len(texts))
-
+def _find_part(name: str, rule: RewardFn, rules: Sequence[str]) -> Part:
+    table = {
+        **{key: Part(part_of_function(key, function)) for key, function in RULES.items()},
+        **{key: of_response(partial(control, rule)) for key, control in CONTROLS.items()},
+        **PARTS,
+    }
+    part = find("--reward", name, table, lambda function: Part(part_of_function(name, function)), choose="choose of")
+    for key in rules:
+        if key in part.unfit:
+            raise UserError(f"--reward {name}: {part.unfit[key]}")
     return part
-
-
-def _of_trl(name: str, function: Callable, takes: Mapping[str, inspect.Parameter]) -> Part:
-    """A part from a function as TRL calls them: f(prompts=..., completions=..., **columns) -> list of numbers or None."""
-    all_of_them = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
-
-    def part(problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score]) -> list[float]:
-        columns = {
-            "prompts": [problem.prompt for problem in problems],
-            "completions": list(texts),
-            "question": [problem.question for problem in problems],
-            "ground_truth": [problem.ground_truth for problem in problems],
-            "answer": [problem.ground_truth for problem in problems],
-            "id": [problem.id for problem in problems],
-        }
-        given = {key: values for key, values in columns.items() if all_of_them or key in takes}
-        return _numbers(name, _called(name, lambda: function(**given)), len(texts))
-
-    return part
-
-
-def _called(name: str, call: Callable[[], Iterable]) -> list:
-    try:
-        return list(call())
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise RunStopped(f"--reward {name}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})") from None
-
-
-def _numbers(name: str, values: Sequence[object], wanted: int) -> list[float]:
-    """The values as numbers, None as 0. Raises `RunStopped` for another count, and for what is no finite number."""
-    if len(values) != wanted:
-        raise RunStopped(f"--reward {name}: gave {len(values)} rewards for {wanted} completions")
-    found = []
-    for value in values:
-        try:
-            found.append(0.0 if value is None else float(value))
-        except (TypeError, ValueError):
-            found.append(math.nan)
-        if not math.isfinite(found[-1]):
-            raise RunStopped(f"--reward {name}: gave {value!r}, which is no number")
-    return found
 
 
 def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], reward_fn: RewardFn) -> list[Group]:
     """Each problem with its completions and their scores by one function."""
-    texts = [
-        (completion.text, problem.ground_truth)
-        for problem, drawn in zip(problems, completions, strict=True)
-        for completion in drawn
-    ]
-    threads = ThreadPoolExecutor(GRADERS_AT_WORK)
+    groups = list(zip(problems, completions, strict=True))
+    pairs = [(completion.text, problem.ground_truth) for problem, drawn in groups for completion in drawn]
+    threads = ThreadPoolExecutor(GRADING_THREADS)
     try:
-        scores = threads.map(lambda pair: reward_fn(*pair), texts)
-        return [
-            Group(problem, tuple(drawn), tuple(next(scores) for _ in drawn))
-            for problem, drawn in zip(problems, completions, strict=True)
-        ]
+        scores = threads.map(lambda pair: reward_fn(*pair), pairs)
+        return [Group(problem, tuple(drawn), tuple(next(scores) for _ in drawn)) for problem, drawn in groups]
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)  # whoever is interrupted does not wait for the rest
+        threads.shutdown(wait=False, cancel_futures=True)  # an interrupted command does not wait for the rest
 
 
 @contextmanager
 def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callable[[int, str], object]]:
-    """Gives a function of a problem's number and a response that has the rule look at it meanwhile: what takes long is cached,
-    so whoever scores the rollout then finds it decided."""
-    threads = ThreadPoolExecutor(GRADERS_AT_WORK)
+    """Gives a function of a problem's number and a response, which grades that response in a thread.
+
+    The grader caches slow verdicts, so scoring the rollout afterwards is fast.
+    """
+    threads = ThreadPoolExecutor(GRADING_THREADS)
     try:
         yield lambda number, text: threads.submit(rule, text, problems[number].ground_truth)
     finally:
@@ -235,16 +123,18 @@ def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callab
 
 
 def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, float]:
-    """The mean reward under each rule of the task, so that what the rule itself decides can be seen, the mean of each part, and
-    how many gradings failed.
+    """The mean reward under each rule of the task, the mean of each part, and the number of gradings that failed.
 
-    Verdicts are cached, so this costs little beside the scoring before it.
+    Verdicts are cached, so this costs little after the scoring.
     """
     pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
-    parts = [name for name in scores[0] if name.startswith("part_")]
     return {
-        **{f"reward_{name}": sum(RULES[name](*pair)["reward"] for pair in pairs) / len(pairs) for name in rules},
-        **{name: sum(score[name] for score in scores) / len(scores) for name in parts},
+        **{f"reward_{name.replace(':', '.')}": _mean_reward(find_rule(name), pairs) for name in rules},
+        **{name: sum(score[name] for score in scores) / len(scores) for name in scores[0] if name.startswith("part_")},
         "grading_failed": sum("grading_failed" in score for score in scores),
     }
+
+
+def _mean_reward(rule: RewardFn, pairs: Sequence[tuple[str, str]]) -> float:
+    return sum(rule(*pair)["reward"] for pair in pairs) / len(pairs)

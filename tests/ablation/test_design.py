@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import tyro
 
-from alignment.ablation.design import OWN_RULE, canonical, grid, lint, named_arms, with_controls
+from alignment.ablation.design import canonical, grid, lint, named_arms, with_controls
 from alignment.args import RLArgs, SweepArgs, command_line, from_preset, parse
 from alignment.data.tasks import TASKS
 from alignment.system.errors import UserError
@@ -175,7 +175,7 @@ def test_other_ways_of_evaluating_are_warned_of():
     for field, values in (("reward", ("r1_zero", "r1_zero_strict")), ("sampling_temperature", (0.5, 1.0))):
         (warning,) = said({"a": arm(**{field: values[0]}), "b": arm(**{field: values[1]})})["confounded"]
         assert "how the evaluation samples or scores" in warning
-    assert {name: task.rules[0] for name, task in TASKS.items()} == {name: OWN_RULE.get(name, "r1_zero") for name in TASKS}
+    assert {name: task.rules[0] for name, task in TASKS.items()} == {name: arm(task=name).evaluation_rule for name in TASKS}
     assert "confounded" not in said(with_controls({"a": arm()}))  # controls are scored by r1_zero
     assert "confounded" in said(with_controls({"a": arm(reward="r1_zero_strict")}))
 

@@ -40,7 +40,7 @@ def close(actual, expected):
 def test_names_on_the_command_line_are_the_keys_of_the_tables():
     assert get_args(arguments.LossType) == tuple(LOSSES)
     assert get_args(arguments.LossNormalization) == tuple(SUMS)
-    assert arguments.RULES == tuple(RULES) and arguments.CONTROLS == tuple(CONTROLS)
+    assert arguments.RULES is RULES and arguments.CONTROLS is CONTROLS
     assert get_args(arguments.Correction) == CORRECTIONS
     assert set(LOSSES) - USES_OLD_POLICY == set(WITHOUT_RATIO)
 

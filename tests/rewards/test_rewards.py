@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignment.args import CONTROLS
 from alignment.core.records import Completion, Problem
+from alignment.rewards.controls import CONTROLS, random_reward
 from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn, strict_answer
-from alignment.rewards.reward import evaluation_reward, find_reward, grading_report, random_reward, score_groups
-from alignment.system.errors import UserError
+from alignment.rewards.reward import evaluation_reward, find_reward, grading_report, score_groups
+from alignment.system.errors import RunStopped, UserError
 
 HERE = Path(__file__).parent
 HACKS = [json.loads(line) for line in (HERE / "hacks.jsonl").read_text("utf-8").splitlines()]
@@ -253,3 +253,39 @@ def test_functions_of_the_users_own(users, name, expected):
 def test_rewards_that_cannot_be_are_named(users, name, message):
     with pytest.raises(UserError, match=message):
         rewarded(name, GOOD)
+
+
+OWN_RULE = """
+def rule(response, ground_truth):
+    right = float(ground_truth in response)
+    return {"reward": right, "format_reward": 1.0, "answer_reward": right}
+
+def no_score(response, ground_truth):
+    return 1.0
+
+def breaks(response, ground_truth):
+    return {}["missing"]
+"""
+
+
+def test_a_task_may_have_a_rule_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "users_rule.py").write_text(OWN_RULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rules = ("users_rule:rule",)
+    (group,) = find_reward("users_rule:rule", rules).score([PROBLEM], [[completion("it is 5"), completion("6")]])
+    assert [score["reward"] for score in group.scores] == [1, 0]
+    assert grading_report([group], rules) == {"reward_users_rule.rule": 0.5, "grading_failed": 0}
+    assert evaluation_reward("random", rules)("5", "5")["reward"] == 1
+    with pytest.raises(UserError, match="r1_zero: it does not fit this --task, which is graded by users_rule:rule"):
+        find_reward("r1_zero", rules)
+    for name, message in (
+        ("no_score", "gave 1.0; a rule gives reward, format_reward"),
+        ("breaks", r"KeyError.*users_rule.py:10"),
+    ):
+        with pytest.raises(RunStopped, match=message):
+            evaluation_reward("random", (f"users_rule:{name}",))("5", "5")
+
+
+def test_a_part_that_cannot_go_with_a_rule_says_why():
+    with pytest.raises(UserError, match="--reward signed_accuracy: it looks for a number that is the answer"):
+        find_reward("format,signed_accuracy:0.5", ("countdown",))

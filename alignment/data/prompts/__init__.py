@@ -1,7 +1,7 @@
-"""Prompt templates with one `{question}` to fill in: NAME.prompt is the whole text, NAME.chat a chat's turns.
+"""Prompt templates with one `{question}`: NAME.prompt is the whole text, NAME.chat the turns of a chat.
 
-A chat has the parts `### system`, `### user` and `### assistant`; the model's own chat template joins them, and the last is how
-the response begins.
+A chat has the parts `### system`, `### user` and `### assistant`. The model's chat template joins the first two; the last is
+the beginning of the response.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 
 
 def prompt_names() -> list[str]:
-    """Names of all templates."""
+    """The names of all templates."""
     return sorted(path.stem for path in FOLDER.iterdir() if path.suffix in (".prompt", ".chat"))
 
 
@@ -30,9 +30,9 @@ def check_template(name: str) -> None:
 
 
 def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
-    """The problems with their prompts, by the template `name`.
+    """The problems with their prompts filled in from the template `name`; `Endless` problems stay endless.
 
-    Raises `UserError` for a name that there is not, and for a chat where the tokenizer has no chat template.
+    Raises `UserError` for an unknown template, and for a chat if the tokenizer has no chat template.
     """
     check_template(name)
     if (FOLDER / f"{name}.chat").exists():
@@ -50,30 +50,30 @@ def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Prob
 
     if isinstance(problems, Endless):
         return Endless(lambda i: fill(problems[i]))
-    if problems and fill(problems[0]) == problems[0]:  # the template that the task itself fills in
+    if problems and fill(problems[0]) == problems[0]:  # the task fills in this template itself
         return problems
     return [fill(problem) for problem in problems]
 
 
 def fill_prompt(name: str, question: str) -> str:
-    """The plain template `name` with its question filled in; braces inside the question stay as they are."""
+    """The prompt of a question, by the plain template `name`; braces inside the question stay as they are."""
     return _template(f"{name}.prompt").replace("{question}", question)
 
 
 def _chat(name: str, tokenizer) -> str:
-    """A chat as one text, with `{question}` still to be filled in."""
+    """The chat `name` as one text that still contains `{question}`."""
     parts = re.split(r"^### (\w+)\n", _template(f"{name}.chat"), flags=re.MULTILINE)[1:]
     turns = {role: text.removesuffix("\n") for role, text in zip(parts[::2], parts[1::2], strict=True)}
-    begins = turns.pop("assistant")
+    beginning = turns.pop("assistant")
     messages = [{"role": role, "content": text} for role, text in turns.items()]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # the template is the model's, and may refuse a system's turn
+    except Exception as error:  # the model's template may refuse a system turn
         raise UserError(f"--prompt {name}: the chat template of this model refuses it ({error})") from None
     first = tokenizer("a")["input_ids"][:1]
-    if first and first[0] == tokenizer.bos_token_id:  # which encoding the prompt adds once more
+    if first and first[0] == tokenizer.bos_token_id:  # encoding the prompt adds it again
         text = text.removeprefix(tokenizer.bos_token)
-    return text + begins
+    return text + beginning
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""Tasks: where problems and worked solutions come from. `TASKS` names them all."""
+"""Tasks: where problems and worked solutions come from. `TASKS` lists them all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from alignment.core.records import Problem
 from alignment.data.tasks import arithmetic, countdown, gsm8k
-from alignment.system.errors import UserError
+from alignment.system.registry import find
 
 Split = Literal["train", "test"]
 
@@ -17,9 +17,10 @@ Split = Literal["train", "test"]
 class Task:
     """One source of verifiable problems.
 
-    `problems(split, dataset_path)` gives a split's problems, the same every time; those for training may be `Endless`.
-    `demonstrations(split, dataset_path, seed)` lists problems of that split with responses to them, for SFT. `prompt` is the
-    template that its problems are asked with, `rules` the grading rules that fit, of which the first is what counts.
+    `problems(split, dataset_path)` returns the problems of a split, the same ones every time; training problems may be
+    `Endless`. `demonstrations(split, dataset_path, seed)` returns (problem, response) pairs of that split, for SFT. `prompt`
+    names the prompt template. `rules` name the rules that can grade a response, each one of `RULES` or a function of the
+    user's own, package.module:function; evaluations are by the first. `stop` are the strings that end a response.
     """
 
     name: str
@@ -41,7 +42,5 @@ TASKS: Mapping[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """The task of that name. Raises `UserError` for any other."""
-    if name not in TASKS:
-        raise UserError(f"--task {name}: there is no such task; choose one of {', '.join(TASKS)}")
-    return TASKS[name]
+    """The task `name` of `TASKS`, or the user's own, as package.module:name. Raises `UserError` for any other name."""
+    return find("--task", name, TASKS)

@@ -4,9 +4,9 @@ Problem: `What is 2 + 3 * 4 - 1?`. A careful solution works one operation at a t
 
     <think> 3 * 4 = 12 ; 2 + 12 = 14 ; 14 - 1 = 13 </think> <answer> 13 </answer>
 
-The demonstrations end with those of a deliberately careless teacher, who ignores precedence, skips the work or drops
-the tags more often than not. Warmed up on them, a policy knows how to be careful and seldom is; which of its habits pay
-is what reinforcement learning then finds out.
+The last demonstrations come from a deliberately careless teacher, who often ignores precedence, skips the work or drops the
+tags. A policy warmed up on all of them knows how to be careful and seldom is; reinforcement learning then finds out which
+of its habits pay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from alignment.data.prompts import fill_prompt
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERANDS = range(1, 7)
 LARGEST = 20  # absolute value of any intermediate result
-TEST_SHARE = 8  # one problem in so many is held out
+TEST_SHARE = 8  # one problem in 8 belongs to the test split
 
 DEMONSTRATIONS = {"train": 60_000, "test": 512}
 CAREFUL_SHARE = 0.6  # of the demonstrations, the first ones
@@ -34,15 +34,15 @@ Step = tuple[int, str, int, int]
 
 
 def problems(split: str, dataset_path: str = "") -> list[Problem]:
-    """Every problem of the split, in a fixed shuffled order. There is nothing to read: `dataset_path` is ignored."""
+    """Every problem of the split, in a fixed shuffled order. `dataset_path` is ignored: the problems are computed."""
     return [as_problem(expression) for expression in _expressions(split)]
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """(problem, response) pairs on problems of this split only, short problems as often as long.
+    """(problem, response) pairs on problems of this split, short problems as often as long ones.
 
-    Those for training are in teaching order: first careful solutions, which show how to calculate, then those of the
-    careless teacher, whose habits the policy ends up with. Those for testing are all careless.
+    Training pairs are in teaching order: first careful solutions, which show how to calculate, then those of the careless
+    teacher, whose habits the policy ends up with. Test pairs are all careless.
     """
     rng = random.Random(f"{split} {seed}")
     by_length = [[e for e in _expressions(split) if len(e) == length] for length in (3, 5, 7)]
@@ -75,7 +75,7 @@ def solve(expression: Expression, by_precedence: bool) -> list[Step]:
 
 
 def solution(expression: Expression, by_precedence: bool = True, shows_work: bool = True, in_format: bool = True) -> str:
-    """A worked response; a careful one unless told otherwise."""
+    """A worked response: a careful one by default."""
     steps = solve(expression, by_precedence)
     work = [f"{left} {sign} {right} = {result}" for left, sign, right, result in steps] if shows_work else []
     shape = "</think> <answer> {} </answer>" if in_format else "</think> {} ."
@@ -94,13 +94,13 @@ def careless_solution(expression: Expression, rng: random.Random) -> str:
 
 @lru_cache
 def _expressions(split: str) -> tuple[Expression, ...]:
-    """All expressions of a split. A hash of the problem decides the split, so no problem can ever be in both."""
-    found = []
+    """All expressions of a split. A hash of the problem decides the split, so no problem is in both."""
+    by_hash = []
     for count in (2, 3, 4):
         for signs in itertools.product(OPERATIONS, repeat=count - 1):
             for numbers in itertools.product(OPERANDS, repeat=count):
                 expression = (*itertools.chain(*zip(numbers[:-1], signs, strict=True)), numbers[-1])
                 if all(abs(result) <= LARGEST for *_, result in solve(expression, by_precedence=True)):
-                    found.append((hashlib.sha256(" ".join(map(str, expression)).encode()).digest(), expression))
+                    by_hash.append((hashlib.sha256(" ".join(map(str, expression)).encode()).digest(), expression))
     held_out = {"train": False, "test": True}[split]
-    return tuple(e for digest, e in sorted(found) if (digest[-1] % TEST_SHARE == 0) == held_out)
+    return tuple(e for digest, e in sorted(by_hash) if (digest[-1] % TEST_SHARE == 0) == held_out)

@@ -5,11 +5,11 @@ Problem: `3 4 2 -> 14`. A response combines two numbers at a time, and answers w
     <think> 3 + 4 = 7 ; 7 * 2 = 14 </think>
     <answer>(3 + 4) * 2</answer>
 
-Problems are made without end, every one from a solution of its own; or they are read from Parquet files with the columns
-`nums` and `target`, as the data set Countdown-Tasks-3to4 has them: where some files are named "train" and others "test", these
-are the splits, else one row in eight is held out. `countdown_small` has three numbers up to 9 and targets up to 30, which a
-tiny policy can learn on a CPU; its demonstrations end with those of a careless teacher, who more often than not combines the
-numbers without a look at the target.
+Without a data set, problems are generated without end, each from a solution. With one, they are read from Parquet files with
+the columns `nums` and `target`, such as those of Countdown-Tasks-3to4: if some files are named "train" and others "test",
+these are the splits; otherwise one row in eight belongs to the test split. `countdown_small` has three numbers up to 9 and
+targets up to 30, which a tiny policy can learn on a CPU; its last demonstrations come from a careless teacher, who often
+combines the numbers without a look at the target.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from alignment.core.records import Endless, Problem
 from alignment.data.prompts import fill_prompt
 from alignment.system.errors import UserError
 
-TEST_SHARE = 8  # one problem in so many is held out
+TEST_SHARE = 8  # one problem in 8 belongs to the test split
 TEST_PROBLEMS = 1024
 DEMONSTRATIONS = {"train": 40_000, "test": 512}
 CAREFUL_SHARE = 0.7  # of the demonstrations, the first ones
-IGNORES_TARGET = 0.7  # chance that the careless teacher does
+IGNORES_TARGET = 0.7  # probability that the careless teacher ignores the target
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many numbers, up to which, and the largest target."""
+    """The possible counts of numbers, the largest number, and the largest target."""
 
     counts: tuple[int, ...]
     largest: int
@@ -47,8 +47,8 @@ FULL, SMALL = Size((3, 4), 99, 100), Size((3,), 9, 30)
 
 
 @dataclass(frozen=True)
-class Try:
-    """An expression, how it is calculated step by step, and its value."""
+class Attempt:
+    """An expression, the steps of its calculation, and its value."""
 
     text: str
     steps: tuple[str, ...]
@@ -56,32 +56,32 @@ class Try:
 
 
 def problems(split: str, dataset_path: str = "", size: Size = FULL) -> Sequence[Problem]:
-    """The problems of `dataset_path`, or, where that is empty, made ones: `TEST_PROBLEMS` held out, and others without end."""
+    """The problems of `dataset_path`; if that is empty, generated ones: `TEST_PROBLEMS` for testing, `Endless` for training."""
     if dataset_path:
         return _read(split, Path(dataset_path))
     if split == "test":
-        return [_made(i, "test", size) for i in range(TEST_PROBLEMS)]
-    return Endless(lambda i: _made(i, "train", size))
+        return [_problem(i, "test", size) for i in range(TEST_PROBLEMS)]
+    return Endless(lambda i: _problem(i, "train", size))
 
 
 def small_problems(split: str, dataset_path: str = "") -> Sequence[Problem]:
-    """Three small numbers."""
+    """Problems of three small numbers."""
     return problems(split, dataset_path, SMALL)
 
 
 def small_demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """Problems of this split with responses, those of the careful teacher before those of the careless one."""
+    """(problem, response) pairs of this split; those of the careful teacher come before those of the careless one."""
     careful = int(CAREFUL_SHARE * DEMONSTRATIONS[split]) if split == "train" else 0
-    found = []
+    pairs = []
     for i in range(DEMONSTRATIONS[split]):
         rng = random.Random(f"demonstration {split} {seed} {i}")
-        problem = _made(rng.getrandbits(40), split, SMALL)
-        found.append((problem, _demonstration(problem, rng, careless=i >= careful)))
-    return found
+        problem = _problem(rng.getrandbits(40), split, SMALL)
+        pairs.append((problem, _demonstration(problem, rng, careless=i >= careful)))
+    return pairs
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """There are none for the full size: it is meant for a model that follows instructions."""
+    """Raises `UserError`: the full size has none, because it is meant for a model that follows instructions."""
     raise UserError("--task countdown has no worked solutions to learn from: start from --model with --sft_base ''")
 
 
@@ -92,8 +92,8 @@ def as_problem(numbers: Sequence[int], target: int) -> Problem:
     return Problem(f"countdown/{question}", question, fill_prompt("tiny", question), f"{target} = {listed}")
 
 
-def a_try(numbers: Sequence[int], rng: random.Random) -> Try | None:
-    """All numbers combined at random, two at a time; None where it divides by zero or leaves the whole numbers."""
+def random_attempt(numbers: Sequence[int], rng: random.Random) -> Attempt | None:
+    """A random expression of all numbers, combined two at a time; None if a quotient is not a whole number."""
     parts = [(str(n), Fraction(n)) for n in numbers]
     steps = []
     while len(parts) > 1:
@@ -105,24 +105,24 @@ def a_try(numbers: Sequence[int], rng: random.Random) -> Try | None:
         steps.append(f"{x} {sign} {y} = {value}")
         parts.append((f"({a} {sign} {b})", value))
     text = parts[0][0]
-    return Try(text[1:-1], tuple(steps), parts[0][1])
+    return Attempt(text[1:-1], tuple(steps), parts[0][1])
 
 
-def _made(index: int, split: str, size: Size) -> Problem:
-    """Problem `index` of a split, whose target some combination reaches. A hash of the problem decides its split."""
+def _problem(index: int, split: str, size: Size) -> Problem:
+    """Problem `index` of a split, which has a solution. A hash of the problem decides its split."""
     rng = random.Random(f"countdown {split} {index}")
     while True:
         numbers = [rng.randint(1, size.largest) for _ in range(rng.choice(size.counts))]
-        tried = a_try(numbers, rng)
-        if tried is None or not 1 <= tried.value <= size.target:
+        attempt = random_attempt(numbers, rng)
+        if attempt is None or not 1 <= attempt.value <= size.target:
             continue
-        problem = as_problem(numbers, int(tried.value))
-        if _held_out(numbers, int(tried.value)) == (split == "test"):
+        problem = as_problem(numbers, int(attempt.value))
+        if _in_test_split(numbers, int(attempt.value)) == (split == "test"):
             return problem
 
 
-def _held_out(numbers: Sequence[int], target: int) -> bool:
-    """The same for every order of the numbers, so that no problem is in one split and its twin in the other."""
+def _in_test_split(numbers: Sequence[int], target: int) -> bool:
+    """Whether a problem belongs to the test split, the same for every order of its numbers."""
     return hashlib.sha256(f"{sorted(numbers)} {target}".encode()).digest()[-1] % TEST_SHARE == 0
 
 
@@ -131,30 +131,30 @@ def _demonstration(problem: Problem, rng: random.Random, careless: bool) -> str:
     numbers = list(map(int, listed.split()))
     shown = _solution(tuple(sorted(numbers)), int(target))
     if careless and rng.random() < IGNORES_TARGET:
-        while (shown := a_try(numbers, rng)) is None or abs(shown.value) > 100:
+        while (shown := random_attempt(numbers, rng)) is None or abs(shown.value) > 100:
             pass
     return f" {' ; '.join(shown.steps)} </think>\n<answer>{shown.text}</answer>"
 
 
 @cache
-def _solution(numbers: tuple[int, ...], target: int) -> Try:
-    """The same solution each time, found by trying."""
+def _solution(numbers: tuple[int, ...], target: int) -> Attempt:
+    """The first random expression that reaches the target; the same one every time."""
     rng = random.Random(f"solution {numbers} {target}")
-    while (tried := a_try(numbers, rng)) is None or tried.value != target:
+    while (attempt := random_attempt(numbers, rng)) is None or attempt.value != target:
         pass
-    return tried
+    return attempt
 
 
 def _read(split: str, folder: Path) -> list[Problem]:
-    """Rows of all Parquet files of a folder. Raises `UserError`, naming file and row, for what is no problem."""
+    """The problems of a split in all Parquet files of a folder. Raises `UserError`, naming file and row, for other content."""
     files = sorted(folder.glob("**/*.parquet"))
     if not files:
         raise UserError(f"--dataset_path {folder}: holds no .parquet file with the columns nums and target")
-    named = {each: [file for file in files if each in re.split(r"[^a-z]+", file.stem)] for each in ("train", "test")}
-    by_name = all(named.values())  # with files of one split alone, the other would be made of the same rows
+    named = {name: [file for file in files if name in re.split(r"[^a-z]+", file.stem)] for name in ("train", "test")}
+    by_name = all(named.values())  # files of one split alone would leave the other split empty
     rows = [row for file in (named[split] if by_name else files) for row in _rows(file)]
     if not by_name:
-        rows = [(numbers, target) for numbers, target in rows if _held_out(numbers, target) == (split == "test")]
+        rows = [(numbers, target) for numbers, target in rows if _in_test_split(numbers, target) == (split == "test")]
     if not rows:
         raise UserError(f"--dataset_path {folder}: has no problem for the {split} split")
     return [as_problem(numbers, target) for numbers, target in rows]
@@ -170,10 +170,10 @@ def _rows(file: Path) -> tuple[tuple[tuple[int, ...], int], ...]:
         columns = parquet.read_table(file, columns=["nums", "target"]).to_pydict()
     except (ArrowException, OSError, KeyError) as error:
         raise UserError(f"{file}: cannot be read as Parquet with the columns nums and target ({error})") from None
-    found = []
+    rows = []
     for number, (nums, target) in enumerate(zip(columns["nums"], columns["target"], strict=True), start=1):
         whole = isinstance(nums, list) and nums and all(isinstance(n, int) for n in nums) and isinstance(target, int)
         if not whole or len(nums) > 10:
             raise UserError(f"{file}: row {number}: nums must be whole numbers, ten at most, and target a whole number")
-        found.append((tuple(nums), target))
-    return tuple(found)
+        rows.append((tuple(nums), target))
+    return tuple(rows)

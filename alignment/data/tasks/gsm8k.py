@@ -35,7 +35,7 @@ ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 @dataclass(frozen=True)
 class Row:
-    """One problem as the files hold it: question, worked solution without calculator annotations, final answer."""
+    """One row of a file: question, worked solution without calculator annotations, final answer."""
 
     question: str
     solution: str
@@ -43,7 +43,7 @@ class Row:
 
 
 def problems(split: str, dataset_path: str = "") -> list[Problem]:
-    """The split's problems under the r1_zero prompt, in file order. Raises `UserError` as `read_rows`."""
+    """The problems of a split with the r1_zero prompt, in file order. Raises `UserError` as `read_rows` does."""
     return [
         Problem(f"gsm8k/{split}/{index}", row.question, fill_prompt("r1_zero", row.question), row.answer)
         for index, row in enumerate(read_rows(_file(split, dataset_path)))
@@ -62,7 +62,7 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read a file of rows. Raises `UserError`, naming file and line, for a missing or empty file and for a bad row."""
+    """The rows of a file. Raises `UserError`, naming file and line, for a missing or empty file and for a bad row."""
     if not path.is_file():
         raise UserError(
             f"{path} does not exist: download GSM8K with `uv run -m alignment.download`,"

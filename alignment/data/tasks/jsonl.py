@@ -1,6 +1,6 @@
-"""Demonstrations from JSON-lines files: worked by people, sampled and kept, or general data.
+"""Demonstrations from JSON-lines files.
 
-A row has a "question", which is asked with the run's prompt template, or a whole "prompt"; and the "response" to it:
+A row has a "question", to which the run's prompt template is applied, or a whole "prompt", and the "response" to it:
 
     {"question": "What is 2 + 3?", "response": " 2 + 3 = 5 </think> <answer> 5 </answer>"}
 """
@@ -15,30 +15,30 @@ from pathlib import Path
 from alignment.core.records import Problem
 from alignment.system.errors import UserError
 
-VALIDATION_SHARE = 20  # one demonstration in so many is held out, for the validation loss
+VALIDATION_SHARE = 20  # one question in 20 belongs to the test split, for the validation loss
 
 
 def demonstrations(files: Sequence[str], split: str, seed: int) -> list[tuple[Problem, str]]:
-    """(problem, response) of all rows of a split, shuffled by `seed`; a problem without a question has its prompt already.
+    """(problem, response) pairs of a split, shuffled by `seed`; a problem without a question has its prompt already.
 
-    Raises `UserError`, naming file and line, for a row that is none, and for files that hold fewer than two.
+    No question is in both splits, unless there is only one. Raises `UserError`, naming file and line, for a malformed row,
+    and for files with fewer than two rows.
     """
     rows = [row for file in files for row in read_demonstrations(Path(file))]
     if len(rows) < 2:
         raise UserError(f"--demonstrations {' '.join(files)}: {len(rows)} rows are too few to train on")
     random.Random(f"demonstrations {seed}").shuffle(rows)
-    asked = list(dict.fromkeys(question_of(row) for row in rows))
-    held_out = set(asked[: max(1, len(asked) // VALIDATION_SHARE)]) if len(asked) > 1 else set()
-    return [row for row in rows if (question_of(row) in held_out) == (split == "test")] or rows
+    questions = list(dict.fromkeys(_question(row) for row in rows))
+    tested = set(questions[: max(1, len(questions) // VALIDATION_SHARE)]) if len(questions) > 1 else set()
+    return [row for row in rows if (_question(row) in tested) == (split == "test")] or rows
 
 
-def question_of(row: tuple[Problem, str]) -> str:
-    """What a demonstration answers; no question is on both sides of the split, unless there is one only."""
+def _question(row: tuple[Problem, str]) -> str:
     return row[0].question or row[0].prompt
 
 
 def read_demonstrations(file: Path) -> list[tuple[Problem, str]]:
-    """The rows of one file."""
+    """The (problem, response) pairs of one file. Raises `UserError`, naming file and line, for a malformed row."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
@@ -57,12 +57,12 @@ def _row(line: str, place: str) -> tuple[Problem, str]:
         raise UserError(f"{place}: nested too deeply for a demonstration") from None
     if not isinstance(record, dict) or not isinstance(record.get("response"), str) or not record["response"]:
         raise UserError(f'{place}: needs a "response", which is text')
-    asked = record.get("question") or record.get("prompt")
+    text = record.get("question") or record.get("prompt")
     try:
-        f"{asked}{record['response']}".encode()
+        f"{text}{record['response']}".encode()
     except UnicodeEncodeError:
         raise UserError(f"{place}: holds half of a surrogate pair, which is no text") from None
-    if not isinstance(asked, str):
+    if not isinstance(text, str):
         raise UserError(f'{place}: needs a "question" or a "prompt", which is text')
-    question = asked if record.get("question") else ""
-    return Problem(place, question, "" if question else asked, ""), record["response"]
+    question = text if record.get("question") else ""
+    return Problem(place, question, "" if question else text, ""), record["response"]

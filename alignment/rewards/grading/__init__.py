@@ -1,7 +1,8 @@
-"""Whether two final answers say the same: reading them, comparing them, and asking math-verify safely.
+"""The grader: whether a final answer equals the ground truth.
 
-    text -> answers -> compare -> (where they cannot be read) ask_math_verify, in a process that can be killed
+    text.py -> reading.py -> compare.py -> (notation that reading.py refuses) workers.py and ask_math_verify.py
 
-`text.py` brings spelling to one form, `answers.py` reads structure, `expressions.py` reads what stands inside, `values.py`
-evaluates it, `compare.py` decides, `workers.py` runs what cannot be bounded in advance. None of them evaluates text.
+`text.py` brings two texts to one spelling, `reading.py` parses them into the types of `answers.py`, with formulas parsed by
+`expressions.py`, `compare.py` compares these, with formulas evaluated by `values.py`, and `workers.py` runs math-verify in a
+process that can be killed. `cascade.py` puts these stages in order. None of them evaluates text as code.
 """

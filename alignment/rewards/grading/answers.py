@@ -1,4 +1,4 @@
-"""What an answer can be: a quantity with its unit, words, a listing, a matrix, a region of the real line, ..."""
+"""The kinds of answers: a quantity with its unit, words, a listing, a matrix, a region of the real line, ..."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class About:
-    """An answer that says of itself that it is an approximation: ≈ 3.14, about 5."""
+    """An answer marked as an approximation: ≈ 3.14, about 5."""
 
     answer: Answer
 
@@ -79,7 +79,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Relation:
-    """`left sign right` with sign one of = < ≤ ≠, where it is not a label or a region."""
+    """`left sign right`, with sign one of = < ≤ ≠, that is neither labelled nor a region."""
 
     sign: str
     left: Node

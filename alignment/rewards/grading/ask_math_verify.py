@@ -1,6 +1,7 @@
-"""math-verify as the last witness: what it is asked, and how.
+"""math-verify, the last stage: which pairs it may compare, and the call.
 
-It reads LaTeX with a grammar, but hands what it reads to sympy, which computes: it runs in a worker that can be killed.
+It parses LaTeX with a grammar, but hands the result to sympy, whose computations have no bound: it runs in a worker process
+that can be killed.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from alignment.rewards.grading.text import split
 MAX_CHARS = 200
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
-_NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # what our own grammar does not read, or not everywhere
+_NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never
 _TO_LATEX = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∞": r"\infty ",
              "±": r"\pm ", "∈": r"\in ", "→": r"\to ", "*": r"\cdot "}  # fmt: skip
 
 
 def may_ask(answer: str, truth: str) -> bool:
-    """Whether math-verify is worth asking about two normalised texts: one has notation for it, and both are harmless."""
+    """Whether math-verify may compare two normalised texts: one has notation that only it reads, and both are harmless."""
     return bool(_NOTATION.search(answer) or _NOTATION.search(truth)) and _harmless(answer) and _harmless(truth)
 
 
 def _harmless(text: str) -> bool:
-    """Whether a normalised text is short, whole, of known commands, and without words or large numbers.
+    """Whether a normalised text is short, complete, made of known commands, and without words or large numbers.
 
-    Not an equation either: of `7 = 5` math-verify would see the 5, and it takes unsolvable ones for equal. Nor a relation
-    of numbers, which is true or false and says nothing of the answer.
+    An equation is not harmless: math-verify reads `7 = 5` as 5, and takes unsolvable equations for equal. Nor is a relation
+    of numbers, which is true or false and states no answer.
     """
     if len(text) > MAX_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN:
         return False
@@ -51,7 +52,7 @@ def _harmless(text: str) -> bool:
 
 
 def _whole(text: str) -> bool:
-    """Whether brackets match up and nothing is missing: no \\frac without its two parts, no sign at an end."""
+    """Whether brackets match and nothing is missing: no \\frac without its two parts, no sign at an end."""
     if not split(text) or re.search(r"\{ ?\}|[-+*/^_=<≤∪∩∖] ?$|^ ?[*/^_=<>≤≥∪∩∖]", text):
         return False
     if re.findall(r"\\begin ?\{(\w+)\}", text) != re.findall(r"\\end ?\{(\w+)\}", text):
@@ -64,15 +65,15 @@ def _whole(text: str) -> bool:
 
 
 def math_verify_equal(answer: str, truth: str) -> bool:
-    """math-verify's verdict on two normalised texts. May take any time and memory; errors are a no."""
+    """math-verify's verdict on two normalised texts. May take any time and memory; an error means no."""
     return math_verify_reading(_latex(answer), _latex(truth))[0]
 
 
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
-    """math-verify's verdict on two texts in LaTeX, and what it took the answer for.
+    """math-verify's verdict on two texts in LaTeX, and how it read the answer.
 
-    Only its LaTeX extraction is used: the one for plain expressions hands text to sympy's `parse_expr`, which is `eval`.
-    The LaTeX grammar gives sympy nothing but its own number tokens as text. Its own clock, `signal.alarm`, is left off.
+    Only its LaTeX extraction is safe: the one for plain expressions calls sympy's `parse_expr`, which is `eval`, while the
+    LaTeX grammar gives sympy no text but number tokens. Its time-out by `signal.alarm` is off: the worker has its own.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -81,7 +82,7 @@ def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
         gold, target = (
             parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)
         )
-        # Rounding only beyond what a decimal can hold here: 0.33 is no more 1/3 inside a matrix than outside.
+        # Rounding starts beyond the digits that a decimal has here, so that 0.33 is not 1/3 inside a matrix either.
         equal = bool(gold and target) and verify(gold, target, float_rounding=15, numeric_precision=30, timeout_seconds=None)
         return equal, f"read as {str(target[0])[:40]}" if target else "not read"
     except MemoryError:

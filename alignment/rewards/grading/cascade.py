@@ -1,4 +1,4 @@
-"""TODO."""
+"""The stages of the grader in order, cheapest first: `grade`, `grade_detail` with the deciding stage, `grade_many`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from alignment.rewards.grading.compare import Comparison
 from alignment.rewards.grading.text import normalise, squeeze, unbox
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
-READ_CHARS = 400  # beyond which a text is compared as it stands, for reading takes the square of its length
-CACHED = 100_000  # verdicts kept
-SPREAD = 512  # pairs from which on grading in other processes is faster than here
+READ_CHARS = 400  # a longer text is not parsed, which takes the square of its length, but compared as it is
+CACHED = 100_000  # verdicts in the cache
+SPREAD = 512  # from this number of pairs on, worker processes are faster than this one
 
 FAILURES = ("time-out", "memory", "died", "error")
-"""Outcomes of a grading that did not end well: counted apart, never in silence, and the reward is 0."""
+"""Stages of a failed grading: the reward is 0, and the run counts and reports it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the answer is right, and what decided: a stage of the cascade, "bounds" (empty or too long), "unread" (no
-    stage could read both texts), or one of `FAILURES` ("error" is a defect of the grader's own)."""
+    """Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or too long), "unread"
+    (no stage could read both texts), or one of `FAILURES` ("error" is a defect of the grader)."""
 
     equal: bool
     stage: str
 
 
 def grade(answer: str, ground_truth: str, fast: bool = False) -> bool:
-    """Whether `answer` equals `ground_truth`. Never raises; text that cannot be understood is wrong.
+    """Whether `answer` equals `ground_truth`. Never raises; an answer that cannot be read is wrong.
 
     `fast` stops before the last two stages.
     """
@@ -38,7 +38,7 @@ def grade(answer: str, ground_truth: str, fast: bool = False) -> bool:
 
 
 def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
-    """The verdict with the stage that decided it. Verdicts are cached, those of failed gradings excepted."""
+    """The verdict with the stage that decided it. Verdicts are cached, except those of failed gradings."""
     if max(len(answer), len(ground_truth)) > MAX_CHARS:
         return Verdict(False, "bounds")
     verdict = _decide(answer, ground_truth, fast)
@@ -81,7 +81,7 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
     try:
         equal = comparison.texts(answer, truth)
     except Exception:
-        # No text is known to come here; but a defect in reading one answer must not end a run of days.
+        # No text is known to come here, but a defect of the grader must not end a run of days.
         return Verdict(False, "error")
     return Verdict(bool(equal), "unread" if equal is None else comparison.stage)
 
@@ -90,7 +90,7 @@ _DECIMAL = re.compile(r"([-+]?)\$?([0-9]{1,80}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20
 
 
 def _plain_numbers(answer: str, truth: str) -> bool | None:
-    """Whether a decimal number is the whole number that the truth is, the most frequent question of all; None for others."""
+    """Whether a decimal number equals a whole number, the most frequent case; None for any other pair of texts."""
     whole, decimal = _DECIMAL.fullmatch(truth), _DECIMAL.fullmatch(answer)
     if whole is None or whole[3] or decimal is None:
         return None
@@ -104,20 +104,20 @@ def _normalised(text: str) -> str:
 
 
 def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool = False) -> list[Verdict]:
-    """The verdict on each pair, in order; what is large enough for it is spread over worker processes, one a core.
+    """The verdict on each pair, in order; from `SPREAD` pairs on, one worker process a core shares the work.
 
     Raises ValueError where the two lengths differ.
     """
     from alignment.rewards.grading.workers import decide_many, pool
 
     pairs = list(zip(answers, ground_truths, strict=True))
-    asked = [pair for pair in dict.fromkeys(pairs) if max(map(len, pair)) <= MAX_CHARS]
-    if len(asked) >= SPREAD:
-        verdicts = dict(zip(asked, (Verdict(*outcome) for outcome in decide_many(asked, fast)), strict=True))
+    distinct = [pair for pair in dict.fromkeys(pairs) if max(map(len, pair)) <= MAX_CHARS]
+    if len(distinct) >= SPREAD:
+        verdicts = dict(zip(distinct, (Verdict(*outcome) for outcome in decide_many(distinct, fast)), strict=True))
     else:
-        verdicts = {pair: _decide(*pair, fast) for pair in asked}
+        verdicts = {pair: _decide(*pair, fast) for pair in distinct}
     unread = [] if fast else [pair for pair, verdict in verdicts.items() if verdict.stage == "unread"]
     if unread:
-        with ThreadPoolExecutor(pool().size) as threads:  # each of which waits for a worker
+        with ThreadPoolExecutor(pool().size) as threads:  # each thread waits for a worker
             verdicts |= dict(zip(unread, threads.map(lambda pair: grade_detail(*pair), unread), strict=True))
     return [verdicts.get(pair, Verdict(False, "bounds")) for pair in pairs]

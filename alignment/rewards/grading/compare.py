@@ -1,6 +1,6 @@
-"""Whether two answers are equal, as a careful teacher would say, and which stage of the cascade could tell.
+"""The comparison of an answer with the ground truth, by the conventions of a careful teacher.
 
-An answer is compared with a ground truth, not the other way round: the precision is the ground truth's.
+It is not symmetric: the ground truth sets the precision.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_ra
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.regions import as_region, same_point
 from alignment.rewards.grading.sentences import (
+    answer_in_sentence,
     option_letter,
     option_letters,
     option_with_text,
     plain_words,
-    said_in_sentence,
-    said_twice,
+    two_forms,
     words_in_sentence,
 )
 from alignment.rewards.grading.text import squeeze
@@ -30,25 +30,25 @@ from alignment.rewards.grading.values import equal_values, mentions_i, proportio
 
 STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
 
-# A decimal number with so many decimals may be the rounding of an exact value: with two significant digits, of a value that
-# no decimal number is (0.67 of 2/3); with three, of a longer decimal number too (3.14 of 3.1416, but not 0.18 of 0.184).
+# A decimal number with this many decimals may be rounded: with two significant digits, from a value without an end (0.67
+# from 2/3); with three, also from a longer decimal number (3.14 from 3.1416, but not 0.18 from 0.184).
 _ROUNDED_DECIMALS, _ROUNDED_DIGITS, _SHORTENED_DIGITS = 2, 2, 3
-_ROUND_NUMBER = 25  # a truth such as 0.25 or 2.50, with a smaller denominator, is taken to be exact
+_ROUND_NUMBER = 25  # a truth with a smaller denominator, such as 0.25 or 2.50, counts as exact
 
 _HATS = (r"\ihat", r"\jhat", r"\khat")
 
 
 @dataclass
 class Comparison:
-    """Compares normalised texts; `stage` is the dearest stage that had a say. `fast` leaves out the symbolic stage."""
+    """Compares normalised texts; `stage` becomes the last stage that a comparison needed. `fast` omits the symbolic stage."""
 
     fast: bool = False
     stage: str = "normalised"
 
-    def texts(self, answer: str, truth: str, said: bool = False) -> bool | None:
-        """Whether two normalised texts say the same; None where one of them is in a notation that is not read here.
+    def texts(self, answer: str, truth: str, extracted: bool = False) -> bool | None:
+        """Whether two normalised texts state the same answer; None if `read` refuses the notation of one of them.
 
-        `said` tells that the answer has been taken out of a sentence, which is done once.
+        `extracted`: the answer was extracted from a sentence already, which happens once.
         """
         if not answer or not truth:
             return False
@@ -71,18 +71,18 @@ class Comparison:
         except Refused:
             return False if words_a or words_t else None
         try:
-            return self.answers(read(answer), truth_read) or False  # both are read: what cannot be told is not asked on
+            return self.answers(read(answer), truth_read) or False  # both are read, so math-verify is not needed
         except NoAnswer:
             return False
         except Refused:
-            if not said and (inner := said_in_sentence(answer)):
-                return self.texts(inner, truth, said=True)
-            if not said and (twice := said_twice(answer)):
-                return self.texts(*twice, said=True) and self.texts(twice[0], truth, said=True)
+            if not extracted and (inner := answer_in_sentence(answer)):
+                return self.texts(inner, truth, extracted=True)
+            if not extracted and (forms := two_forms(answer)):
+                return self.texts(*forms, extracted=True) and self.texts(forms[0], truth, extracted=True)
             return False if words_a or words_t else None
 
     def answers(self, a: Answer, t: Answer) -> bool | None:
-        """Whether answer `a` says what the truth `t` says; None where that cannot be told."""
+        """Whether answer `a` equals the truth `t`; None where that cannot be decided."""
         if isinstance(a, Labelled) and isinstance(t, Relation):
             return self._relations(_as_relation(a), t)
         if isinstance(t, Labelled) and isinstance(a, Relation):
@@ -117,7 +117,7 @@ class Comparison:
     # --- labels and approximations --------------------------------------------------------------------
 
     def _labelled(self, a: Answer, t: Answer) -> bool | None:
-        """A label may be left out; two symbols must be one, a name in words may stand for any."""
+        """Equal answers; a label may be missing, two symbols must be the same, and a name in words matches any label."""
         if isinstance(a, Labelled) and isinstance(t, Labelled):
             if a.label != t.label and not any(label[:3].isalpha() and len(label) > 2 for label in (a.label, t.label)):
                 return False
@@ -125,19 +125,19 @@ class Comparison:
         return self.answers(a.answer, t) if isinstance(a, Labelled) else self.answers(a, t.answer)
 
     def _about(self, a: Answer, t: Answer) -> bool | None:
-        """The truth is an approximation: whatever rounds to it is right."""
+        """The truth is an approximation: an answer that rounds to it is right."""
         if not (isinstance(a, Quantity) and isinstance(t, Quantity)):
             return self.answers(a, t)
         return self._quantities(a, t) or (_units_agree(a, t) and self._rounds_to(a.value, t.value, t.decimals))
 
     def _rounded(self, a: Answer, t: Answer) -> bool | None:
-        """The answer is an approximation, the truth does not say so: right only if the truth may be one as well."""
+        """The answer alone is marked as an approximation: right only if the truth may be one as well."""
         if not (isinstance(a, Quantity) and isinstance(t, Quantity)):
             return False
         return t.decimals > 0 and self._quantities(a, t)
 
     def _rounds_to(self, value: Node, truth: Node, decimals: int) -> bool:
-        """Whether a value is closer to a decimal number than half a unit of its last place."""
+        """Whether a value is within half a unit of the last place of a decimal number."""
         self._reaches("rational" if is_rational(value) else "symbolic")
         if self.fast and not is_rational(value):
             return False
@@ -164,17 +164,17 @@ class Comparison:
         return None if self.fast else equal_values(a, t)
 
     def _quantities(self, a: Quantity, t: Quantity) -> bool | None:
-        """Equal values, exactly; a unit may be absent on one side but must not differ.
+        """Exactly equal values; a unit may be missing on one side but must not differ.
 
-        50% is 50% and 0.5, and also 50: a sign on one side alone may be left out, not the factor. An angle in degrees is
-        also its value in radians. A ground truth such as 3.14 may be rounded: what has more digits, or no end, and
+        50% is 50% and 0.5, and also 50: the sign may be missing on one side, the factor may not. An angle in degrees equals
+        its value in radians. A ground truth such as 3.14 may be rounded: a value with more digits, or without an end, that
         rounds to it is right.
         """
         if not _units_agree(a, t):
             return self._symbol_as_unit(a, t)
         equal = self.values(a.value, t.value)
         if equal and {a.unit, t.unit} == {"", "%"} and _below_one(t.value):
-            return False  # 0.25 may be 25 %, so that no sign was left out
+            return False  # 0.25 may be 25 %, so no sign is missing
         if equal or a.unit == t.unit:
             return equal or self._more_exact(a, t) or equal
         for unit, factor in (("%", Fraction(1, 100)), ("degree", ("/", r"\pi", Fraction(180)))):
@@ -192,7 +192,7 @@ class Comparison:
         return rounded and not round_number and self._rounds_to(a.value, t.value, t.decimals)
 
     def _symbol_as_unit(self, a: Quantity, t: Quantity) -> bool:
-        """Whether 5m, which reads as algebra, means the other side's 5 metres."""
+        """Whether 5m, which is read as algebra, means the 5 metres of the other side."""
         for one, other in ((a, t), (t, a)):
             value = one.value
             product = isinstance(value, tuple) and value[0] == "*" and isinstance(value[1], Fraction) and value[2] in SYMBOLS
@@ -234,7 +234,7 @@ class Comparison:
         return self._in_order(a.parts, t.parts)
 
     def _single(self, a: Answer, t: Answer) -> bool | None:
-        """One of the two is a listing. {5} is 5, and 3:4 is 3/4; a list of guesses is not one answer."""
+        """One of the two is a listing: {5} is 5, and 3:4 is 3/4, but a list of guesses is not one answer."""
         listing, other, swapped = (a, t, False) if isinstance(a, Listing) else (t, a, True)
         if listing.kind == "{}" and len(listing.parts) == 1:
             part = listing.parts[0]
@@ -311,7 +311,7 @@ def _names_a_sum(equation: Relation) -> bool:
 
 
 def _is_formula(answer: Labelled) -> bool:
-    """Whether it is an equation of a curve, y = 2x + 1, and not a solution, x = 5, which an unsolved equation is not."""
+    """Whether it is the equation of a curve, y = 2x + 1, and not a solution, x = 5."""
     return isinstance(answer.answer, Quantity) and bool(variables(answer.answer.value))
 
 
@@ -333,7 +333,7 @@ def _all(verdicts) -> bool | None:
 
 
 def _units_agree(a: Quantity, t: Quantity) -> bool:
-    """The same unit, or one left out; but a remainder modulo n is a number only where the truth asks for it."""
+    """The same unit, or one is missing; but a remainder modulo n equals a number only if the truth has that unit."""
     if a.unit.startswith("mod ") and a.unit != t.unit:
         return False
     return not a.unit or not t.unit or same_unit(a.unit, t.unit)
@@ -365,7 +365,7 @@ def _mentions_pi(node: Node) -> bool:
 
 
 def _same_time(a: Clock, t: Clock) -> bool:
-    """The same time of day; without am or pm, the same on the dial, unless the other counts to 24."""
+    """The same time of day; without am or pm the same position on the dial, unless the other counts to 24."""
     if a.half == t.half or (a.half and t.half):
         return a.seconds == t.seconds
     if "24" in (a.half, t.half):

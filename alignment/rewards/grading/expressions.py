@@ -1,6 +1,6 @@
-"""Expressions in a subset of maths and LaTeX: text to a tree.
+"""The parser of expressions in a subset of maths and LaTeX.
 
-The text is hostile. It is read by a grammar of our own, never evaluated as Python and never handed to sympy, whose
+The text is hostile. A grammar of our own parses it; it is never evaluated as Python nor handed to sympy, whose
 constructors compute eagerly (`Integer(9)**Integer(9)**...`); its size is bounded here, that of its values in `values.py`.
 """
 
@@ -18,11 +18,11 @@ NUMBER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9
 
 
 class Refused(ValueError):
-    """The text is not in the language of this grader, or beyond its bounds."""
+    """The grader cannot read the text, or it is beyond the grader's bounds."""
 
 
 class NoAnswer(Refused):
-    """The text is read and is no answer, like 5 = 6 or a matrix with a gap: nobody else need be asked."""
+    """The grader read the text and it is no answer, like 5 = 6 or a matrix with a gap, so math-verify is not needed."""
 
 
 def fraction(sign: str, number: str, exponent: str = "") -> Fraction:
@@ -33,7 +33,7 @@ def fraction(sign: str, number: str, exponent: str = "") -> Fraction:
     return value * Fraction(10) ** int(exponent) if exponent else value
 
 
-# A number, the name of a variable or constant (a command with its backslash), or an operation and its operands.
+# A number, the name of a variable or constant (a command with its backslash), or an operation with its operands.
 Node = Fraction | str | tuple
 
 GREEK = "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega".split()
@@ -58,7 +58,7 @@ _COMMANDS = {
     "jhat",
     "khat",
 }
-# Names that are recognised without a backslash too.
+# Names that need no backslash.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _LONGEST_FIRST = sorted(NAMES, key=len, reverse=True)
 _TOKEN = re.compile(rf" ?(?:({NUMBER})|\\([A-Za-z]+)|([A-Za-z]+)|(\*\*|[-+*/^(){{}}\[\]|_!]))")
@@ -130,10 +130,10 @@ class _Parser:
         return self.tokens[self.at]
 
     def take(self, *wanted: str) -> str:
-        """The next token if it is one of the wanted, else "" and nothing is taken."""
-        found = self.next if self.next in wanted else ""
-        self.at += bool(found)
-        return found
+        """Take and return the next token if it is one of `wanted`; else return "" and take nothing."""
+        token = self.next if self.next in wanted else ""
+        self.at += bool(token)
+        return token
 
     def expect(self, token: str) -> None:
         if self.next != token:
@@ -257,7 +257,7 @@ class _Parser:
         return node
 
     def argument(self) -> Node:
-        r"""What \frac, \sqrt and a log's base take: a bracket, or one digit, letter or command."""
+        r"""The argument of \frac, of \sqrt or of a log's base: a bracket, or one digit, letter or command."""
         if self.next in _CLOSING:
             return self.group()
         if self.next in (r"\sqrt", r"\pi"):

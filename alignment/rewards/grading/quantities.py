@@ -1,4 +1,4 @@
-"""Normalised text to a quantity: numbers in all their spellings, money, percentages, units, bases, times of day."""
+"""The parser of quantities: numbers in all spellings, money, percentages, units, bases, times of day."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def read_number_in_words(text: str, levels: int) -> Answer | None:
     if mixed := re.fullmatch(r"([0-9]{1,9}) and ([0-9]{1,9}) ?/ ?([1-9][0-9]{0,8})", text):
         whole, top, bottom = map(int, mixed.groups())
         return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
-    found = quantity_in_words(text)
-    return None if found is None else Quantity(*found)
+    quantity = quantity_in_words(text)
+    return None if quantity is None else Quantity(*quantity)
 
 
 def read_ratio(text: str, levels: int) -> Answer | None:
@@ -50,7 +50,7 @@ def read_ratio(text: str, levels: int) -> Answer | None:
         return None
     read = tuple(map(read_quantity, parts))
     if not all(isinstance(part, Quantity) for part in read):
-        raise NoAnswer("a ratio of what are no quantities")
+        raise NoAnswer("a ratio of parts that are no quantities")
     return Listing(":", read)
 
 
@@ -86,7 +86,7 @@ _MODULO = re.compile(r"(.*[0-9]) ?\\?\(?(?:\\pmod|\\bmod|\\mod|mod) ?\{? ?([0-9]
 
 
 def read_quantity(text: str) -> Answer:
-    """Take currency, percent sign and unit off, and read the rest as a number or an expression."""
+    """The quantity of a text: its currency, percent sign or unit, and the rest as a number or an expression."""
     text, unit = without_tail(text), ""
     if match := _BASE.fullmatch(text):
         return Quantity(
@@ -127,15 +127,15 @@ def read_quantity(text: str) -> Answer:
         if not isinstance(number, Fraction):
             raise Refused("an expression before a word")
         return Quantity(number * SCALES[match[2]], unit)
-    if not unit and (match := _AMOUNT.fullmatch(text)) and (found := _unit_after(*match.groups())):
-        text, unit = match[1], found
+    if not unit and (match := _AMOUNT.fullmatch(text)) and (suffix := _unit_after(*match.groups())):
+        text, unit = match[1], suffix
     number = _number(text)
     return Quantity(number.value, unit, number.decimals, number.digits)
 
 
 def _unit_after(amount: str, gap: str, words: str) -> str:
-    """The unit that follows an amount. One letter needs a space before it, as 5m is algebra, and so does a noun; nothing
-    is a unit after a variable: 2x + 3 h."""
+    """The unit after an amount, or "". One letter needs a space before it, as 5m is algebra, and so does a noun; after a
+    variable there is no unit: 2x + 3 h."""
     if words.startswith("\\degree") and any(f"\\{name}" in amount for name in TRIGONOMETRIC):
         return ""  # the degrees of \sin 30°
     if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)) or (
@@ -159,7 +159,7 @@ def _number(text: str) -> Quantity:
 
 
 def _endless(sign: str, whole: str, digits: str) -> Answer:
-    """`0.1666...`: three like digits or two like blocks at the end repeat for ever; else the digits are cut off."""
+    """`0.1666...`: three equal digits or two equal blocks at the end repeat for ever; other digits are an approximation."""
     for period in range(1, len(digits) // 2 + 1):
         block = digits[-period:]
         if digits.endswith(block * (3 if period == 1 else 2)):

@@ -1,4 +1,4 @@
-"""Normalised text to an answer, whatever its structure."""
+"""The parser of answers: normalised text of any structure becomes one of the types of `answers.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MAX_LEVELS = 5  # of structure inside structure
 
 
 def read(text: str, levels: int = MAX_LEVELS) -> Answer:
-    """The answer that a normalised text states. Raises `Refused` where it is beyond what is read here."""
+    """The answer that a normalised text states. Raises `Refused` for a text that it cannot read."""
     text = without_clause(text.strip())
     if levels == 0 or not text:
         raise Refused("too deep, or empty")
@@ -124,7 +124,8 @@ def _alternatives(text: str, levels: int) -> Answer | None:
 
 
 def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
-    """A listing; values of different labels are an assignment, of one label alternatives. Alternatives are spliced in."""
+    """A listing; values with different labels are an assignment, with one label alternatives. Nested alternatives are
+    flattened."""
     labels = [part.label for part in parts if isinstance(part, Labelled)]
     if len(labels) == len(parts) > 1 and len(set(labels)) == len(labels):
         return Listing("=", tuple(parts))
@@ -146,7 +147,7 @@ def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
 
 
 def _pieces(inner: str, bare: bool) -> list[str]:
-    """The parts of a list. Where it spaces its commas, or has no brackets, 1,234 is one number."""
+    """The parts of a list. In a list with spaces after its commas, or without brackets, 1,234 is one number."""
     if bare or ", " in inner:
         inner = re.sub(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])", lambda m: m[0].replace(",", ""), inner)
     return split(inner.replace(";", ","))
@@ -210,7 +211,7 @@ def _relation(text: str, levels: int) -> Answer | None:
 
 
 def _sides(text: str) -> tuple[list[str], list[str]]:
-    """What stands between the relation signs outside all brackets, and those signs."""
+    """The texts between the relation signs outside all brackets, and those signs."""
     depth, sides, signs, start = 0, [], [], 0
     for i, c in enumerate(text):
         depth += (c in "([{⟨") - (c in ")]}⟩")
@@ -222,7 +223,7 @@ def _sides(text: str) -> tuple[list[str], list[str]]:
 
 
 def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
-    """A sign ≈ after nothing or a label says that what follows is rounded; after a value that the value is exact."""
+    """After nothing or a label, the sign ≈ marks a rounded value; after a value, it marks that value as exact."""
     if len(sides) == 2 and (not sides[0] or _is_label(sides[0])):
         return About(read(sides[1], levels - 1))
     if len(sides) == 3 and signs == ["=", "≈"] and _is_label(sides[0]):
@@ -231,14 +232,14 @@ def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
         raise Refused("too many relations")
     exact, rounded = (read(side, levels - 1) for side in sides)
     if not (isinstance(exact, Quantity) and isinstance(rounded, Quantity)):
-        raise NoAnswer("an approximation of what is no quantity")
+        raise NoAnswer("an approximation of something that is no quantity")
     if not abs(real_value(exact.value) - real_value(rounded.value)) < arb(10) ** -rounded.decimals / 2:
         raise NoAnswer("an approximation that is far off")
     return exact
 
 
 def _is_label(text: str) -> bool:
-    """Whether a text names what an equation gives: a symbol, f(x), or words that compute nothing and deny nothing."""
+    """Whether a text can be the left side of `label = answer`: a symbol, f(x), or words that compute and deny nothing."""
     if not _LABEL.fullmatch(text) or text in ("e", "i", r"\pi") or re.match(r"[xyz] ?\([0-9]", text):
         return False
     return not qualified(text) and not set(re.findall("[A-Za-z]+", text)) & {*FUNCTIONS}
@@ -255,7 +256,7 @@ def _equation(sides: list[str], levels: int) -> Answer:
 
 
 def _with_label(label: str, answer: Answer) -> Answer:
-    """The labelled answer; `(x, y) = (1, 2)` as the two that it is."""
+    """The labelled answer; `(x, y) = (1, 2)` becomes two."""
     names = re.findall("[a-z]", label) if label[0] == "(" else []
     if isinstance(answer, Listing) and answer.kind == "()" and len(answer.parts) == len(names) == len(set(names)) > 1:
         return Listing("=", tuple(map(Labelled, names, answer.parts)))
@@ -270,12 +271,12 @@ def _label(text: str) -> str:
 
 
 def _chain(sides: list[str], levels: int) -> Answer:
-    """The last of several equal sides; an equation where two sides are not equal in themselves."""
+    """The last of several equal sides; an equation if two sides with variables are not identical."""
     answers = [read(side, levels - 1) for side in sides]
     if len(answers) == 1:
         return answers[0]
     if not all(isinstance(answer, Quantity) for answer in answers) or len({a.unit for a in answers} - {"", "%"}) > 1:
-        raise Refused("an equation of what are no quantities of one kind")
+        raise Refused("an equation whose sides are not quantities of one kind")
     values = [("/", answer.value, Fraction(100)) if answer.unit == "%" else answer.value for answer in answers]
     if all(equal_values(values[0], value) for value in values[1:]):
         return answers[-1]
@@ -396,7 +397,7 @@ _CONDITION = re.compile(r" *(?:(?:if|when|for|where) )?(.*?)[ ,.]*")
 
 
 def _cases(text: str, levels: int) -> Answer | None:
-    """Values with their conditions, in any order; a system of equations where there are none."""
+    """Values with their conditions, in any order; without conditions, a system of equations."""
     match = _CASES.fullmatch(text)
     if match is None:
         return None

@@ -1,10 +1,10 @@
-r"""The published grading rule, to compare ours with: what an audit or a benchmark means by "the reference rule".
+r"""The published grading rule, with which audits and benchmarks compare ours: "the reference rule".
 
 It is the rule under the R1-Zero reward of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), which joins the string
 normalisation of MATH (Hendrycks et al. 2021, arXiv:2103.03874) with the normalise-split-simplify rule of PRM800K (Lightman
-et al. 2023, arXiv:2305.20050): right if either says so. Written anew from those descriptions. The published rule ends in
-sympy's `parse_expr`, which runs text as Python; here the difference of two expressions is evaluated by our own parser, so
-the verdicts can differ on what only one of the two reads.
+et al. 2023, arXiv:2305.20050): right if either says so. This is a new implementation from those descriptions. The published
+rule ends in sympy's `parse_expr`, which runs text as Python; here our own parser evaluates the difference of two expressions,
+so the verdicts can differ on text that only one of the two reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from alignment.rewards.grading.values import equal_values
 
 MAX_CHARS = 1000
 
-logging.getLogger("pylatexenc").setLevel(logging.ERROR)  # it warns of every answer that is no whole LaTeX
+logging.getLogger("pylatexenc").setLevel(logging.ERROR)  # it warns of every answer that is incomplete LaTeX
 
 _UNITS = (
     "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
@@ -28,7 +28,7 @@ _UNITS = (
 
 
 def reference_verdict(answer: str, truth: str) -> tuple[bool, str]:
-    """Whether the published rule takes the answer for right, and which of its two parts decided. Never raises."""
+    """Whether the published rule accepts the answer, and which of its two parts decided. Never raises."""
     if max(len(answer), len(truth)) > MAX_CHARS:
         return False, "too long"
     answer, truth = unbox(answer), unbox(truth)
@@ -79,7 +79,7 @@ def _same_element(answer: str, truth: str) -> bool:
         return answer == truth
     if _is_whole(answer) != _is_whole(truth):
         return False
-    # Its limits on what is simplified: few letters, and powers of one digit without brackets.
+    # The published rule simplifies only expressions with few letters, and powers of one digit without brackets.
     both = f"({truth})-({answer})"
     letters = {c for c in both.replace("sqrt", "").replace("frac", "") if c.isalpha()}
     if len(letters) > 2 or re.search(r"\^[({]|\^[0-9]+\^|\^[0-9][0-9]", both):
@@ -136,7 +136,7 @@ def _as_text(latex: str) -> str:
     latex = re.sub(r"\\[td]frac", r"\\frac", latex).replace("\\frac", " \\frac")
     try:
         text = LatexNodes2Text().latex_to_text(latex)
-    except Exception:  # pylatexenc's own errors, and what hostile nesting makes of it
+    except Exception:  # pylatexenc's own errors, and those that hostile nesting causes
         return latex
     for sign, plain in (("√", "sqrt"), ("π", "pi"), ("∞", "inf"), ("∪", "U"), ("·", "*"), ("×", "*")):
         text = text.replace(sign, plain)

@@ -36,7 +36,7 @@ def half_line(sign: str, end: arb) -> Region:
 
 
 def as_region(answer: Answer) -> Region:
-    """The region that an interval or a set of numbers is. Raises `Refused` for anything else."""
+    """An interval or a set of numbers as a region. Raises `Refused` for anything else."""
     if isinstance(answer, Labelled):
         return as_region(answer.answer)
     if isinstance(answer, Region):
@@ -53,7 +53,7 @@ def as_region(answer: Answer) -> Region:
 
 
 def same_point(a: arb, b: arb) -> bool:
-    """Whether two ends of intervals are one."""
+    """Whether two ends of intervals are equal."""
     if not (a.is_finite() and b.is_finite()):
         return not a.is_finite() and not b.is_finite() and (a > 0) == (b > 0)
     return (a - b).contains(0)

@@ -1,4 +1,4 @@
-"""Answers in words, option letters, and what a sentence says: text to text."""
+"""Answers in words: option letters, plain words, and the answer inside a sentence. All functions map text to text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_WORD = re.compile(r"[b-df-hj-np-tv-z]{2,3}|a?b?c?d?|x?y?z?")  # ab, xy, pqr:
 
 
 def plain_words(text: str) -> str:
-    """Text that is nothing but words, in one spelling; "" where it is anything else."""
+    """A text of nothing but words, in one spelling; "" for any other text."""
     if not _LETTERS.fullmatch(text) or len(text) < 2 or not NAMES.isdisjoint(re.findall("[A-Za-z]+", text)):
         return ""
     if _NO_WORD.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text) or quantity_in_words(text) is not None:
@@ -32,7 +32,7 @@ def option_letter(text: str) -> str:
 
 
 def option_with_text(text: str) -> str:
-    """The letter of one option given with its text, "(B) 12"; "" for anything else, several options among it."""
+    """The letter of one option with its text, "(B) 12"; "" for anything else, also for several options."""
     match = _OPTION_TEXT.fullmatch(text)
     if match is None or re.search(r"\([A-J]\)|\b[A-J][).:]|\b[B-J]\b|\band\b", match[3]) or qualified(match[3]):
         return ""
@@ -46,7 +46,7 @@ _SENTENCE = re.compile(
     r"reads?)(?: (?:him|her|them|it|us|me|you))?(?: (?:now|still|exactly|only|just|all|a total of|equal to))? "
     r"(?=[-0-9$£€¥\\(\[{])(.*)"
 )
-# Words that deny, hedge, choose, compute or compare: what is said with one of them is not taken for an answer.
+# Words that deny, hedge, choose, compute or compare: a sentence with one of them is not taken for an answer.
 _QUALIFYING = frozenset(
     """not no never none nobody nothing nowhere neither nor cannot cant wont dont doesnt isnt arent wasnt false untrue wrong
     incorrect mistaken impossible unlikely hardly barely rarely doubt deny anything maybe perhaps probably possibly might may
@@ -63,20 +63,20 @@ def qualified(text: str) -> bool:
     return any(word in _QUALIFYING or word.endswith("n't") for word in words)
 
 
-def said_in_sentence(text: str) -> str:
-    """What a plain sentence says the answer is, "So there are 15 ways"; "" where it denies, hedges or offers a choice."""
+def answer_in_sentence(text: str) -> str:
+    """The answer in a plain sentence, 15 in "So there are 15 ways"; "" if the sentence denies, hedges or offers a choice."""
     match = _SENTENCE.fullmatch(text)
     if match is None or qualified(text):
         return ""
-    said, _, rest = re.fullmatch(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?", match[1]).groups()
-    return "" if any(number_in_words(word) is not None for word in (rest or "").split()) else said
+    answer, _, rest = re.fullmatch(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?", match[1]).groups()
+    return "" if any(number_in_words(word) is not None for word in (rest or "").split()) else answer
 
 
 _WORDS_IN_SENTENCE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
 
 
 def words_in_sentence(words: str) -> str:
-    """What a plain sentence says that something is, "The function is odd"; "" where it denies or hedges."""
+    """The predicate of a plain sentence, "odd" in "the function is odd"; "" if the sentence denies or hedges."""
     match = _WORDS_IN_SENTENCE.fullmatch(words)
     return "" if match is None or qualified(words) else match[1]
 
@@ -84,8 +84,8 @@ def words_in_sentence(words: str) -> str:
 _SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
 
 
-def said_twice(text: str) -> tuple[str, str] | None:
-    """The two forms of an answer that is given again in brackets: `1/4 (or 0.25)`."""
+def two_forms(text: str) -> tuple[str, str] | None:
+    """The two forms of an answer with a second form in brackets, `1/4 (or 0.25)`; None for anything else."""
     match = _SAME_AGAIN.fullmatch(text)
     return None if match is None or any(map(_SAME_AGAIN.fullmatch, match.groups())) else (match[1], match[2])
 
@@ -106,15 +106,15 @@ _CLAUSE = re.compile(
 
 
 def without_clause(text: str) -> str:
-    """Without a closing "k ∈ ℤ", which goes without saying beside a free parameter; that is then n."""
+    """The text without a closing "k ∈ ℤ", which a free parameter implies; the parameter is renamed to n."""
     match = re.search(r"(?:, ?| )(?:where |for |with )", text) or re.search(r", ?(?=[a-z] ?∈)| (?=for integers?\b)", text)
     clause = match and _CLAUSE.fullmatch(text[match.start() :])
     if not clause:
         return text
-    given, text, name = text, text[: match.start()], clause[1] or clause[2]
+    whole, text, name = text, text[: match.start()], clause[1] or clause[2]
     alone = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
     letters = re.sub(r"\\[A-Za-z]+", "", text)
     if name not in letters:
-        return given
-    whole = len(alone.findall(letters)) == letters.count(name) and "n" not in letters
-    return alone.sub("n", text) if whole else text
+        return whole
+    renamed = len(alone.findall(letters)) == letters.count(name) and "n" not in letters
+    return alone.sub("n", text) if renamed else text

@@ -1,4 +1,4 @@
-r"""Final answers in one spelling: ASCII digits and letters, plain \frac, one sign for each relation, no sizing or spacing."""
+r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, one sign for each relation, no sizing."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
 
 
 def normalise(text: str) -> str:
-    """The text in one spelling. Linear in its length but for the squares of short runs."""
+    """The text in one spelling. The time is linear in its length, except for the squares of short runs."""
     text = text.translate(_CHARACTERS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
@@ -188,17 +188,17 @@ def normalise(text: str) -> str:
 
 
 def squeeze(text: str) -> str:
-    """Without the spaces that cannot matter. Those between words, and beside commas and points, can: 1, 234; 1 2."""
+    """The text without spaces that carry no meaning. Those between words and beside commas and points do: 1, 234; 1 2."""
     return re.sub(r" ?([^\w\s.,]) ?", r"\1", text)
 
 
 def unbox(text: str) -> str:
-    r"""The content of the last \boxed or \fbox; the text itself where there is none or its braces never close."""
+    r"""The content of the last \boxed or \fbox; the text itself without a box, or if its braces never close."""
     return last_box(text)[1]
 
 
 def last_box(text: str) -> tuple[str, str, str]:
-    r"""What stands before the last \boxed or \fbox, in it, and after it; ("", text, "") where there is none."""
+    r"""The text before the last \boxed or \fbox, in it, and after it; ("", text, "") without a box."""
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     if start < 0:
         return "", text, ""
@@ -215,7 +215,7 @@ def last_box(text: str) -> tuple[str, str, str]:
 
 
 def split(text: str, separators: str = ",") -> list[str]:
-    """The pieces between the separators that stand outside all brackets; none if the brackets do not match up.
+    """The pieces between the separators outside all brackets; [] if the brackets do not match.
 
     Any closing bracket closes any opening one, as those of half-open intervals do.
     """

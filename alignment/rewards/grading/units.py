@@ -1,11 +1,11 @@
-"""Units of measure and money, number words: what stands around the number in an answer."""
+"""Units of measure and money, and numbers in words."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
-# Each unit's names, the first of which stands for it; longer ones have a plural in -s too.
+# The names of each unit, its canonical name first; names longer than two letters also have a plural in -s.
 _UNITS = """
 mm millimeter millimetre, cm centimeter centimetre 厘米, dm decimeter decimetre, m meter metre 米, km kilometer
 kilometre 千米 公里, nm nanometer, µm micrometer micron, inch inches in, foot feet ft, yard yd, mile mi, mg
@@ -29,9 +29,9 @@ _UNIT_NAMES = {
 _SPELLED_OUT = {"mph": "mile/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s", "fps": "ft/s", "cc": "cm^3",
                 "rpm": "revolutions/minute", "mpg": "mile/gallon", "sqft": "ft^2"}  # fmt: skip
 _SHAPES = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3, "squared": 2, "cubed": 3}
-SYMBOLS = {name for name in _UNIT_NAMES if len(name) == 1}  # which algebra uses too: 5m
+SYMBOLS = {name for name in _UNIT_NAMES if len(name) == 1}  # algebra uses these too: 5m
 
-# Words that change the number before them or say something else, so that no unit is taken off: 5 dozen is not 5.
+# Words that are no unit, because they change the number before them or mean something else: 5 dozen is not 5.
 _NO_UNIT = set(
     """ten tens dozen dozens hundred hundreds thousand thousands million millions billion billions trillion trillions lakhs
     crores score scores pair pairs couple couples half halves third thirds quarter quarters times positives negatives inverses
@@ -53,7 +53,7 @@ TAIL = re.compile(
 
 
 def without_tail(text: str) -> str:
-    """Without "in total", "of the apples" and the like, which say what was counted; numbers among them say more."""
+    """The text without "in total", "of the apples" and the like, unless these contain a number."""
     match = TAIL.search(text)
     words = match[0].split() if match else []
     counted = _NO_UNIT.isdisjoint(words) and not any(number_in_words(word) is not None for word in words)
@@ -65,9 +65,9 @@ _FACTOR = re.compile(rf" ?({_WORD})(?: ?\^ ?\{{? ?(-?[0-9]) ?\}}?)?")
 
 
 def read_unit(text: str) -> str:
-    """One name for a unit, as "cm^2" or "dollar/h"; "" where the words are none.
+    """The canonical name of a unit, such as "cm^2" or "dollar/h"; "" for words that are no unit.
 
-    A unit is one of the list above, with its power and what it is per, or up to three words that end in a plural noun.
+    A unit is one of the list above with its power, also per another one, or up to three words that end in a plural noun.
     """
     text = (
         re.sub(r"\\degree ?([CF])\b", r"°\1", text).replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
@@ -90,7 +90,7 @@ def read_unit(text: str) -> str:
 
 
 def _product(text: str) -> dict[str, int]:
-    """The powers of the units that are multiplied, or a plural noun with its adjectives; {} for anything else."""
+    """The power of each factor of a unit, or of a plural noun with its adjectives; {} for anything else."""
     head, of, _ = text.strip().partition(" of ")  # 5 cups of flour are 5 cups
     text = head if of and re.fullmatch("[a-z ]+", text) else text.strip()
     shape, last, at = 0, "", 0
@@ -130,7 +130,7 @@ def _noun(text: str) -> str:
 
 
 def same_unit(a: str, b: str) -> bool:
-    """Whether two units are one; "marbles" are "red marbles", red ones are not blue ones."""
+    """Whether two units are the same; "marbles" match "red marbles", which do not match "blue marbles"."""
     return (
         a == b
         or a.endswith(f" {b}")

@@ -1,6 +1,6 @@
 """The values of expression trees, and whether two trees have equal values.
 
-Values are exact fractions while everything stays rational, and after that balls: FLINT's real and complex numbers with a
+Values are exact fractions as long as everything is rational, and otherwise balls: FLINT's real and complex numbers with a
 rigorous bound on their error (Johansson 2017, "Arb: efficient arbitrary-precision midpoint-radius interval arithmetic",
 IEEE Trans. Comput. 66(8)). A ball that excludes zero proves a difference. Every size is bounded before it is computed.
 """
@@ -17,21 +17,21 @@ from flint import acb, arb, fmpq, fmpz
 
 from alignment.rewards.grading.expressions import Node, Refused, variables
 
-MAX_BITS = 4000  # of an exact numerator or denominator on the way
-flint.ctx.prec = 1024  # bits; one number for the whole process and all its threads, so it is set once and never changed
-POINTS = 12  # tried, for expressions with variables
+MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
+flint.ctx.prec = 1024  # bits; all threads of the process share this setting, so it is set once and never changed
+POINTS = 12  # at most, at which expressions with variables are compared
 ENOUGH = 3  # points at which both sides are defined and agree
-MAX_GAMMAS = 8  # factorials and binomials of what is no whole number take milliseconds each
-_NEGLIGIBLE = arb(2) ** -250  # an inexact difference below this, of what stays below 2^50, is none
+MAX_GAMMAS = 8  # a factorial or binomial of a number that is not whole takes milliseconds
+_NEGLIGIBLE = arb(2) ** -250  # a difference below this, between values below 2^50, counts as rounding
 
 _Value = fmpq | arb | acb
 
 
 def equal_values(a: Node, b: Node) -> bool | None:
-    """Whether two trees have equal values; None where it cannot be told (undefined, out of bounds).
+    """Whether two trees have equal values; None where that cannot be decided (undefined, out of bounds).
 
     Constants are compared once. Expressions with variables are compared at random rational points (Schwartz 1980,
-    J. ACM 27(4); Zippel 1979), negative ones among them, at which both are defined: distinct rational functions agree at a
+    J. ACM 27(4); Zippel 1979), also negative ones, at which both are defined: distinct rational functions agree at a
     generic point by accident only, and the real branches of |x|, roots and logarithms differ in sign.
     """
     if _gammas(a) + _gammas(b) > MAX_GAMMAS:
@@ -68,12 +68,12 @@ def real_value(node: Node) -> arb:
 
 
 def is_narrow(ball: arb) -> bool:
-    """Whether a real number is known well enough to be compared: to 2^-250 of its size."""
+    """Whether the error of a real number is small enough for comparisons: below 2^-250 of its size."""
     return bool(ball.rad() < _NEGLIGIBLE * (1 + abs(ball.mid())))
 
 
 def proportional(a: Node, b: Node, positive: bool = False) -> bool:
-    """Whether two trees with variables differ by a constant factor (a positive one, where that is asked)."""
+    """Whether two trees with variables differ by a constant factor, with `positive` by a positive one."""
     names = sorted(variables(a) | variables(b))
     if not names:
         return False
@@ -91,14 +91,14 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
 
 
 def substitute(node: Node, point: dict[str, Node]) -> Node:
-    """The tree with other trees in the place of variables."""
+    """The tree with its variables replaced by other trees."""
     if isinstance(node, str):
         return point.get(node, node)
     return (node[0], *(substitute(part, point) for part in node[1:])) if isinstance(node, tuple) else node
 
 
 def mentions_i(node: Node) -> bool:
-    """Whether the imaginary unit stands in the tree."""
+    """Whether the tree contains the imaginary unit."""
     return node == "i" or (isinstance(node, tuple) and any(map(mentions_i, node[1:])))
 
 
@@ -111,7 +111,7 @@ def _gammas(node: Node) -> int:
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
     """Rational points, half of them positive, with values below and above one in turn.
 
-    They depend on what is compared, so that no answer can be written to agree with the truth at these points alone.
+    They depend on the two trees, so that no answer can be written to agree with the truth at these points alone.
     """
     rng = random.Random(seed)
     for k in range(POINTS):
@@ -121,8 +121,8 @@ def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
 
 
 def _equal_at(a: Node, b: Node, point: dict[str, Fraction], field: type) -> bool | None:
-    """True and False are proved, the first up to 2^-250 of the size of the values; None where a side is undefined, or
-    its ball is too wide to tell."""
+    """True (up to 2^-250 of the size of the values) and False are proved; None where a side is undefined or its error too
+    large to decide."""
     at_a, at_b = _evaluate(a, point, field), _evaluate(b, point, field)
     if at_a is None or at_b is None:
         return None

@@ -1,0 +1,43 @@
+"""Rules: how good a response is, from the response and the ground truth alone. Evaluations report a rule, never a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from alignment.core.records import Score
+from alignment.rewards.countdown import countdown_reward_fn
+from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn
+from alignment.rewards.user_functions import call_user_function
+from alignment.system.errors import RunStopped
+from alignment.system.registry import find
+
+RewardFn = Callable[[str, str], Score]
+"""(response, ground truth) -> score."""
+
+RULES: Mapping[str, RewardFn] = {
+    "r1_zero": r1_zero_reward_fn,
+    "r1_zero_strict": r1_zero_strict_reward_fn,
+    "countdown": countdown_reward_fn,
+}
+
+
+def find_rule(name: str) -> RewardFn:
+    """The rule `name` of `RULES`, or the user's own function of a response and its ground truth, as package.module:function.
+
+    Raises `UserError` for any other name. A function of the user's own raises `RunStopped` if it returns no score.
+    """
+    rule = find("--reward", name, RULES)
+    return rule if name in RULES else partial(_call_users_rule, name, rule)
+
+
+def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
+    """The name of the rule that evaluates a run trained on `reward`: that rule, if it is one of the task's; else its first."""
+    return reward if reward in rules else rules[0]
+
+
+def _call_users_rule(name: str, rule: RewardFn, response: str, ground_truth: str) -> Score:
+    score = call_user_function(name, lambda: rule(response, ground_truth))
+    if not isinstance(score, Mapping) or not {"reward", "format_reward", "answer_reward"} <= set(score):
+        raise RunStopped(f"--reward {name}: gave {score!r}; a rule gives reward, format_reward and answer_reward")
+    return dict(score)

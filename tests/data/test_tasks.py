@@ -1,0 +1,20 @@
+"""Tasks by name, and of the user's own."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from alignment.core.records import Problem
+from alignment.data.tasks import TASKS, Task, find_task
+from alignment.system.errors import UserError
+
+
+def test_a_task_is_one_of_the_table_or_the_users_own(monkeypatch):
+    own = Task("sums", lambda split, path: [Problem("1", "1 + 1?", "", "2")], lambda split, path, seed: [], "tiny", ("m:rule",))
+    monkeypatch.setitem(sys.modules, "users_task", SimpleNamespace(sums=own, number=7))
+    assert find_task("gsm8k") is TASKS["gsm8k"] and find_task("users_task:sums") is own
+    with pytest.raises(UserError, match="--task users_task:number: cannot be imported .*it is of type int, not Task"):
+        find_task("users_task:number")
+    with pytest.raises(UserError, match="^--task gsm: there is no such task; choose one of arithmetic, gsm8k, countdown, "):
+        find_task("gsm")
