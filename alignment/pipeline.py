@@ -31,8 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.ablation.executors import Job, start
-from alignment.args import RULES, EvaluateArgs, RLArgs, SFTArgs, parse, preset_names
-from alignment.rejection_sample import RejectionArgs
+from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, parse, preset_names
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import lock_run_folder, read_json, write_atomically
 
@@ -43,20 +42,6 @@ SET_HERE = {
     "train_rl": ("run_name", "resume"),
     "evaluate": ("run_name",),
 }
-
-
-@dataclass(frozen=True)
-class PipelineArgs:
-    """Run the stages of a file, one after another; a pipeline that was stopped goes on at the stage it stopped in."""
-
-    file: str
-    """TOML file of the stages."""
-    name: str = ""
-    """Name of the pipeline's folder; empty: the file's."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the pipeline's folder."""
-    dry_run: bool = False
-    """Print the commands, and run nothing."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from alignment.args import Args, parse
+from alignment.args import RejectionArgs, parse
 from alignment.core.records import Completion, Endless, Group, Problem, SamplingConfig
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
@@ -31,31 +29,6 @@ from alignment.system.files import write_atomically
 
 REASONS = ("unfinished", "wrong", "badly formatted", "unreadable", "in several languages", "said already", "not the best")
 LONGEST_PARAGRAPH = 2000  # characters
-
-
-@dataclass(frozen=True)
-class RejectionArgs(Args):
-    """Sample answers to training problems, keep those that are right, readable and in one language, and write them as JSONL."""
-
-    output: str = ""
-    """File to write, one kept answer a line; `sft --demonstrations` reads it."""
-    num_problems: int = 512
-    """Training problems to ask, the first ones."""
-    num_samples: int = 8
-    """Answers sampled for each."""
-    keep: Literal["best", "all"] = "all"
-    """Of the answers to a problem that pass: the shortest, or all."""
-    min_consistency: float = 0.95
-    """Share of an answer's words that must be in its question's language."""
-    few_shot: str = ""
-    """JSONL file of worked examples that are put before each question; empty: none."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_problems < 1 or self.num_samples < 1:
-            raise UserError(f"--num_problems {self.num_problems} --num_samples {self.num_samples}: both must be at least 1")
-        if not 0 <= self.min_consistency <= 1:
-            raise UserError(f"--min_consistency {self.min_consistency}: must be from 0 to 1")
 
 
 def reason_against(completion: Completion, score: dict[str, float], problem: Problem, min_consistency: float) -> str | None:

@@ -11,35 +11,18 @@ import json
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from alignment.ablation.executors import Job, start
-from alignment.args import RLArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
+from alignment.args import RLArgs, VerifyResumeArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
 from alignment.runs.checkpoint import OPTIMIZER, checkpoint_folder, last_whole_step
-from alignment.system.errors import RunStopped, UserError, run_command
+from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import read_jsonl
 
 TIMINGS = ("seconds", "tokens_per_second")  # what the names of measured times begin with
-
-
-@dataclass(frozen=True)
-class VerifyResumeArgs(RLArgs):
-    """Train 2k steps straight; then k, kill, resume, k; and compare everything that both have written, timings aside.
-
-    Takes every argument of train_rl; --num_steps and --save_interval are set by --kill_after.
-    """
-
-    kill_after: int = 3
-    """k: the run is killed during step k + 1, right after its checkpoint of step k."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kill_after < 1:
-            raise UserError(f"--kill_after {self.kill_after}: must be at least 1")
 
 
 def digests(run: Path) -> dict[str, str]:

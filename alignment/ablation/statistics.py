@@ -17,10 +17,11 @@ import numpy as np
 from scipy import stats
 from scipy.special import digamma, polygamma
 
+from alignment.ablation.design import ALPHA
+
 Scores = Mapping[int, np.ndarray]
 """An arm's outcome: for each seed the score of every question [Q], in one order for all arms."""
 
-ALPHA = 0.05  # chance that any verdict of a family is false
 DRAWS = 4_000
 MOST_SEEDS = 200  # beyond which no number of seeds is recommended
 
