@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 
 from alignment.args import SFTArgs, parse
-from alignment.core.records import Batch
+from alignment.core.records import Batch, SamplingConfig
 from alignment.core.tokens import collate, pad_token_id
 from alignment.core.train_step import sft_microbatch_train_step
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task, jsonl
 from alignment.evaluate import print_evaluation
-from alignment.evaluation.accuracy import Evaluation, eval_problems, eval_sampling, evaluate_vllm
+from alignment.evaluation.accuracy import Evaluation, eval_problems, evaluate_vllm
 from alignment.policy.loading import (
     compute_dtype,
     context_length,
@@ -60,7 +60,7 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
     refuse_missing_engine(args)
     task = find_task(args.task)
     rule = evaluation_reward(args.reward, task.rules)
-    problems = eval_problems(task, args)
+    problems = eval_problems(task, args.dataset_path, args.max_problems)
     demonstrations = {
         split: jsonl.demonstrations(args.demonstrations, split, args.seed)
         if args.demonstrations
@@ -91,10 +91,18 @@ def train(args: SFTArgs, console: Console) -> Evaluation:
         optimise(model, examples["train"], examples["test"], pad_token_id(tokenizer), fitted, run, console)
         run.close()
         save_model(building, model, tokenizer)
+    config = SamplingConfig(
+        temperature=args.sampling_temperature,
+        top_p=args.sampling_top_p,
+        top_k=args.sampling_top_k,
+        max_new_tokens=args.max_new_tokens,
+        stop=task.stop,
+        seed=args.seed,
+    )
     sampler = make_sampler(args, str(target), tokenizer, roles.eval, roles, policy=model)
     try:
         with console.status("sampling held-out problems"):
-            evaluation = evaluate_vllm(sampler, rule, problems, eval_sampling(task, args), task.rules)
+            evaluation = evaluate_vllm(sampler, rule, problems, config, task.rules)
     finally:
         sampler.close()
     run = RunFolder(target, args.num_steps)

@@ -36,7 +36,7 @@ SEED_STD = 0.02  # assumed standard deviation of an arm's accuracy between seeds
 def main() -> None:
     args = tyro.cli(SweepArgs, use_underscores=True)
     console = Console(emoji=False)  # names hold colons
-    from_preset(RLArgs, args.preset)  # a preset that there is not is a mistake of this flag, not of an arm
+    from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
     design = make_design(args)
     print_design(design, args.output_dir, console)
     if args.dry_run:
@@ -106,7 +106,9 @@ def print_design(design: Design, output_dir: str, console: Console) -> None:
         table.add_row(name, *(str(getattr(arm, field)) for field in varying), str(arm.rollout_size))
     console.print(table)
     seconds = expected_seconds(design, output_dir)
-    console.print("time: unknown before a first run" if seconds is None else f"time, one run after another: {_duration(seconds)}")
+    console.print(
+        "time: unknown before a first run" if seconds is None else f"time, one run after another: {_duration(seconds)}"
+    )
     questions = next(iter(arms.values())).max_problems
     smallest = detectable_difference(len(arms), seeds, questions or 1000, SEED_STD)
     console.print(

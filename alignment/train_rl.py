@@ -16,11 +16,11 @@ from rich.console import Console
 from alignment import sft
 from alignment.args import RLArgs, SFTArgs, as_command, parse, refuse_missing_warm_start
 from alignment.core.losses import USES_OLD_POLICY
-from alignment.core.records import Endless
+from alignment.core.records import Endless, SamplingConfig
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.evaluation.accuracy import eval_problems, eval_sampling, evaluate_vllm
+from alignment.evaluation.accuracy import eval_problems, evaluate_vllm
 from alignment.policy.loading import (
     compute_dtype,
     context_length,
@@ -66,7 +66,8 @@ def train(args: RLArgs, console: Console) -> Path:
     """Run the whole of it; returns the run's folder. Raises `UserError` before any model loads where that can be known."""
     refuse_missing_engine(args)
     task = find_task(args.task)
-    held_out, rule = eval_problems(task, args), evaluation_reward(args.reward, task.rules)
+    held_out = eval_problems(task, args.dataset_path, args.max_problems)
+    rule = evaluation_reward(args.reward, task.rules)
     task.problems("train", args.dataset_path), find_reward(args.reward, task.rules)  # what is wrong with them is said first
     roles = roles_of(args)
     name = f"{args.preset}_{args.loss_type}_seed{args.seed}"
@@ -124,7 +125,14 @@ def train(args: RLArgs, console: Console) -> Path:
                 return
             if eval_sampler.policy_version != step:
                 eval_sampler.load_weights(policy.named_parameters(), step)
-            how = eval_sampling(task, args, max_new_tokens=args.eval_max_new_tokens)
+            how = SamplingConfig(
+                temperature=args.sampling_temperature,
+                top_p=args.sampling_top_p,
+                top_k=args.sampling_top_k,
+                max_new_tokens=args.eval_max_new_tokens or args.max_new_tokens,
+                stop=task.stop,
+                seed=args.seed,
+            )
             evaluation = evaluate_vllm(eval_sampler, rule, held_out, how, task.rules)
             if eval_sampler is not rollouts.sampler:
                 sampler_mismatch(policy, collate_groups(evaluation.groups, pad_token_id(tokenizer)), args, dtype)

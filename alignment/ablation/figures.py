@@ -59,7 +59,7 @@ def _draw_learning(axes, study: Study) -> None:
     at: dict[int, dict[str, list[float]]] = {}  # accuracies by step and arm, since arms may be evaluated at different steps
     for arm, runs in study.arms.items():
         for run in runs.values():
-            for step, scores in zip(run.scores[0], run.scores[2], strict=True):
+            for step, scores in zip(run.scores.steps, run.scores.rewards_EQ, strict=True):
                 at.setdefault(step, {}).setdefault(arm, []).append(scores.mean())
     for arm, runs in study.arms.items():
         if not runs:

@@ -83,7 +83,7 @@ def contents(study: Study) -> dict[str, object]:
         "commands": [(run.path.name, shell(run.command)) for run in study.runs],
         "versions": any_run.versions if any_run else {},
         "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
-        "questions": len(any_run.scores[1]) if any_run else 0,
+        "questions": len(any_run.scores.questions) if any_run else 0,
     }
 
 

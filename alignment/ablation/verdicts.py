@@ -18,13 +18,13 @@ from alignment.system.errors import UserError
 
 def final_scores(study: Study) -> dict[str, Scores]:
     """For each arm and seed, the reward [Q] of every question in the last evaluation."""
-    return {arm: {seed: run.scores[2][-1] for seed, run in runs.items()} for arm, runs in study.arms.items()}
+    return {arm: {seed: run.scores.rewards_EQ[-1] for seed, run in runs.items()} for arm, runs in study.arms.items()}
 
 
 def areas(study: Study) -> dict[str, Scores]:
     """For each arm and seed, the area [Q] under every question's learning curve."""
     return {
-        arm: {seed: area_under_curve(run.scores[0], run.scores[2]) for seed, run in runs.items()}
+        arm: {seed: area_under_curve(run.scores.steps, run.scores.rewards_EQ) for seed, run in runs.items()}
         for arm, runs in study.arms.items()
     }
 
@@ -40,7 +40,7 @@ def compare_arms(study: Study, scores: Mapping[str, Scores]) -> list[Comparison]
     comparisons = []
     for task in dict.fromkeys(tasks.values()):
         arms = {arm: runs for arm, runs in study.arms.items() if tasks[arm] == task}
-        if len({run.scores[1] for runs in arms.values() for run in runs.values()}) > 1:
+        if len({run.scores.questions for runs in arms.values() for run in runs.values()}) > 1:
             raise UserError("the runs were evaluated on different questions, so they cannot be compared")
         comparisons += compare({arm: scores[arm] for arm in arms}, study.tie, alpha=study.alpha / len(set(tasks.values())))
     return comparisons

@@ -63,7 +63,7 @@ def test_an_arm_that_cannot_work_is_refused():
 
 
 def test_stale_rollouts_are_another_thing():
-    """The ratio is to older weights, so that a clipped loss is no REINFORCE even with one update; k = 0 is the synchronous run."""
+    """The ratio is to older weights: with one update a clipped loss is no REINFORCE. k = 0 is the synchronous run."""
     plain, stale = arm(train_mini_batch_size=0), arm(train_mini_batch_size=0, rollouts="async")
     assert canonical(plain)["loss_type"] == "reinforce_with_baseline" != canonical(stale)["loss_type"]
     assert canonical(arm(rollouts="async", max_staleness=0)) == canonical(arm())

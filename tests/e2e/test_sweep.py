@@ -102,7 +102,7 @@ def test_a_killed_sweep_continues_to_its_report(done):
 def test_arms_share_questions_prompts_and_warm_start(done):
     study = read_study([done[0]])
     assert {arm: sorted(runs) for arm, runs in study.arms.items()} == {"no_baseline": [0], "grpo_clip": [0]}
-    assert len({run.scores[1] for run in study.runs}) == 1
+    assert len({run.scores.questions for run in study.runs}) == 1
     starts = {json.dumps(run.evals[0]["avg_all_rewards"]) for run in study.runs}
     asked = {tuple(r["problem"] for r in read_jsonl(run.path / "completions" / "rollout_000001.jsonl")) for run in study.runs}
     assert len(starts) == len(asked) == 1
