@@ -637,3 +637,113 @@ def _preset_named_in(argv: list[str]) -> str:
         elif word.startswith("--preset="):
             name = word.removeprefix("--preset=")
     return name
+
+
+@dataclass(frozen=True)
+class RejectionArgs(Args):
+    """Sample answers to training problems, keep those that are right, readable and in one language, and write them as JSONL."""
+
+    output: str = ""
+    """File to write, one kept answer a line; `sft --demonstrations` reads it."""
+    num_problems: int = 512
+    """Training problems to ask, the first ones."""
+    num_samples: int = 8
+    """Answers sampled for each."""
+    keep: Literal["best", "all"] = "all"
+    """Of the answers to a problem that pass: the shortest, or all."""
+    min_consistency: float = 0.95
+    """Share of an answer's words that must be in its question's language."""
+    few_shot: str = ""
+    """JSONL file of worked examples that are put before each question; empty: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_problems < 1 or self.num_samples < 1:
+            raise UserError(f"--num_problems {self.num_problems} --num_samples {self.num_samples}: both must be at least 1")
+        _require(0 <= self.min_consistency <= 1, "--min_consistency", self.min_consistency, "from 0 to 1")
+
+
+@dataclass(frozen=True)
+class VerifyResumeArgs(RLArgs):
+    """Train 2k steps straight; then k, kill, resume, k; and compare everything that both have written, timings aside.
+
+    Takes every argument of train_rl; --num_steps and --save_interval are set by --kill_after.
+    """
+
+    kill_after: int = 3
+    """k: the run is killed during step k + 1, right after its checkpoint of step k."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.kill_after >= 1, "--kill_after", self.kill_after, "at least 1")
+
+
+@dataclass(frozen=True)
+class GradientsArgs:
+    """Sample one set of rollouts, and compare the gradients that losses, normalisations and group sizes make of it."""
+
+    preset: str = "tiny"
+    """Named set of arguments: task, model, devices, sampling."""
+    prompts: int = 32
+    """Prompts; each one's gradient is one observation."""
+    group_size: tuple[int, ...] = (2, 4, 8, 16)
+    """Group sizes to compare: each prompt's responses are cut into such groups."""
+    updates: Literal[0, 1] = 1
+    """1: clipped losses are also looked at after one update on these rollouts, where the ratio is no longer 1."""
+    seed: int = 0
+    """Seed of prompts and samples."""
+    output_dir: str = "checkpoints"
+    """Folder that holds the warm start."""
+
+    def __post_init__(self) -> None:
+        _require(self.prompts >= 2, "--prompts", self.prompts, "at least 2, to have a variance")
+        smallest = min(self.group_size, default=0)
+        _require(smallest >= 2, "--group_size", smallest, "at least 2")
+        if any(max(self.group_size) % size for size in self.group_size):
+            raise UserError(f"--group_size: every size must divide the largest, {max(self.group_size)}")
+
+
+@dataclass(frozen=True)
+class ReportArgs:
+    """Write report.html and report.md from a sweep's folder, or from folders of runs."""
+
+    runs: tuple[str, ...]
+    """A sweep's folder, or the folders of two or more runs."""
+    output: str = ""
+    """Folder to write to; empty: the first of --runs."""
+    tie: float = 0.03
+    """Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own."""
+
+
+@dataclass(frozen=True)
+class AuditArgs:
+    """Grade logged completions with our grader, math-verify and the reference rule, and show where they disagree."""
+
+    completions: str
+    """A run's folder, its completions folder, or one file of completions."""
+    labels: str = ""
+    """The file of disagreements in which a person has set "label"; empty: grader_disagreements.jsonl in the run's folder."""
+
+
+@dataclass(frozen=True)
+class PipelineArgs:
+    """Run the stages of a file, one after another; a pipeline that was stopped goes on at the stage it stopped in."""
+
+    file: str
+    """TOML file of the stages."""
+    name: str = ""
+    """Name of the pipeline's folder; empty: the file's."""
+    output_dir: str = "checkpoints"
+    """Folder that holds the pipeline's folder."""
+    dry_run: bool = False
+    """Print the commands, and run nothing."""
+
+
+@dataclass(frozen=True)
+class DownloadArgs:
+    """Download GSM8K; a broken transfer goes on where it stopped."""
+
+    folder: str = "dataset/gsm8k"
+    """Where train.jsonl and test.jsonl go."""
+    source: str = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
+    """Address of the folder that holds the two files."""

@@ -9,20 +9,17 @@ from pathlib import Path
 
 import tyro
 
-from alignment.data.tasks import gsm8k
+from alignment.args import DownloadArgs
 from alignment.system.errors import run_command
 
 
-def main(folder: str = gsm8k.FOLDER, source: str = gsm8k.SOURCE) -> None:
-    """Download GSM8K; a broken transfer goes on where it stopped.
+def main() -> None:
+    args = tyro.cli(DownloadArgs, use_underscores=True)
+    from alignment.data.tasks import gsm8k
 
-    Args:
-        folder: Where train.jsonl and test.jsonl go.
-        source: Address of the folder that holds the two files.
-    """
-    gsm8k.download(Path(folder), source)
-    print(f"GSM8K is in {folder}/")
+    gsm8k.download(Path(args.folder), args.source)
+    print(f"GSM8K is in {args.folder}/")
 
 
 if __name__ == "__main__":
-    run_command(lambda: tyro.cli(main, use_underscores=True))
+    run_command(main)

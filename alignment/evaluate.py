@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from alignment.args import EvaluateArgs, parse
+from alignment.core.records import SamplingConfig
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.evaluation.accuracy import CATEGORIES, Evaluation, eval_problems, eval_sampling, evaluate_vllm
+from alignment.evaluation.accuracy import CATEGORIES, Evaluation, eval_problems, evaluate_vllm
 from alignment.evaluation.comparison import PairedDifference, paired_difference, write_comparison
 from alignment.policy.loading import load_tokenizer, resolve_model, roles_of, sampler_kind
 from alignment.rewards.reward import evaluation_reward
@@ -50,15 +51,24 @@ def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluati
     refuse_missing_engine(args)
     task = find_task(args.task)
     rule = evaluation_reward(args.reward, task.rules)
-    questions = eval_problems(task, args)
+    questions = eval_problems(task, args.dataset_path, args.max_problems)
     roles = roles_of(args)
     model_path = resolve_model(model, args.output_dir)
     tokenizer = load_tokenizer(model_path)
     problems = prompted(questions, args.prompt or task.prompt, tokenizer)
+    config = SamplingConfig(
+        n=args.num_samples,
+        temperature=args.sampling_temperature,
+        top_p=args.sampling_top_p,
+        top_k=args.sampling_top_k,
+        max_new_tokens=args.max_new_tokens,
+        stop=task.stop,
+        seed=args.seed,
+    )
     sampler = make_sampler(args, model_path, tokenizer, roles.eval, roles)
     try:
         with console.status(f"sampling {len(problems)} problems x {args.num_samples} with {sampler_kind(args)}"):
-            return evaluate_vllm(sampler, rule, problems, eval_sampling(task, args, args.num_samples), task.rules)
+            return evaluate_vllm(sampler, rule, problems, config, task.rules)
     finally:
         sampler.close()
 

@@ -2,7 +2,7 @@
 
 uv run -m alignment.pipeline --file alignment/pipelines/r1_tiny.toml
 
-A stage is a command with its flags; `{name}` in a flag is what the stage of that name has made (a model, or a file):
+A stage is a command with its flags; `{name}` in a flag is the result of the stage of that name (a model, or a file):
 
     preset = "tiny"
 
@@ -31,13 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.ablation.executors import Job, start
-from alignment.args import RULES, EvaluateArgs, RLArgs, SFTArgs, parse, preset_names
-from alignment.rejection_sample import RejectionArgs
+from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, parse, preset_names
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import lock_run_folder, read_json, write_atomically
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
-SET_HERE = {
+SET_BY_PIPELINE = {
     "rejection_sample": ("output",),
     "sft": ("sft_base",),
     "train_rl": ("run_name", "resume"),
@@ -46,22 +45,8 @@ SET_HERE = {
 
 
 @dataclass(frozen=True)
-class PipelineArgs:
-    """Run the stages of a file, one after another; a pipeline that was stopped goes on at the stage it stopped in."""
-
-    file: str
-    """TOML file of the stages."""
-    name: str = ""
-    """Name of the pipeline's folder; empty: the file's."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the pipeline's folder."""
-    dry_run: bool = False
-    """Print the commands, and run nothing."""
-
-
-@dataclass(frozen=True)
 class Stage:
-    """A command, its flags, what it makes (`result`), and what is there once it is done."""
+    """A command with its flags, its `result` (a model or a file), and `done`, a path that exists once it has ended well."""
 
     name: str
     command: str
@@ -71,14 +56,8 @@ class Stage:
 
 
 def read_stages(file: Path, folder: Path) -> list[Stage]:
-    """The stages of a file, each followed by the evaluation of the model it makes. Raises `UserError`, naming the stage."""
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"--file {file}: does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--file {file}: is no TOML: {error}") from None
-    stages, made = [], {}
+    """The stages of a file, each followed by an evaluation of its model. Raises `UserError`, naming the stage."""
+    values = _read_toml(file)
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
     shared.setdefault("preset", "tiny")
     if shared["preset"] not in preset_names():
@@ -86,61 +65,76 @@ def read_stages(file: Path, folder: Path) -> list[Stage]:
     tables = values.get("stages")
     if not isinstance(tables, dict) or not tables:
         raise UserError(f"--file {file}: has no [stages.NAME]")
-    for name, own in tables.items():
+    stages: list[Stage] = []
+    results: dict[str, str] = {}
+    for name, table in tables.items():
         place = f"--file {file}: stage {name}"
-        if (
-            not re.fullmatch(r"\w[\w-]*", name)
-            or name == "logs"
-            or name.startswith("evaluation_of_")
-            or not isinstance(own, dict)
-        ):
-            raise UserError(f"{place}: must be a table with a plain name, neither logs nor evaluation_of_...")
-        command = own.get("command")
-        if command not in COMMANDS:
-            raise UserError(f"{place}: command {command!r}: must be one of {', '.join(COMMANDS)}")
-        if taken := set(own) & {*SET_HERE[command], "output_dir"}:
-            raise UserError(f"{place}: {', '.join(sorted(taken))}: the pipeline sets it itself")
-        given = {key: _filled(value, made, place) for key, value in {**shared, **own}.items() if key != "command"}
-        stages += _stages(name, command, given, folder, place)
-        made[name] = stages[-1].result if command == "rejection_sample" else next(
-            stage.result for stage in stages if stage.name == name
-        )  # fmt: skip
+        command = _checked_command(name, table, place)
+        given = {key: _filled(value, results, place) for key, value in {**shared, **table}.items() if key != "command"}
+        made = _stages(name, command, given, folder, place)
+        stages += made
+        results[name] = made[0].result
     return stages
 
 
+def _read_toml(file: Path) -> dict:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--file {file}: does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--file {file}: is no TOML: {error}") from None
+
+
+def _checked_command(name: str, table: object, place: str) -> str:
+    """The command of a stage. Raises `UserError` for a bad name, another command, or an argument that the pipeline sets."""
+    plain = re.fullmatch(r"\w[\w-]*", name) and name != "logs" and not name.startswith("evaluation_of_")
+    if not plain or not isinstance(table, dict):
+        raise UserError(f"{place}: must be a table with a plain name, neither logs nor evaluation_of_...")
+    command = table.get("command")
+    if command not in COMMANDS:
+        raise UserError(f"{place}: command {command!r}: must be one of {', '.join(COMMANDS)}")
+    if taken := set(table) & {*SET_BY_PIPELINE[command], "output_dir"}:
+        raise UserError(f"{place}: {', '.join(sorted(taken))}: the pipeline sets it itself")
+    return command
+
+
 def _stages(name: str, command: str, given: Mapping[str, object], folder: Path, place: str) -> list[Stage]:
+    """The stage and, where it makes a model, the evaluation of that model."""
     if command == "rejection_sample":
         file = folder / f"{name}.jsonl"
-        return [Stage(name, command, _checked(command, {**given, "output": str(file)}, folder, place), str(file), file)]
+        return [Stage(name, command, _checked_flags(command, {**given, "output": str(file)}, folder, place), str(file), file)]
     if command == "sft":
-        model = folder / name
-        stage = Stage(name, command, _checked(command, {**given, "sft_base": str(model)}, folder, place), str(model), model)
+        model = done = folder / name
+        flags = _checked_flags(command, {**given, "sft_base": str(model)}, folder, place)
     else:
-        model = folder / name / "final"
-        flags = _checked(command, {**given, "run_name": name}, folder, place)
-        stage = Stage(name, command, flags, str(model), folder / name / "summary.json")
-    asked = {key: value for key, value in given.items() if key in EvaluateArgs.__dataclass_fields__ and key != "sft_base"}
-    if asked.get("reward") not in RULES:
-        asked.pop("reward", None)  # evaluation is by the task's own rule
+        model, done = folder / name / "final", folder / name / "summary.json"
+        flags = _checked_flags(command, {**given, "run_name": name}, folder, place)
+    shared = {key: value for key, value in given.items() if key in EvaluateArgs.__dataclass_fields__ and key != "sft_base"}
+    if shared.get("reward") not in RULES:
+        shared.pop("reward", None)  # an evaluation scores by a rule: here the task's own
     evaluation = f"evaluation_of_{name}"
-    flags = _checked("evaluate", {**asked, "model": str(model), "run_name": evaluation}, folder, place)
-    return [stage, Stage(evaluation, "evaluate", flags, str(model), folder / evaluation / "summary.json")]
+    eval_flags = _checked_flags("evaluate", {**shared, "model": str(model), "run_name": evaluation}, folder, place)
+    return [
+        Stage(name, command, flags, str(model), done),
+        Stage(evaluation, "evaluate", eval_flags, str(model), folder / evaluation / "summary.json"),
+    ]
 
 
-def _filled(value: object, made: Mapping[str, str], place: str) -> object:
-    """A flag's value with the results of earlier stages. Raises `UserError` for a name that is none."""
+def _filled(value: object, results: Mapping[str, str], place: str) -> object:
+    """A flag's value with the results of earlier stages in place of `{name}`. Raises `UserError` for an unknown name."""
     if isinstance(value, list):
-        return [_filled(item, made, place) for item in value]
+        return [_filled(item, results, place) for item in value]
     if not isinstance(value, str):
         return value
-    unknown = [name for name in re.findall(r"\{(\w[\w-]*)\}", value) if name not in made]
+    unknown = [name for name in re.findall(r"\{(\w[\w-]*)\}", value) if name not in results]
     if unknown:
-        raise UserError(f"{place}: {{{unknown[0]}}} is no earlier stage (there are: {', '.join(made) or 'none'})")
-    return re.sub(r"\{(\w[\w-]*)\}", lambda match: made[match[1]], value)
+        raise UserError(f"{place}: {{{unknown[0]}}} is no earlier stage (there are: {', '.join(results) or 'none'})")
+    return re.sub(r"\{(\w[\w-]*)\}", lambda match: results[match[1]], value)
 
 
-def _checked(command: str, given: Mapping[str, object], folder: Path, place: str) -> tuple[str, ...]:
-    """The flags of a stage, read as the command itself will read them."""
+def _checked_flags(command: str, given: Mapping[str, object], folder: Path, place: str) -> tuple[str, ...]:
+    """The flags of a stage. Raises `UserError` where the stage's command would refuse them."""
     cls = COMMANDS.get(command, EvaluateArgs)
     flags: list[str] = []
     for key, value in {**given, "output_dir": str(folder)}.items():
@@ -158,14 +152,14 @@ def _checked(command: str, given: Mapping[str, object], folder: Path, place: str
 
 
 def run(stages: list[Stage], folder: Path, console: Console) -> None:
-    """Run what is not done yet. Raises `RunStopped` where a stage fails; the same command goes on from there."""
+    """Run the stages that are not done yet. Raises `RunStopped` where a stage fails; the same command goes on from there."""
     for number, stage in enumerate(stages, start=1):
         if stage.done.exists():
             console.print(f"{number} of {len(stages)}, {stage.name}: done already", markup=False)
             continue
         resumed = ("--resume",) if stage.command == "train_rl" and (folder / stage.name / "args.json").exists() else ()
         if stage.command == "evaluate":
-            shutil.rmtree(folder / stage.name, ignore_errors=True)  # of one that was stopped, which has no use
+            shutil.rmtree(folder / stage.name, ignore_errors=True)  # the folder of a stopped evaluation, which cannot resume
         log = folder / "logs" / f"{stage.name}.log"
         with console.status(f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})"):
             process = start(Job(stage.name, f"alignment.{stage.command}", (*stage.flags, *resumed), str(log)), cpus=None)
@@ -185,13 +179,21 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
 
 
 def accuracies(stages: list[Stage]) -> list[dict]:
-    """Accuracy, its interval, format and length after each stage that made a model."""
-    found = []
-    for stage in stages:
-        if stage.command == "evaluate":
-            record = read_json(stage.done)
-            found.append({"stage": stage.name.removeprefix("evaluation_of_"), "model": stage.result, **record})
-    return found
+    """The record of each evaluation, with the name of its stage and the path of its model."""
+    evaluations = [stage for stage in stages if stage.command == "evaluate"]
+    return [{"stage": s.name.removeprefix("evaluation_of_"), "model": s.result, **read_json(s.done)} for s in evaluations]
+
+
+def print_accuracies(rows: list[dict], title: str, console: Console) -> None:
+    """Print a table of the accuracy, its interval, the format rate and the length after each stage."""
+    table = Table(title=title)
+    for heading in ("stage", "accuracy", "95 %", "format", "tokens"):
+        table.add_column(heading, justify="right" if heading != "stage" else "left")
+    for row in rows:
+        low, high = row["avg_all_rewards_ci"]
+        numbers = f"{row['avg_all_rewards']:.3f}", f"{low:.3f} .. {high:.3f}", f"{row['avg_format_rewards']:.3f}"
+        table.add_row(row["stage"], *numbers, f"{row['response_length']:.1f}")
+    console.print(table)
 
 
 def main() -> None:
@@ -207,20 +209,8 @@ def main() -> None:
     with lock_run_folder(folder):
         refuse_other_file(folder, stages)
         run(stages, folder, console)
-    table = Table(title=f"{folder.name}: accuracy after each stage")
-    for heading in ("stage", "accuracy", "95 %", "format", "tokens"):
-        table.add_column(heading, justify="right" if heading != "stage" else "left")
     rows = accuracies(stages)
-    for row in rows:
-        low, high = row["avg_all_rewards_ci"]
-        table.add_row(
-            row["stage"],
-            f"{row['avg_all_rewards']:.3f}",
-            f"{low:.3f} .. {high:.3f}",
-            f"{row['avg_format_rewards']:.3f}",
-            f"{row['response_length']:.1f}",
-        )
-    console.print(table)
+    print_accuracies(rows, f"{folder.name}: accuracy after each stage", console)
     write_atomically(folder / "summary.json", json.dumps(rows, indent=2) + "\n")
 
 

@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.args import PlanArgs, RLArgs, from_preset, parse
-from alignment.policy.loading import load_config, resolve_model, roles_of
-from alignment.policy.placement import ModelShape, place
 from alignment.system.errors import run_command
 
 
 def main() -> None:
     args = parse(PlanArgs)
+    from alignment.policy.loading import load_config, resolve_model, roles_of
+    from alignment.policy.placement import ModelShape, place
+
     shape = ModelShape.from_config(load_config(resolve_model(args.model, args.output_dir)))
     table = Table(title=f"{args.model} on {'this machine' if args.num_gpus is None else f'{args.num_gpus} GPUs'}")
     for heading in ("device", "role", "layers", "GB"):

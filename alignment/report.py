@@ -5,47 +5,26 @@ uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 from rich.console import Console
 
-from alignment.ablation.report import print_verdicts, read_study, write_report
+from alignment.args import ReportArgs
 from alignment.system.errors import UserError, run_command
-
-
-@dataclass(frozen=True)
-class ReportArgs:
-    """Write the report of a sweep, or of several runs: verdicts first, then the curves, samples and commands behind them.
-
-    uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
-    """
-
-    runs: tuple[str, ...]
-    """Write the report of a sweep, or of several runs: verdicts first, then the curves, samples and commands behind them.
-
-uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
-"""
-    output: str = ""
-    """Write the report of a sweep, or of several runs: verdicts first, then the curves, samples and commands behind them.
-
-uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
-"""
-    tie: float = 0.03
-    """Write the report of a sweep, or of several runs: verdicts first, then the curves, samples and commands behind them.
-
-uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
-"""
 
 
 def main() -> None:
     args = tyro.cli(ReportArgs, use_underscores=True)
-    console = Console(emoji=False)  # names hold colons
+    from alignment.ablation.study import read_study
+
     folders = [Path(run) for run in args.runs]
     study = read_study(folders, args.tie)
     if not study.runs:
         raise UserError(f"--runs {' '.join(args.runs)}: no finished run there")
+    from alignment.ablation.report import print_verdicts, write_report
+
+    console = Console(emoji=False)  # names hold colons
     print_verdicts(study, console)
     for file in write_report(study, Path(args.output) if args.output else folders[0]):
         console.print(f"report: {file}", markup=False, soft_wrap=True)

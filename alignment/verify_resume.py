@@ -11,39 +11,23 @@ import json
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from alignment.ablation.executors import Job, start
-from alignment.args import RLArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
-from alignment.runs.checkpoint import OPTIMIZER, checkpoint_folder, last_whole_step
-from alignment.system.errors import RunStopped, UserError, run_command
+from alignment.args import RLArgs, VerifyResumeArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
+from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import read_jsonl
 
-TIMINGS = ("seconds", "tokens_per_second")  # what the names of measured times begin with
-
-
-@dataclass(frozen=True)
-class VerifyResumeArgs(RLArgs):
-    """Train 2k steps straight; then k, kill, resume, k; and compare everything that both have written, timings aside.
-
-    Takes every argument of train_rl; --num_steps and --save_interval are set by --kill_after.
-    """
-
-    kill_after: int = 3
-    """k: the run is killed during step k + 1, right after its checkpoint of step k."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kill_after < 1:
-            raise UserError(f"--kill_after {self.kill_after}: must be at least 1")
+TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured times
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of everything a finished run has written that a repetition must write again: no timings, no file dates."""
+    """SHA-256 of each part of a finished run that a repetition must reproduce: no timings, no dates of files."""
+    from alignment.runs.checkpoint import OPTIMIZER, checkpoint_folder, last_whole_step
+
     step, _ = last_whole_step(run)
     return {
         "weights": _hash(file.read_bytes() for file in sorted((run / "final").glob("*.safetensors"))),
@@ -59,10 +43,10 @@ def digests(run: Path) -> dict[str, str]:
 
 
 def _hash(parts: Iterable[bytes]) -> str:
-    whole = hashlib.sha256()
+    total = hashlib.sha256()
     for part in parts:
-        whole.update(hashlib.sha256(part).digest())
-    return whole.hexdigest()
+        total.update(hashlib.sha256(part).digest())
+    return total.hexdigest()
 
 
 def _untimed(record: dict) -> bytes:
@@ -79,7 +63,7 @@ def _scalars(folder: Path) -> Iterable[bytes]:
 
 
 def verify(args: VerifyResumeArgs, console: Console) -> bool:
-    """Make both runs and print their digests. Returns whether they are the same; then the runs are deleted."""
+    """Train both runs, print their digests, delete them, and return whether the digests are the same."""
     refuse_missing_warm_start(args)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     k = args.kill_after
@@ -104,6 +88,8 @@ def verify(args: VerifyResumeArgs, console: Console) -> bool:
 
 
 def _run(args: RLArgs, kill_in_step: int | None = None) -> None:
+    from alignment.runs.checkpoint import checkpoint_folder
+
     run = Path(args.output_dir) / args.run_name
     log = run.with_suffix(".log").resolve()
     process = start(Job(run.name, "alignment.train_rl", tuple(command_line(args)), str(log)), cpus=None)

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from alignment.ablation.statistics import ALPHA, Comparison, compare
+from alignment.ablation.design import ALPHA
+from alignment.ablation.statistics import Comparison, compare
 
 TIE = 0.03
 DRAWS = 500  # of the usual bootstrap

@@ -1,4 +1,4 @@
-"""Where the runs of a sweep are executed: one after another here, or side by side wherever Ray has cores or GPUs free."""
+"""Executors of a sweep's runs: one after another on this machine, or side by side on a Ray cluster's free cores or GPUs."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Executor(Protocol):
     """Runs jobs, each in a process of its own."""
 
     def submit(self, job: Job) -> None:
-        """Put a job in line."""
+        """Add a job to the queue."""
 
     def finished(self, seconds: float) -> dict[str, int]:
-        """Exit codes of the jobs that ended, by name, after waiting for at most so long."""
+        """Exit codes by name of the jobs that have ended; waits for one for at most `seconds`."""
 
     def close(self) -> None:
         """End the jobs under way."""
 
 
 def make_executor(address: str, cpus: int | None, gpus: int | None) -> Executor:
-    """Ray where it is installed, else one run after another. Raises `UserError` where a cluster is asked for without Ray."""
+    """Ray where it is installed, else one run after another. Raises `UserError` for a cluster's address without Ray."""
     if find_spec("ray"):
         return RayExecutor(address, cpus, gpus)
     if address:
@@ -58,15 +58,15 @@ class LocalExecutor:
 
     def __init__(self, cpus: int | None = None):
         self.cpus = cpus
-        self.line: list[Job] = []
+        self.queue: list[Job] = []
         self.current: tuple[Job, subprocess.Popen] | None = None
 
     def submit(self, job: Job) -> None:
-        self.line.append(job)
+        self.queue.append(job)
 
     def finished(self, seconds: float) -> dict[str, int]:
-        if self.current is None and self.line:
-            job = self.line.pop(0)
+        if self.current is None and self.queue:
+            job = self.queue.pop(0)
             self.current = job, start(job, self.cpus)
         if self.current is None:
             return {}
@@ -88,7 +88,7 @@ class RayExecutor:
     """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for.
 
     Ray gives a task its GPUs by CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them.
-    Signals are held back while Ray's own code runs, which does not survive what a signal's handler raises.
+    Signals are deferred while Ray's own code runs, which does not survive an exception of a signal handler.
     """
 
     @signals.deferred_signals()
@@ -100,7 +100,7 @@ class RayExecutor:
         self.ray = ray
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            own = {} if address else {"include_dashboard": False}  # a cluster that is there has decided that already
+            own = {} if address else {"include_dashboard": False}  # a running cluster has its own setting
             ray.init(
                 address or "local",
                 runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
@@ -108,7 +108,7 @@ class RayExecutor:
                 logging_level="ERROR",
                 **own,
             )
-        except Exception as error:  # of many kinds, a bare Exception where a node is slow to start among them
+        except Exception as error:  # Ray raises many kinds, a bare Exception where a node is slow to start
             where = f"--ray_address {address}" if address else "Ray could not start here"
             raise UserError(f"{where}: {(str(error) or type(error).__name__).splitlines()[0]}") from None
         with suppress(ValueError):  # only the main thread may; Ray has put a handler of its own in its place
@@ -147,7 +147,7 @@ class RayExecutor:
 
 
 def refuse_unreachable(address: str) -> None:
-    """Raise `UserError` where nobody listens at host:port, which Ray itself would try for minutes."""
+    """Raise `UserError` where no process listens at host:port; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host:
         return

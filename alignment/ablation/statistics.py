@@ -1,7 +1,7 @@
-"""Which choice made the difference: paired comparisons of arms over training seeds and questions, ending in verdicts.
+"""Paired comparisons of arms over training seeds and questions, with intervals and verdicts.
 
-An arm is a set of arguments that was trained with several seeds; each run answers the same questions. Arrays: S seeds,
-Q questions, E evaluations. Nothing here reads a file.
+An arm is a set of arguments, trained with several seeds; all runs answer the same questions. Arrays: S seeds, Q questions,
+E evaluations. Nothing here reads a file.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import numpy as np
 from scipy import stats
 from scipy.special import digamma, polygamma
 
-Scores = Mapping[int, np.ndarray]
-"""An arm's outcome: for each seed the score of every question [Q], in one order for all arms."""
+from alignment.ablation.design import ALPHA
 
-ALPHA = 0.05  # chance that any verdict of a family is false
+Scores = Mapping[int, np.ndarray]
+"""The scores of an arm: for each seed, one score a question [Q], in the same order for all arms."""
+
 DRAWS = 4_000
-MOST_SEEDS = 200  # beyond which no number of seeds is recommended
+MOST_SEEDS = 200  # the largest number of further seeds that is recommended
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """What is compared with what: the weights of the arms on either side, which add up to 1 and -1."""
+    """The two sides of a comparison: weights of the arms, which add up to 1 on side a and to -1 on side b."""
 
     a: str
     b: str
@@ -36,11 +37,11 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides: the difference a - b with its 95 % interval, and what may be said of it.
+    """The difference a - b with its 95 % interval and its verdict.
 
-    kind: "greater" (one side is), "tie", or "undecided". `p` is of no difference, adjusted for the number of comparisons.
-    `more_seeds` is about how many further seeds would settle it, None where it is settled or where no number would.
-    Without a second seed there is no interval.
+    kind: "greater" (one side is), "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of
+    comparisons. `more_seeds` estimates the further seeds that would settle an undecided comparison; None where no number up to
+    MOST_SEEDS would, or where it is settled. Without a second seed the interval is NaN.
     """
 
     a: str
@@ -56,13 +57,13 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Whether the verdict is one."""
+        """Whether the kind is not "undecided"."""
         return self.kind != "undecided"
 
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A mean difference, the standard error that seeds give it with its degrees of freedom, and what each question adds [Q]."""
+    """A mean difference, its standard error over seeds with degrees of freedom, and the effect of each question [Q]."""
 
     contrast: Contrast
     seeds: int
@@ -73,23 +74,23 @@ class _Estimate:
 
 
 def pairs(arms: Sequence[str]) -> list[Contrast]:
-    """Every two arms."""
+    """The contrast of every two arms."""
     return [Contrast(a, b, {a: 1.0, b: -1.0}) for a, b in combinations(arms, 2)]
 
 
 def compare(
     arms: Mapping[str, Scores], tie: float, contrasts: Sequence[Contrast] | None = None, alpha: float = ALPHA, seed: int = 0
 ) -> list[Comparison]:
-    """Every contrast (by default every pair of arms), paired by seed and question. The chance that any verdict is false is
-    at most `alpha`, half of it for differences and half for ties.
+    """A comparison for every contrast (by default every pair of arms), paired by seed and question. The chance that any
+    verdict is false is at most `alpha`, half of it for differences and half for ties.
 
-    The interval is a hierarchical bootstrap. Questions, of which there are many, are resampled. Of seeds there are few, and
-    resampling three of them gives intervals that are far too short; their mean is drawn from Student's t instead, the
-    exact sampling distribution for normal seed effects (`seed_variances` says with which variance). The part of the
-    questions' spread that is sampling noise is taken out of the question level, where it would count twice.
+    The interval is a hierarchical bootstrap. It resamples the many questions. Resampling a few seeds would make intervals far
+    too short, so it draws their mean from Student's t, the exact sampling distribution for normal seed effects, with the
+    variance of `seed_variances`. The sampling noise in the spread between questions is removed from the question level, since
+    the seed level has it already.
 
-    Verdicts: "a > b" where zero is excluded, "tie within d" where a difference of `tie` or more is (two one-sided tests,
-    Schuirmann 1987), each after Holm's correction (1979, Scand. J. Stat. 6); else "undecided".
+    Verdicts: "a > b" where the test excludes zero, "tie within d" where it excludes differences of `tie` or more (two one-sided
+    tests, Schuirmann 1987), both after Holm's correction (1979, Scand. J. Stat. 6); else "undecided".
     Raises ValueError where two arms have different questions.
     """
     questions = {len(scores) for arm in arms.values() for scores in arm.values()}
@@ -98,29 +99,29 @@ def compare(
     contrasts = pairs(list(arms)) if contrasts is None else contrasts
     variances = seed_variances({arm: {s: float(x.mean()) for s, x in scores.items()} for arm, scores in arms.items()})
     differences = [_differences(arms, contrast) for contrast in contrasts]
-    told = [d.shape[0] > 1 for d in differences]
-    estimates = [_estimate(c, d, variances) for c, d, known in zip(contrasts, differences, told, strict=True) if known]
+    compared = list(zip(contrasts, differences, strict=True))
+    estimates = [_estimate(contrast, d, variances) for contrast, d in compared if len(d) > 1]
     settled = iter(_settle(estimates, tie, alpha / 2, len(contrasts), seed))
-    return [next(settled) if known else _unknown(c, d) for c, d, known in zip(contrasts, differences, told, strict=True)]
+    return [next(settled) if len(d) > 1 else _without_interval(contrast, d) for contrast, d in compared]
 
 
 def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: int, seed: int) -> list[Comparison]:
-    """The verdicts, each kind of them false with a chance of at most `alpha`."""
+    """The comparisons of estimates. The chance of a false difference is at most `alpha`, and so is that of a false tie."""
     if not estimates:
         return []
     rng, weights = np.random.default_rng(seed), _resampled_questions(len(estimates[0].questions), seed)
     by_question = (weights @ np.stack([e.questions for e in estimates], axis=1)).T
-    each = list(zip(estimates, by_question, strict=True))
-    p = holm([2 * min(_tail(e, drawn, 0), _tail(e, drawn, 0, above=False)) for e, drawn in each])
-    p_tie = holm([max(_tail(e, drawn, -tie), _tail(e, drawn, tie, above=False)) for e, drawn in each])
-    # Even quantiles in random order: draws of t without the chance in how many of them are far out.
-    evenly = (np.arange(DRAWS) + 0.5) / DRAWS
-    draws = [e.mean + drawn + rng.permutation(stats.t.ppf(evenly, e.dof)) * e.error for e, drawn in each]
-    return [_verdict(*found, tie, alpha, family) for found in zip(estimates, draws, p, p_tie, strict=True)]
+    resampled = list(zip(estimates, by_question, strict=True))
+    p = holm([2 * min(_tail(e, effects, 0), _tail(e, effects, 0, above=False)) for e, effects in resampled])
+    p_tie = holm([max(_tail(e, effects, -tie), _tail(e, effects, tie, above=False)) for e, effects in resampled])
+    # Even quantiles in random order are draws of t without chance in the number of extreme ones.
+    quantiles = (np.arange(DRAWS) + 0.5) / DRAWS
+    draws = [e.mean + effects + rng.permutation(stats.t.ppf(quantiles, e.dof)) * e.error for e, effects in resampled]
+    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, draws, p, p_tie, strict=True)]
 
 
 def _differences(arms: Mapping[str, Scores], contrast: Contrast) -> np.ndarray:
-    """The weighted sum of the arms [S, Q] over the seeds that all of them have."""
+    """The weighted sum of the arms' scores [S, Q], for the seeds that all arms of the contrast have."""
     shared = sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights)))
     rows = [sum(weight * arms[arm][seed] for arm, weight in contrast.weights.items()) for seed in shared]
     return np.stack(rows) if rows else np.empty((0, 0))
@@ -128,7 +129,7 @@ def _differences(arms: Mapping[str, Scores], contrast: Contrast) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def _resampled_questions(questions: int, seed: int) -> np.ndarray:
-    """[DRAWS, Q]: how much each question counts in each resample, as float32 (one sample for all pairs, which pairs them)."""
+    """The weight of each question in each resample, float32 [DRAWS, Q]; the same resamples for all contrasts pair them."""
     counts = np.random.default_rng((seed, questions)).multinomial(questions, np.full(questions, 1 / questions), size=DRAWS)
     return (counts / questions).astype(np.float32)
 
@@ -149,13 +150,13 @@ def _estimate(contrast: Contrast, differences_SQ: np.ndarray, variances: Mapping
 
 
 def seed_variances(means: Mapping[str, Mapping[int, float]]) -> dict[str, tuple[float, float]]:
-    """Each arm's variance between seeds, once what a seed does to all arms is taken away, with its degrees of freedom.
+    """Each arm's variance between seeds, after removing effects of a seed common to all arms, and its degrees of freedom.
 
-    Arms with seed means y_as: the residuals of y_as = arm + seed, whose squares add up to (1 - 1 / arms) of a variance for
-    each seed but one. These variances, of very few seeds each, are shrunk towards their common value as far as the data say
-    that there is one (Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3(1), section 4), which is what makes verdicts possible at
-    three seeds; an arm that is noisier than the others keeps most of its own variance. The degrees of freedom stay below
-    those that all residuals together have, for an arm's share of a difference between two.
+    The residuals of the model y_as = arm + seed of the means y_as have, squared and summed, the expectation of (1 - 1 / arms)
+    variances for each seed but one. These variances, of very few seeds each, are shrunk towards their common value as far as the
+    data support one (Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3(1), section 4), which makes verdicts possible at three seeds;
+    an arm noisier than the others keeps most of its own variance. The degrees of freedom are the arm's own or, where larger, at
+    most half of those of all residuals, an arm's share in the difference of two.
     """
     seeds = sorted({seed for by_seed in means.values() for seed in by_seed})
     centred = {arm: {s: y - float(np.mean(list(by.values()))) for s, y in by.items()} for arm, by in means.items() if by}
@@ -184,8 +185,8 @@ def _shrunk(variance: float, dof: float, prior: float, prior_dof: float) -> floa
 def common_variance(variances: Sequence[float], dofs: Sequence[float]) -> tuple[float, float]:
     """Degrees of freedom and value of the variance that many estimates share (Smyth 2004, section 6.2).
 
-    (0, 0) where there are too few estimates to tell; infinite degrees, and the pooled variance, where they differ no more
-    than chance has it.
+    (0, 0) for fewer than three estimates; infinite degrees, and the pooled variance, where the estimates differ no more than
+    by chance.
     """
     known = [(v, d) for v, d in zip(variances, dofs, strict=True) if v > 0 and d > 0]
     if len(known) < 3:
@@ -209,7 +210,7 @@ def _inverse_trigamma(value: float) -> float:
 
 
 def _tail(e: _Estimate, by_question: np.ndarray, value: float, above: bool = True) -> float:
-    """The chance that the difference lies on the other side of `value`: below it, or with `above` false, above it."""
+    """The probability that the difference is at most `value`, or with `above` false, at least."""
     distance = (e.mean + by_question - value) * (1 if above else -1)
     if e.error == 0:
         return float((distance <= 0).mean())
@@ -232,7 +233,7 @@ def _verdict(e: _Estimate, draws: np.ndarray, p: float, p_tie: float, tie: float
 
 
 def _seeds_to_settle(e: _Estimate, tie: float, alpha: float) -> int | None:
-    """How many more seeds would settle the comparison if the estimates stayed as they are."""
+    """The number of further seeds that would settle the comparison at the present estimates; None above MOST_SEEDS."""
     by_questions = stats.norm.isf(alpha / 2) * float(e.questions.std()) / math.sqrt(len(e.questions))
     more = np.arange(1, MOST_SEEDS + 1)
     errors = e.error * np.sqrt(e.seeds / (e.seeds + more))
@@ -241,7 +242,7 @@ def _seeds_to_settle(e: _Estimate, tie: float, alpha: float) -> int | None:
     return int(more[enough][0]) if enough.any() else None
 
 
-def _unknown(contrast: Contrast, differences: np.ndarray) -> Comparison:
+def _without_interval(contrast: Contrast, differences: np.ndarray) -> Comparison:
     nan, seeds = math.nan, differences.shape[0]
     mean = float(differences.mean()) if differences.size else nan
     verdict = f"undecided: {seeds} shared seed{'' if seeds == 1 else 's'}, 2 are needed"
@@ -258,7 +259,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-# --- what is compared -----------------------------------------------------------------------------------------
+# --- scores and planning --------------------------------------------------------------------------------------
 
 
 def area_under_curve(steps: Sequence[int], scores_EQ: np.ndarray) -> np.ndarray:
@@ -278,8 +279,8 @@ def detectable_difference(
 ) -> float:
     """The smallest difference between two of `arms` arms that would get a verdict with a chance of `power`.
 
-    `seed_std` is the standard deviation of an arm's accuracy between seeds, questions aside; each question is answered
-    once. What arms differ in from question to question, in all seeds alike, comes on top, and is not known beforehand.
+    `seed_std` is the standard deviation of an arm's accuracy between seeds, questions aside; each question has one answer.
+    Differences between arms that vary from question to question, alike in all seeds, are not known beforehand and left out.
     Infinite with one seed.
     """
     if seeds < 2 or arms < 2:

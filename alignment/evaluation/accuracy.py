@@ -1,4 +1,4 @@
-"""TODO."""
+"""Sample answers to the test problems, score them, and summarise: averages, intervals, pass@k and majority votes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from alignment.args import Args
 from alignment.core.records import Group, Problem, SamplingConfig, Score
 from alignment.data.tasks import Task
 from alignment.rewards.r1_zero import extract_answer
@@ -25,7 +24,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found. Averages are shares in [0, 1], each with its 95 % interval."""
+    """The result of an evaluation. Averages are shares in [0, 1], each with its 95 % interval."""
 
     groups: tuple[Group, ...]
     averages: Mapping[str, float]
@@ -39,7 +38,7 @@ class Evaluation:
     rules: tuple[str, ...]
 
     def record(self) -> dict[str, object]:
-        """All of it as plain data, but for the completions."""
+        """The evaluation as plain data, without the completions."""
         return {
             **self.averages,
             **{f"{name}_ci": list(interval) for name, interval in self.intervals.items()},
@@ -61,10 +60,9 @@ def evaluate_vllm(
     eval_sampling_params: SamplingConfig,
     rules: Sequence[str] = ("r1_zero", "r1_zero_strict"),
 ) -> Evaluation:
-    """Sample every problem, score every completion, and summarise. Any `Sampler` will do, vLLM or not. The means under all
-    `rules` are told beside it.
+    """The evaluation of completions sampled from any `Sampler`, vLLM's or another, one group for each problem.
 
-    Raises `UserError` where there is nothing to evaluate.
+    The evaluation's record also has the mean reward under each of `rules`. Raises `UserError` without a problem.
     """
     if not problems:
         raise UserError("nothing to evaluate: the task has no problem in its test split")
@@ -79,7 +77,7 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
     k = len(groups[0].completions)
     scores_PG = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
     correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
-    drawn = [completion for group in groups for completion in group.completions]
+    completions = [completion for group in groups for completion in group.completions]
     return Evaluation(
         groups=tuple(groups),
         averages={name: sum(map(sum, rows)) / (k * len(rows)) for name, rows in scores_PG.items()},
@@ -87,22 +85,22 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
         categories=Counter(map(category, (score for group in groups for score in group.scores))),
         pass_at_k={j: sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in _powers_of_two(k)},
         maj_at_k=sum(map(majority_share, groups)) / len(groups),
-        response_length=sum(len(c.token_ids) for c in drawn) / len(drawn),
-        finished=sum(c.finish_reason == "stop" for c in drawn) / len(drawn),
+        response_length=sum(len(c.token_ids) for c in completions) / len(completions),
+        finished=sum(c.finish_reason == "stop" for c in completions) / len(completions),
         seconds=seconds,
         rules=tuple(rules),
     )
 
 
 def category(score: Score) -> str:
-    """Which of `CATEGORIES` a score falls in."""
+    """The category of a score, one of `CATEGORIES`."""
     if not score["format_reward"]:
         return CATEGORIES[2]
     return CATEGORIES[0] if score["answer_reward"] else CATEGORIES[1]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that k of n samples, drawn without replacement, hold a correct one: 1 - C(n - c, k) / C(n, k).
+    """Chance that k of n samples, drawn without replacement, include a correct one: 1 - C(n - c, k) / C(n, k).
 
     Unbiased for the chance that k fresh samples do (Chen et al. 2021, arXiv:2107.03374, eq. 1).
     """
@@ -110,9 +108,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_share(group: Group) -> float:
-    """1 where the most frequent answer is right, 0 where it is wrong; between equally frequent answers, the share right.
+    """1 where the most frequent answer is right, 0 where it is wrong; among equally frequent answers, the share that is right.
 
-    Answers are compared as written; responses without one have no vote (Wang et al. 2023, arXiv:2203.11171).
+    Answers are compared as written; a response without an answer has no vote (Wang et al. 2023, arXiv:2203.11171).
     """
     votes = Counter(answer for completion in group.completions if (answer := extract_answer(completion.text)) is not None)
     if not votes:
@@ -124,11 +122,11 @@ def majority_share(group: Group) -> float:
 
 
 def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
-    """95 % interval of the mean of scores in [0, 1], of which those of one problem belong together.
+    """95 % interval of the mean of scores in [0, 1], where the scores of one problem are correlated.
 
-    Wilson's interval (Wilson 1927), which stays honest near 0 and 1, with the number of samples that would be as
-    informative were they independent: p(1 - p) / variance of the mean, the variance being taken between problems (Kish
-    1965, design effect). Where scores do not vary at all, each problem counts once.
+    Wilson's interval (Wilson 1927), which keeps its coverage near 0 and 1, with the effective number of independent samples:
+    p(1 - p) / variance of the mean, estimated from the variance between problems (Kish 1965, design effect). Where all scores
+    are equal, each problem counts once.
     """
     scores = torch.tensor(scores_PG, dtype=torch.float64)
     problems, p = scores.shape[0], scores.mean().item()
@@ -139,23 +137,10 @@ def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) ->
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def eval_problems(task: Task, args: Args) -> list[Problem]:
-    """The first --max_problems of the task's test split (0: all of it)."""
-    problems = task.problems("test", args.dataset_path)
-    return problems[: args.max_problems] if args.max_problems else problems
-
-
-def eval_sampling(task: Task, args: Args, n: int = 1, max_new_tokens: int = 0) -> SamplingConfig:
-    """How evaluation samples are drawn. The same seed every time, so that two evaluations differ by their models alone."""
-    return SamplingConfig(
-        n=n,
-        temperature=args.sampling_temperature,
-        top_p=args.sampling_top_p,
-        top_k=args.sampling_top_k,
-        max_new_tokens=max_new_tokens or args.max_new_tokens,
-        stop=task.stop,
-        seed=args.seed,
-    )
+def eval_problems(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
+    """The first `max_problems` problems of the task's test split; 0: all of them."""
+    problems = task.problems("test", dataset_path)
+    return problems[:max_problems] if max_problems else problems
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Two evaluations of the same problems: the paired difference, and what was won and lost."""
+"""Two evaluations of the same problems: the paired difference, and the problems won and lost."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class PairedDifference:
 def paired_difference(
     a: Sequence[Group], b: Sequence[Group], interval_a: tuple[float, float], interval_b: tuple[float, float]
 ) -> PairedDifference:
-    """Compare groups of the same problems, in the same order; the intervals are those of each side's mean reward.
+    """The difference of two sides' groups of the same problems in the same order, given the interval of each mean reward.
 
     The difference's interval is made of the two sides' own, allowing for the correlation r between problems' mean rewards
     (Newcombe 1998, Statistics in Medicine 17:2635, method 10): with d = b - a, and lower and upper bounds l and u,
-    d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and likewise above. Unlike the normal one it has a width
-    where both sides have answered everything alike.
+    d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and likewise above. Unlike the normal interval it has a
+    width where all answers of both sides score alike.
     """
     means_a, means_b = (torch.tensor([_mean(group) for group in groups], dtype=torch.float64) for groups in (a, b))
     mean_a, mean_b = means_a.mean().item(), means_b.mean().item()
@@ -58,11 +58,8 @@ def paired_difference(
     r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if varies else 0.0
     difference = mean_b - mean_a
 
-    def reach(one: float, other: float) -> float:
-        return math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
-
-    low = difference - reach(mean_b - interval_b[0], interval_a[1] - mean_a)
-    high = difference + reach(interval_b[1] - mean_b, mean_a - interval_a[0])
+    low = difference - _reach(mean_b - interval_b[0], interval_a[1] - mean_a, r)
+    high = difference + _reach(interval_b[1] - mean_b, mean_a - interval_a[0], r)
     outcomes = [
         Outcome(
             x.problem.id,
@@ -85,17 +82,20 @@ def paired_difference(
     )
 
 
-def write_comparison(found: PairedDifference, names: Sequence[str], folder: Path) -> Path:
-    """Write comparison.jsonl, every problem that was won or lost, and comparison.html, the same side by side."""
-    records = [
-        {"outcome": kind, **vars(outcome)} for kind, some in (("won", found.won), ("lost", found.lost)) for outcome in some
-    ]
+def _reach(one: float, other: float, r: float) -> float:
+    return math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
+
+
+def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path) -> Path:
+    """Write comparison.jsonl, a line for each problem won or lost, and comparison.html, which is returned."""
+    kinds = (("won", comparison.won), ("lost", comparison.lost))
+    records = [{"outcome": kind, **vars(outcome)} for kind, outcomes in kinds for outcome in outcomes]
     write_atomically(folder / "comparison.jsonl", "".join(json.dumps(record) + "\n" for record in records))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    kinds = (("won", found.won), ("lost", found.lost))
-    page = environment.get_template("comparison.html.j2").render(found=found, names=names, kinds=kinds, shown=SHOWN)
+    template = environment.get_template("comparison.html.j2")
+    page = template.render(comparison=comparison, names=names, kinds=kinds, shown=SHOWN)
     write_atomically(folder / "comparison.html", page)
     return folder / "comparison.html"
 

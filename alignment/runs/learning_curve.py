@@ -1,4 +1,4 @@
-"""TODO."""
+"""The learning curve of one run, as a picture in its folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from alignment.runs.run_folder import Record
 
 
 def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str) -> None:
-    """Draw reward, held-out accuracy with its interval, and response length over the steps, as a PNG."""
+    """Write a PNG of training reward, held-out accuracy with its 95 % interval, and response length over the steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,10 +19,10 @@ def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[R
     steps = [m["step"] for m in metrics]
     top.plot(steps, [m["reward"] for m in metrics], color="tab:gray", alpha=0.6, label="training reward")
     top.plot(steps, [m["format_reward"] for m in metrics], color="tab:orange", alpha=0.6, label="training format reward")
-    at, accuracy = [e["step"] for e in evals], [e["avg_all_rewards"] for e in evals]
+    eval_steps, accuracy = [e["step"] for e in evals], [e["avg_all_rewards"] for e in evals]
     spread = [[a - e["avg_all_rewards_ci"][0], e["avg_all_rewards_ci"][1] - a] for a, e in zip(accuracy, evals, strict=True)]
     top.errorbar(
-        at,
+        eval_steps,
         accuracy,
         yerr=list(zip(*spread, strict=True)),
         color="tab:blue",

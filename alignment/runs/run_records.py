@@ -1,4 +1,4 @@
-"""Finished and unfinished runs, read back from their folders."""
+"""The records of finished and unfinished runs, read from their folders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,9 +14,17 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl, read_records
 
 
+class EvalScores(NamedTuple):
+    """Rewards by evaluation and question: steps of the evaluations [E], ids of the questions [Q], mean rewards [E, Q]."""
+
+    steps: tuple[int, ...]
+    questions: tuple[str, ...]
+    rewards_EQ: np.ndarray
+
+
 @dataclass(frozen=True)
 class Run:
-    """What one run wrote."""
+    """The arguments, command, versions and records of one run."""
 
     path: Path
     args: Mapping[str, object]
@@ -31,23 +40,20 @@ class Run:
         return int(self.args["seed"])
 
     @cached_property
-    def scores(self) -> tuple[tuple[int, ...], tuple[str, ...], np.ndarray]:
-        """Steps of the evaluations [E], ids of the questions [Q], and each question's mean reward [E, Q].
-
-        Raises `UserError` where the evaluations do not ask the same questions.
-        """
+    def scores(self) -> EvalScores:
+        """The rewards of all evaluations. Raises `UserError` where two evaluations have different questions."""
         steps, rows, ids = [], [], None
         for record in self.evals:
-            found: dict[str, list[float]] = {}
+            rewards: dict[str, list[float]] = {}
             file = self.path / "completions" / f"eval_{record['step']:06d}.jsonl"
             for completion in read_jsonl(file):
-                found.setdefault(completion["problem"], []).append(completion["score"]["reward"])
-            if ids is not None and tuple(found) != ids:
+                rewards.setdefault(completion["problem"], []).append(completion["score"]["reward"])
+            if ids is not None and tuple(rewards) != ids:
                 raise UserError(f"{file}: other questions than in the run's first evaluation")
-            ids = tuple(found)
+            ids = tuple(rewards)
             steps.append(record["step"])
-            rows.append([sum(scores) / len(scores) for scores in found.values()])
-        return tuple(steps), ids or (), np.array(rows)
+            rows.append([sum(values) / len(values) for values in rewards.values()])
+        return EvalScores(tuple(steps), ids or (), np.array(rows))
 
 
 def read_run(path: Path) -> Run:

@@ -5,14 +5,23 @@ import dataclasses
 import pytest
 import tyro
 
-from alignment.ablation.design import canonical, grid, lint, named_arms, with_controls
-from alignment.args import RLArgs, SweepArgs, command_line, from_preset, parse
+from alignment.ablation import design
+from alignment.ablation.design import canonical, lint, with_controls
+from alignment.args import RLArgs, SweepArgs, command_line, from_preset, parse, swept_values
 from alignment.data.tasks import TASKS
 from alignment.system.errors import UserError
 
 
 def sweep(*flags: str):
     return tyro.cli(SweepArgs, args=list(flags), use_underscores=True)
+
+
+def grid(args) -> dict[str, RLArgs]:
+    return design.grid(args.preset, swept_values(args), args.hold)
+
+
+def named_arms(args) -> dict[str, RLArgs]:
+    return design.named_arms(args.sweep_file, args.preset, swept_values(args))
 
 
 def arm(**values) -> RLArgs:
@@ -54,7 +63,7 @@ def test_an_arm_that_cannot_work_is_refused():
 
 
 def test_stale_rollouts_are_another_thing():
-    """The ratio is to older weights, so that a clipped loss is no REINFORCE even with one update; k = 0 is the synchronous run."""
+    """The ratio is to older weights: with one update a clipped loss is no REINFORCE. k = 0 is the synchronous run."""
     plain, stale = arm(train_mini_batch_size=0), arm(train_mini_batch_size=0, rollouts="async")
     assert canonical(plain)["loss_type"] == "reinforce_with_baseline" != canonical(stale)["loss_type"]
     assert canonical(arm(rollouts="async", max_staleness=0)) == canonical(arm())
@@ -62,7 +71,7 @@ def test_stale_rollouts_are_another_thing():
 
 
 def test_refills_cost_samples():
-    (warning,) = [each for each in lint({"a": arm(), "b": arm(max_refills=4)}, (0, 1)) if each.kind == "confounded"]
+    (warning,) = [w for w in lint({"a": arm(), "b": arm(max_refills=4)}, (0, 1)) if w.kind == "confounded"]
     assert "--max_refills also changes draws of a group, at most" in str(warning)
 
 

@@ -8,20 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alignment.ablation import report
-from alignment.ablation.report import (
-    decide,
-    decide_factors,
-    grid_of,
-    half_widths,
-    headline,
-    read_study,
-    shell,
-    split_of_gain,
-    write_report,
-)
+from alignment import report
+from alignment.ablation.report import grid_of, headline, write_report
+from alignment.ablation.study import read_study, shell
+from alignment.ablation.verdicts import decide, decide_factors, half_widths, over_tasks, split_of_gain
 from alignment.runs.run_records import read_run
-from alignment.system.errors import UserError
+from alignment.system.errors import UserError, run_command
 
 
 def make_run(folder: Path, seed: int, accuracy: float, questions: int = 40, text: str = "fine", **args) -> Path:
@@ -149,7 +141,7 @@ def test_tasks_are_compared_apart_and_summed_up_by_their_interquartile_mean(tmp_
     assert compared == {frozenset(f"loss_type {loss}, task {task}" for loss in "ab") for task in ("sums", "gsm8k")}
     assert decide_factors(study) == {}
     # Accuracies 0.3, 0.3, 0.5, 0.5 and 0.6, 0.6, 0.8, 0.8: the middle two are 0.3 and 0.5, and 0.6 and 0.8.
-    assert report.over_tasks(study) == pytest.approx({"a": 0.4, "b": 0.7})
+    assert over_tasks(study) == pytest.approx({"a": 0.4, "b": 0.7})
     assert "Interquartile mean over tasks" in write_report(study, tmp_path)[0].read_text()
 
 
@@ -199,6 +191,6 @@ def test_no_finished_run_is_one_clear_line(tmp_path, monkeypatch, capsys):
     (folder / "summary.json").unlink()
     monkeypatch.setattr("sys.argv", ["report", "--runs", str(folder)])
     with pytest.raises(SystemExit) as stop:
-        report.run_command(report.main)
+        run_command(report.main)
     assert stop.value.code == 2
     assert re.fullmatch(r"error: --runs .*: no finished run there\n", capsys.readouterr().err)

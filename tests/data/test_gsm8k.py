@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from alignment.args import DownloadArgs
 from alignment.data.tasks import gsm8k
 from alignment.rewards.r1_zero import r1_zero_reward_fn
 from alignment.system.errors import UserError
@@ -105,6 +106,10 @@ def source(tmp_path, monkeypatch):
     yield server, f"http://127.0.0.1:{server.server_port}", folder
     server.shutdown()
     server.server_close()
+
+
+def test_the_download_command_has_the_task_s_defaults():
+    assert DownloadArgs() == DownloadArgs(gsm8k.FOLDER, gsm8k.SOURCE)
 
 
 def test_download(source, tmp_path):

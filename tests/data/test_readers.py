@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from alignment import audit_grader
 from alignment.ablation.design import named_arms
-from alignment.ablation.report import read_study
-from alignment.args import SweepArgs
+from alignment.ablation.study import read_study
 from alignment.data.tasks import gsm8k
 from alignment.runs.run_records import read_run
 from alignment.system.errors import UserError
@@ -102,7 +101,7 @@ def test_arms(tmp_path, content):
     file = tmp_path / "arms.toml"
     file.write_bytes(content)
     try:
-        named_arms(SweepArgs(sweep_file=str(file)))
+        named_arms(str(file), "tiny", {})
     except UserError as error:
         assert "arms.toml" in str(error)
 
@@ -113,7 +112,7 @@ def test_values_of_arms(tmp_path, field, value):
     file = tmp_path / "arms.toml"
     file.write_text(f"[arms.a]\n{field} = {json.dumps(value)}\n")
     try:
-        named_arms(SweepArgs(sweep_file=str(file)))
+        named_arms(str(file), "tiny", {})
     except UserError as error:
         assert "arms.toml" in str(error) or f"--{field}" in str(error)
 

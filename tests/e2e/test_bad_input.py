@@ -29,6 +29,7 @@ MAIN = {
     module.__name__.removeprefix("alignment."): module.main
     for module in (
         audit_grader,
+        download,
         evaluate,
         gradients,
         pipeline,
@@ -42,7 +43,6 @@ MAIN = {
         verify_resume,
     )
 }
-MAIN["download"] = lambda: __import__("tyro").cli(download.main, use_underscores=True)
 
 ROW = '{"question": "Two and three?", "answer": "5 eggs. #### 5"}\n'
 

@@ -17,10 +17,13 @@ from rich.console import Console
 
 from alignment import sweep
 from alignment.ablation.executors import LOST, Job, LocalExecutor, RayExecutor, make_executor
-from alignment.ablation.report import decide, read_study
+from alignment.ablation.report import write_report
+from alignment.ablation.schedule import State, next_runs, run_all
 from alignment.ablation.statistics import Comparison
+from alignment.ablation.study import read_study
+from alignment.ablation.verdicts import decide
 from alignment.args import SweepArgs
-from alignment.sweep import State, make_design, run_all
+from alignment.sweep import make_design
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder, read_jsonl
 
@@ -72,7 +75,8 @@ def done(warm, tmp_path_factory, wait_for):
     )
     words = [*SMALL, "--sft_base", str(warm), "--output_dir", str(output), "--sweep_file", str(arms)]
     words += ["--num_steps", "2", "--sweep_name", "small"]
-    script = "import alignment.executors as e; e.find_spec = lambda name: None; from alignment import sweep; sweep.run_command(sweep.main)"
+    script = "import alignment.ablation.executors as e; e.find_spec = lambda name: None; "
+    script += "from alignment import sweep; sweep.run_command(sweep.main)"
     command = [sys.executable, "-c", script, *words]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(lambda: list((output / "small").glob("*_seed0/step_000001")))
@@ -98,7 +102,7 @@ def test_a_killed_sweep_continues_to_its_report(done):
 def test_arms_share_questions_prompts_and_warm_start(done):
     study = read_study([done[0]])
     assert {arm: sorted(runs) for arm, runs in study.arms.items()} == {"no_baseline": [0], "grpo_clip": [0]}
-    assert len({run.scores[1] for run in study.runs}) == 1
+    assert len({run.scores.questions for run in study.runs}) == 1
     starts = {json.dumps(run.evals[0]["avg_all_rewards"]) for run in study.runs}
     asked = {tuple(r["problem"] for r in read_jsonl(run.path / "completions" / "rollout_000001.jsonl")) for run in study.runs}
     assert len(starts) == len(asked) == 1
@@ -157,7 +161,7 @@ def test_a_run_that_fails_is_said(warm, tmp_path, capsys):
 
 
 def test_without_ray_a_cluster_is_refused(monkeypatch):
-    monkeypatch.setattr("alignment.executors.find_spec", lambda name: None)
+    monkeypatch.setattr("alignment.ablation.executors.find_spec", lambda name: None)
     assert isinstance(make_executor("", None, None), LocalExecutor)
     with pytest.raises(UserError, match="Ray is not installed"):
         make_executor("auto", None, None)
@@ -238,8 +242,8 @@ def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
 def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
     """Ray's own code does not survive an exception out of a signal's handler, so signals wait until it has returned."""
     script = f"""if True:
-        from alignment.errors import run_command
-        from alignment.executors import Job, RayExecutor
+        from alignment.system.errors import run_command
+        from alignment.ablation.executors import Job, RayExecutor
 
         def main():
             executor = RayExecutor("", 1, 0)
@@ -291,7 +295,7 @@ def test_more_than_a_machine_has_is_refused():
 # --- until it is decided ----------------------------------------------------------------------------------
 
 
-def test_seeds_are_added_to_the_pair_that_needs_the_fewest(done, warm, monkeypatch):
+def test_seeds_are_added_to_the_pair_that_needs_the_fewest(done, warm):
     folder, _ = done
     flags = ["--loss_type", "no_baseline", "grpo_clip", "--seed", "0", "1", "--num_steps", "2", "--sweep_name", "small"]
     design = make_design(arguments(warm, folder.parent, *flags))
@@ -300,15 +304,13 @@ def test_seeds_are_added_to_the_pair_that_needs_the_fewest(done, warm, monkeypat
     def found(more: int | None) -> list[Comparison]:
         return [Comparison("no_baseline", "grpo_clip", 2, 0.1, -0.1, 0.3, 0.2, "undecided" if more else "greater", "", more)]
 
-    monkeypatch.setattr(sweep, "decide", lambda study: found(3))
-    added = sweep.next_runs(design, states, None, most=3)
+    added = next_runs(states, found(3), max_seeds=3)
     assert [(state.arm, state.seed) for state in added] == [("no_baseline", 2), ("grpo_clip", 2)]
-    assert sweep.next_runs(design, states, None, most=2) == []
-    (lacking,) = sweep.next_runs(design, [*states, State("grpo_clip", 5, "done")], None, most=9)
+    assert next_runs(states, found(3), max_seeds=2) == []
+    (lacking,) = next_runs([*states, State("grpo_clip", 5, "done")], found(3), max_seeds=9)
     assert (lacking.arm, lacking.seed) == ("no_baseline", 5)  # first the seeds that the other has
-    assert sweep.next_runs(design, [*states[:-1], State("grpo_clip", 1, "failed")], None, most=9) == []
-    monkeypatch.setattr(sweep, "decide", lambda study: found(None))
-    assert sweep.next_runs(design, states, None, most=9) == []
+    assert next_runs([*states[:-1], State("grpo_clip", 1, "failed")], found(3), max_seeds=9) == []
+    assert next_runs(states, found(None), max_seeds=9) == []
 
 
 def test_looking_again_is_paid_for(warm, tmp_path):
@@ -332,7 +334,5 @@ def test_a_run_that_is_gone_is_missing_from_the_report_and_said_so(done, tmp_pat
     shutil.rmtree(folder / "grpo_clip_seed0")
     study = read_study([folder])
     assert study.missing == ("grpo_clip_seed0",)
-    from alignment.ablation.report import write_report
-
     html, markdown = write_report(study, folder)
     assert "grpo_clip_seed0" in html.read_text() and "missing" in markdown.read_text()

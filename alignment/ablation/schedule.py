@@ -1,0 +1,203 @@
+"""The runs of a sweep: its folder, the shared warm starts, every run to its end, and seeds for undecided pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from alignment.ablation.design import Design
+from alignment.ablation.executors import LOST, Executor, Job
+from alignment.args import RLArgs, SFTArgs, as_command, command_line
+from alignment.system.errors import UserError
+from alignment.system.files import LOCK, read_json, read_jsonl, write_atomically
+
+if TYPE_CHECKING:  # the statistics load scipy, which a sweep needs only once its runs are done
+    from alignment.ablation.statistics import Comparison
+
+ATTEMPTS = 2  # at each run
+
+
+@dataclass
+class State:
+    """The state of one run: waiting, running, done or failed."""
+
+    arm: str
+    seed: int
+    status: str = "waiting"
+    attempts: int = 0
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the run and of its folder."""
+        return f"{self.arm}_seed{self.seed}"
+
+
+# --- the folder -------------------------------------------------------------------------------------------------
+
+
+def refuse_other_folder(folder: Path) -> None:
+    """Raise `UserError` where the folder has files but no sweep."""
+    if folder.is_dir() and any(folder.iterdir()) and not {"sweep.json", LOCK} & set(os.listdir(folder)):
+        raise UserError(f"{folder} exists and is no sweep's folder; give another --sweep_name")
+
+
+def claim_folder(design: Design, command: Sequence[str]) -> None:
+    """Write sweep.json, with the seeds of earlier commands added. Raises `UserError` where it holds another design."""
+    from alignment.runs.run_folder import versions  # loads torch
+
+    file, seeds = design.folder / "sweep.json", set(design.seeds)
+    if file.exists():
+        before = read_json(file)
+        if {key: before.get(key) for key in design.facts()} != design.facts():
+            raise UserError(f"{design.folder} holds a sweep of another design; give another --sweep_name")
+        seeds |= set(before.get("seeds", ()))
+    facts = {
+        **design.facts(),
+        "seeds": sorted(seeds),
+        "warnings": [str(warning) for warning in design.warnings],
+        "command": list(command),
+        "versions": versions(),
+    }
+    write_atomically(file, json.dumps(facts, indent=2) + "\n")
+
+
+def expected_seconds(design: Design, output_dir: str) -> float | None:
+    """Seconds of all runs, one after another, by the median time a response of earlier runs of these presets; None without
+    such runs."""
+    presets = {arm.preset for arm in design.arms.values()}
+    paces = []
+    for file in [*Path(output_dir).glob("*/metrics.jsonl"), *Path(output_dir).glob("*/*/metrics.jsonl")]:
+        with suppress(UserError, OSError, ValueError, KeyError, TypeError):
+            args = read_json(file.parent / "args.json")["args"]
+            if args["preset"] in presets:
+                pace = statistics.median(record["seconds"] for record in read_jsonl(file))
+                paces.append(pace / (args["prompts_per_rollout"] * args["group_size"]))
+    if not paces:
+        return None
+    responses = sum(arm.rollout_size * arm.num_steps for arm in design.arms.values()) * len(design.seeds)
+    return responses * statistics.median(paces)
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------
+
+
+def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:
+    """Make the warm starts that the arms share and that do not exist yet. Raises `UserError` where that fails."""
+    warm_starts = {arm.sft_base: arm for arm in design.arms.values() if arm.auto_sft and arm.sft_base}
+    for base, arm in warm_starts.items():
+        if Path(base).exists():
+            continue
+        console.print(f"{base} is not there yet: warming up by SFT, once", markup=False)
+        args = dataclasses.replace(as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir)
+        job = Job("sft", "alignment.sft", tuple(command_line(args)), str(design.folder / "logs" / "sft.log"))
+        executor.submit(job)
+        with console.status("warming up"):
+            while not (codes := executor.finished(1.0)):
+                pass
+        if codes["sft"]:
+            raise UserError(f"warming up failed; its output is in {job.log}")
+
+
+def run_all(design: Design, executor: Executor, states: Sequence[State], console: Console) -> None:
+    """Bring every run to its end. A run that fails is tried once more; a second failure is printed and noted in its state."""
+    for state in states:
+        if is_finished(design, state):
+            state.status = "done"
+        else:
+            submit(design, executor, state)
+    by_name = {state.name: state for state in states}
+    with Live(progress_table(design, states), console=console, refresh_per_second=2, transient=True) as live:
+        while any(state.status == "running" for state in states):
+            for name, code in executor.finished(1.0).items():
+                settle(design, executor, by_name[name], code, console)
+            live.update(progress_table(design, states))
+    console.print(progress_table(design, states))
+
+
+def submit(design: Design, executor: Executor, state: State) -> None:
+    """Start a run, or resume one that has a folder."""
+    state.status = "running"
+    state.attempts += 1
+    resume = (design.folder / state.name / "args.json").exists()
+    args = dataclasses.replace(design.arms[state.arm], seed=state.seed, run_name=state.name, resume=resume)
+    executor.submit(Job(state.name, "alignment.train_rl", tuple(command_line(args)), str(_log(design, state))))
+
+
+def settle(design: Design, executor: Executor, state: State, code: int, console: Console) -> None:
+    """Note the end of a run's process, and try a failed run again, once."""
+    if is_finished(design, state):  # whatever the exit code: what follows the summary changes no result
+        state.status = "done"
+        return
+    cause = "its worker or machine is gone" if code == LOST else f"exit code {code}"
+    retry = state.attempts < ATTEMPTS and code != 2  # 2 is a mistake in the arguments, which a second attempt repeats
+    state.status, state.note = "failed", cause
+    message = f"{state.name}: {cause}{'; trying again' if retry else ''} ({_log(design, state)})"
+    console.print(message, style="red", markup=False, soft_wrap=True)
+    if retry:
+        submit(design, executor, state)
+
+
+def is_finished(design: Design, state: State) -> bool:
+    """Whether the run has written its summary."""
+    return (design.folder / state.name / "summary.json").exists()
+
+
+def _log(design: Design, state: State) -> Path:
+    return design.folder / "logs" / f"{state.name}.log"
+
+
+def progress_table(design: Design, states: Sequence[State]) -> Table:
+    """A row for each arm and a cell for each seed: the run's step, or its final accuracy."""
+    seeds = sorted({state.seed for state in states})
+    table = Table(title=f"{sum(state.status == 'done' for state in states)} of {len(states)} runs done")
+    for heading in ("arm", *(f"seed {seed}" for seed in seeds)):
+        table.add_column(heading, overflow="fold")
+    cells = {(state.arm, state.seed): _progress(design, state) for state in states}
+    for arm in design.arms:
+        table.add_row(arm, *(cells.get((arm, seed), "") for seed in seeds))
+    return table
+
+
+def _progress(design: Design, state: State) -> str:
+    folder = design.folder / state.name
+    if state.status == "done":
+        return f"{read_jsonl(folder / 'evals.jsonl')[-1]['avg_all_rewards']:.3f}"
+    if state.status == "failed":
+        return f"[red]failed[/red] ({state.note})"
+    if not (steps := read_jsonl(folder / "metrics.jsonl")):
+        return "waiting"
+    return f"step {steps[-1]['step']} of {design.arms[state.arm].num_steps}, reward {steps[-1]['reward']:.2f}"
+
+
+# --- until it is decided ----------------------------------------------------------------------------------------
+
+
+def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_seeds: int) -> list[State]:
+    """A further seed for both arms of the undecided pair that needs the fewest, or the seeds that only one of them has.
+
+    [] where every pair is decided, has `max_seeds` seeds, or has an arm with a failed run.
+    """
+    failed = {state.arm for state in states if state.status == "failed"}
+    undecided = [c for c in comparisons if c.more_seeds is not None]
+    for comparison in sorted(undecided, key=lambda c: (c.more_seeds, -abs(c.difference))):
+        pair = (comparison.a, comparison.b)
+        seeds = {arm: {state.seed for state in states if state.arm == arm} for arm in pair}
+        either = seeds[pair[0]] | seeds[pair[1]]
+        added = [State(arm, seed) for arm in pair for seed in sorted(either - seeds[arm])]
+        if not added and len(either) < max_seeds:
+            added = [State(arm, max(either) + 1) for arm in pair]
+        if added and failed.isdisjoint(pair):
+            return added
+    return []

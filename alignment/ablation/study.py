@@ -1,0 +1,98 @@
+"""A study: the finished runs of a sweep's folder, or of several run folders, sorted into arms."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignment.ablation.design import ALPHA
+from alignment.runs.run_records import Run, read_run
+from alignment.system.errors import UserError
+from alignment.system.files import read_json
+
+RUN_ONLY = {"seed", "run_name", "output_dir", "resume"}  # arguments in which the runs of one arm differ
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs by arm and seed, with the facts of the sweep's plan."""
+
+    arms: Mapping[str, Mapping[int, Run]]
+    varied: Mapping[str, Mapping[str, object]]
+    """For each arm, the arguments in which arms differ."""
+    missing: tuple[str, ...]
+    tie: float
+    hold: str
+    warnings: tuple[str, ...]
+    command: str
+    alpha: float = ALPHA
+    """Chance that any verdict of a table is false."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs, arm by arm."""
+        return [run for arm in self.arms.values() for run in arm.values()]
+
+
+def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
+    """The finished runs of a sweep's folder, or of run folders grouped by their arguments.
+
+    Raises `UserError` for a folder that is neither, for damaged files, and for two runs of equal arguments and seed.
+    """
+    if len(folders) == 1 and (folders[0] / "sweep.json").exists():
+        return _read_sweep(folders[0])
+    runs = [read_run(folder) for folder in folders]
+    names = {key for run in runs for key in run.args if key not in RUN_ONLY}
+    differing = sorted(name for name in names if len({json.dumps(run.args.get(name)) for run in runs}) > 1)
+    arms: dict[str, dict[int, Run]] = {}
+    varied: dict[str, dict[str, object]] = {}
+    for run in runs:
+        values = {name: run.args.get(name) for name in differing}
+        arm = ", ".join(f"{name} {value}" for name, value in values.items()) or "all runs"
+        if run.seed in arms.setdefault(arm, {}):
+            raise UserError(f"{run.path} and {arms[arm][run.seed].path} have the same arguments and seed")
+        varied[arm] = values
+        if run.finished:
+            arms[arm][run.seed] = run
+    missing = tuple(run.path.name for run in runs if not run.finished)
+    return Study(arms, varied, missing, tie, "", (), "")
+
+
+def _read_sweep(folder: Path) -> Study:
+    facts = read_json(folder / "sweep.json")
+    kinds = {"arms": dict, "seeds": list, "command": list, "warnings": list, "tie": float, "alpha": float, "hold": str}
+    planned = facts.get("arms")
+    complete = all(isinstance(facts.get(key), kind) for key, kind in kinds.items())
+    if not (complete and planned and all(isinstance(arm, dict) for arm in planned.values())):
+        raise UserError(f"{folder / 'sweep.json'} is damaged: it needs {', '.join(kinds)}")
+    arms: dict[str, dict[int, Run]] = {arm: {} for arm in planned}
+    expected = {(arm, seed) for arm in planned for seed in facts["seeds"] if type(seed) is int}
+    for path in sorted(folder.glob("*_seed*")):
+        arm, _, seed = path.name.rpartition("_seed")
+        if arm not in arms or not seed.isdigit():
+            continue
+        expected.add((arm, int(seed)))
+        if (path / "args.json").exists() and (run := read_run(path)).finished:
+            arms[arm][int(seed)] = run
+    differing = [name for name in next(iter(planned.values())) if len({json.dumps(a.get(name)) for a in planned.values()}) > 1]
+    return Study(
+        arms=arms,
+        varied={arm: {name: args.get(name) for name in differing} for arm, args in planned.items()},
+        missing=tuple(f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm]),
+        tie=facts["tie"],
+        hold=facts["hold"],
+        warnings=tuple(map(str, facts["warnings"])),
+        command=shell(["", *map(str, facts["command"])]),
+        alpha=facts["alpha"],
+    )
+
+
+def shell(command: Sequence[str]) -> str:
+    """A recorded command as a user types it, without the --resume of a second attempt."""
+    words = [word for word in command if word != "--resume"]
+    if len(words) > 1 and words[1].endswith(".py"):
+        words = ["uv", "run", "-m", f"alignment.{Path(words[1]).stem}", *words[2:]]
+    return shlex.join(words)

@@ -1,0 +1,116 @@
+"""The comparisons of a study: every pair of arms, every varied argument, and the parts of an arm's gain."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+from scipy import stats
+
+from alignment.ablation.statistics import Comparison, Contrast, Scores, area_under_curve, compare, interquartile_mean
+from alignment.ablation.study import Study
+from alignment.runs.run_records import Run
+from alignment.system.errors import UserError
+
+
+def final_scores(study: Study) -> dict[str, Scores]:
+    """For each arm and seed, the reward [Q] of every question in the last evaluation."""
+    return {arm: {seed: run.scores.rewards_EQ[-1] for seed, run in runs.items()} for arm, runs in study.arms.items()}
+
+
+def areas(study: Study) -> dict[str, Scores]:
+    """For each arm and seed, the area [Q] under every question's learning curve."""
+    return {
+        arm: {seed: area_under_curve(run.scores.steps, run.scores.rewards_EQ) for seed, run in runs.items()}
+        for arm, runs in study.arms.items()
+    }
+
+
+def decide(study: Study) -> list[Comparison]:
+    """A comparison of final accuracy for every pair of arms of one task. Raises `UserError` where their questions differ."""
+    return compare_arms(study, final_scores(study))
+
+
+def compare_arms(study: Study, scores: Mapping[str, Scores]) -> list[Comparison]:
+    """A comparison of `scores` for every pair of arms of one task. Raises `UserError` where their questions differ."""
+    tasks = {arm: str(study.varied[arm].get("task", "")) for arm in study.arms}
+    comparisons = []
+    for task in dict.fromkeys(tasks.values()):
+        arms = {arm: runs for arm, runs in study.arms.items() if tasks[arm] == task}
+        if len({run.scores.questions for runs in arms.values() for run in runs.values()}) > 1:
+            raise UserError("the runs were evaluated on different questions, so they cannot be compared")
+        comparisons += compare({arm: scores[arm] for arm in arms}, study.tie, alpha=study.alpha / len(set(tasks.values())))
+    return comparisons
+
+
+def over_tasks(study: Study) -> dict[str, float]:
+    """The interquartile mean of final accuracy over tasks and seeds, by the other varied arguments; {} for a single task."""
+    pooled: dict[str, list[float]] = {}
+    for arm, by_seed in final_scores(study).items():
+        if "task" in study.varied[arm]:
+            rest = ", ".join(_level(name, value) for name, value in study.varied[arm].items() if name != "task")
+            pooled.setdefault(rest or "all arms", []).extend(float(scores.mean()) for scores in by_seed.values())
+    return {arm: interquartile_mean(values) for arm, values in pooled.items() if values}
+
+
+def decide_factors(study: Study) -> dict[str, list[Comparison]]:
+    """Comparisons of each varied argument's values, each value by the mean of its arms; {} unless the arms form a full grid of
+    one task with runs in every cell."""
+    scores = final_scores(study)
+    arms = {arm: values for arm, values in study.varied.items() if not arm.startswith("control_")}
+    names = choices(arms)
+    levels = {name: list(dict.fromkeys(_level(name, values[name]) for values in arms.values())) for name in names}
+    cells = {tuple(_level(name, values[name]) for name in names) for values in arms.values()}
+    full = len(cells) == len(arms) == math.prod(map(len, levels.values()))
+    if len(names) < 2 or not full or "task" in names or not all(scores[arm] for arm in arms):
+        return {}
+    comparisons = {}
+    for name in names:
+        members = {level: [arm for arm in arms if _level(name, arms[arm][name]) == level] for level in levels[name]}
+        contrasts = [
+            Contrast(a, b, {arm: 1 / len(members[a]) for arm in members[a]} | {arm: -1 / len(members[b]) for arm in members[b]})
+            for a, b in combinations(levels[name], 2)
+        ]
+        comparisons[name] = compare({arm: scores[arm] for arm in arms}, study.tie, contrasts, study.alpha)
+    return comparisons
+
+
+def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """The names of the varied arguments, without the prompts of a step where the group size alone decides them."""
+    names = [name for name in next(iter(varied.values()), {}) if len({json.dumps(v[name]) for v in varied.values()}) > 1]
+    if {"group_size", "prompts_per_rollout"} <= set(names):
+        pairs = {(values["group_size"], values["prompts_per_rollout"]) for values in varied.values()}
+        if len(pairs) == len({group_size for group_size, _ in pairs}):
+            names.remove("prompts_per_rollout")
+    return names
+
+
+def _level(name: str, value: object) -> str:
+    return value if isinstance(value, str) else f"{name} {value}"
+
+
+def split_of_gain(run: Run) -> tuple[float, float, float]:
+    """(gain, format's part, answers' part) of accuracy from the first to the last evaluation.
+
+    Accuracy is the format rate f times the accuracy c of well-formed responses. The format's part is the change of f at the
+    mean c, the answers' part the change of c at the mean f; they add up to the gain.
+    """
+    first, last = run.evals[0], run.evals[-1]
+    f, a = zip(*((e["avg_format_rewards"], e["avg_all_rewards"]) for e in (first, last)), strict=True)
+    c = [x / y if y else 0.0 for x, y in zip(a, f, strict=True)]
+    by_format, by_answers = (f[1] - f[0]) * (c[0] + c[1]) / 2, (c[1] - c[0]) * (f[0] + f[1]) / 2
+    return a[1] - a[0], by_format, by_answers
+
+
+def half_widths(values_AS: Sequence[Sequence[float]]) -> list[float]:
+    """Half of the 95 % interval of each arm's mean over seeds, from a standard deviation pooled over arms; 0 where no arm has
+    two seeds."""
+    several = [values for values in values_AS if len(values) > 1]
+    if not several:
+        return [0.0] * len(values_AS)
+    dof = sum(len(values) - 1 for values in several)
+    variance = sum(np.var(values, ddof=1) * (len(values) - 1) for values in several) / dof
+    return [float(stats.t.isf(0.025, dof) * math.sqrt(variance / max(1, len(values)))) for values in values_AS]
