@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from accelerate.utils import send_to_device
@@ -19,12 +18,12 @@ from alignment.core.records import Batch
 from alignment.core.tokens import split_rows, take_rows
 from alignment.data.embedded import embedded_model
 from alignment.policy.log_probs import get_response_log_probs
+from alignment.policy.model_paths import model_path
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import ATTENTION
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.policy.placement import ModelShape, Roles, assign_roles, partition_layers
 from alignment.system.errors import UserError
-from alignment.system.files import MANIFEST, damage
 
 logging.set_verbosity_error()
 hub_logging.set_verbosity_error()  # its retries without a connection; what comes of them is said in one line
@@ -42,17 +41,7 @@ def make_deterministic(args: RLArgs) -> None:
 def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
     """A name that `from_pretrained` takes: embedded models are built on first use, folders must hold a model."""
     embedded = embedded_model(name, output_dir)
-    if embedded is not None:
-        return str(embedded)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists()
-    if looks_local and not (Path(name).expanduser() / "config.json").is_file():
-        raise UserError(
-            f'{flag} {name}: no model folder (with a config.json) is there; give "tiny", "smollm2", a Hugging Face folder,'
-            " or a hub name such as Qwen/Qwen2.5-Math-1.5B"
-        )
-    if looks_local and (Path(name).expanduser() / MANIFEST).exists() and (wrong := damage(Path(name).expanduser())):
-        raise UserError(f"{flag} {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}")
-    return str(Path(name).expanduser()) if looks_local else name
+    return model_path(name, flag) if embedded is None else str(embedded)
 
 
 def load_config(model_path: str):

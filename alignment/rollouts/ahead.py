@@ -23,12 +23,13 @@ import psutil
 import torch
 
 from alignment.args import RLArgs
+from alignment.core.records import Distribution
 from alignment.core.rollout import SampledStep
 from alignment.core.tokens import pad_token_id
 from alignment.policy.loading import load_config, load_tokenizer, make_deterministic, roles_of, sampler_kind
-from alignment.policy.reference_client import OwnReferenceServer, RemoteReference
+from alignment.policy.reference_client import RemoteReference
 from alignment.rollouts.batches import make_rollout
-from alignment.rollouts.collect import training_source
+from alignment.rollouts.collect import distribution, training_source
 from alignment.sampling.sampler import make_rollout_sampler
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import RunStopped, UserError
@@ -56,7 +57,7 @@ class AsyncRollouts:
         done: int,
         drawn: Sequence[SampledStep],
         dtype: torch.dtype,
-        reference: RemoteReference | OwnReferenceServer | None = None,
+        reference: object | None = None,
     ):
         self.restarts, self.sampler = 0, None  # which is not at hand for anything else
         self._args, self._dtype = args, dtype
@@ -68,7 +69,7 @@ class AsyncRollouts:
         while first in self._drawn:
             first += 1
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # --reward may name what only we can import
-        served = None if reference is None else (reference.url, reference.token)
+        served = None if reference is None else (reference.client.url, reference.client.token)
         self._child = Child("sampler's process", "alignment.rollouts.ahead:serve", {**os.environ, "PYTHONPATH": path})
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -211,5 +212,5 @@ def _draw_ahead(
         if reference is not None:
             rollout = make_rollout(drawn.groups, args, pad_token_id(tokenizer))
             with suppress(RunStopped):  # then the trainer will ask for it, and see for itself
-                reference.upload(f"step-{step}", rollout, args)
+                reference.upload(f"step-{step}", rollout.batch, Distribution(**distribution(args)), args.micro_batch_tokens)
         yield drawn

@@ -10,10 +10,12 @@ import torch
 
 from alignment.args import RLArgs
 from alignment.core.losses import USES_OLD_POLICY
+from alignment.core.records import Distribution
 from alignment.core.rollout import Rollout
 from alignment.policy.loading import batch_log_probs, load_config, load_model
 from alignment.policy.placement import Roles
-from alignment.policy.reference_client import OwnReferenceServer, RemoteReference, reference_token, weights_digest
+from alignment.policy.reference_client import ReferenceProcess, RemoteReference, weights_digest
+from alignment.policy.reference_protocol import ServedModel, reference_token
 from alignment.rollouts.collect import distribution
 from alignment.system.errors import UserError
 from alignment.system.terminal import printable
@@ -68,9 +70,26 @@ class Reference:
         return dataclasses.replace(rollout, reference_log_probs_BT=rollout_log_probs(self.model, rollout, args, self.dtype))
 
 
+class ServedReference:
+    """A reference model behind HTTP, here or elsewhere."""
+
+    def __init__(self, client: RemoteReference | ReferenceProcess):
+        self.client = client
+
+    @property
+    def restarts(self) -> int:
+        """How often it was replaced."""
+        return self.client.restarts
+
+    def annotate(self, rollout: Rollout, args: RLArgs, key: str) -> Rollout:
+        """The rollout with `reference_log_probs_BT`."""
+        settings = Distribution(**distribution(args)), args.micro_batch_tokens
+        return dataclasses.replace(rollout, reference_log_probs_BT=self.client.log_probs(key, rollout.batch, *settings))
+
+
 def open_reference(
     args: RLArgs, start: str, roles: Roles, dtype: torch.dtype, closing: ExitStack
-) -> Reference | RemoteReference | OwnReferenceServer | None:
+) -> Reference | ServedReference | None:
     """The reference model of a run that began with the model `start`: none without --beta, here, in a process of its own that
     works while the trainer does, or at --reference_url."""
     if not args.beta:
@@ -85,10 +104,17 @@ def open_reference(
                 f"--reference_url {remote.url}: its model {printable(remote.info['model'])} has other weights, or another dtype"
                 f" than {dtype}, than {start}, from which training starts: serve that one"
             )
-        return remote
-    own = OwnReferenceServer(start, roles.reference, str(dtype).removeprefix("torch."), vocabulary, args)
+        return ServedReference(remote)
+    served = ServedModel(
+        path=start,
+        device=roles.reference,
+        dtype=str(dtype).removeprefix("torch."),
+        max_pending=args.staleness + 4,  # room for all rollouts that can be ahead
+        deterministic=args.deterministic,
+    )
+    own = ReferenceProcess(served, vocabulary, args.sampler_timeout)
     closing.callback(own.close)
-    return own
+    return ServedReference(own)
 
 
 def rollout_log_probs(
