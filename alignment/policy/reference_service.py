@@ -14,7 +14,6 @@ The server answers every refused request with {"error": "..."}. With a token, re
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hmac
 import json
 import math
@@ -26,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
@@ -40,6 +39,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from transformers import PreTrainedModel
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from alignment.core.records import Batch, Distribution
@@ -51,31 +51,17 @@ from alignment.system import signals
 HEAD_SECONDS = 10.0  # for a client to send its request line and headers
 BODY_SECONDS = 60.0  # for a client to send its body, and as long again to take its answer
 LINGER_SECONDS = 2.0  # for a client that sends no HTTP to read its refusal
-SHUTDOWN_SECONDS = 1
 POLL_SECONDS = 5.0  # a GET waits for a result before its client has to poll again
 BODIES = 16  # read at a time
 HEAD_BYTES = 1 << 15  # a request line with headers; the server refuses one of more than twice as many bytes
 READ_RESULTS = 4  # kept, because an answer can be lost on its way
 ABANDONED_SECONDS = 600.0  # before an unread result makes room for another upload
 
+UVICORN = {"loop": "asyncio", "ws": "none", "lifespan": "off", "proxy_headers": False, "timeout_graceful_shutdown": 1}
+UVICORN |= {"log_config": None, "log_level": "critical", "access_log": False, "server_header": False, "date_header": False}
+
 Compute = Callable[[Batch, Distribution, int], torch.Tensor]
 """(batch, distribution, micro_batch_tokens) -> log-probs [B, T]."""
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """The facts of a served model that /info lists. `context` is in tokens, `weights` is `weights_digest`."""
-
-    model: str
-    vocabulary: int
-    context: int
-    dtype: str
-    device: str
-    weights: str
-    max_upload_bytes: int
-
-
-# --- uploads ------------------------------------------------------------------------------------------------------
 
 
 def read_upload(body: bytes, vocabulary: int, context: int) -> tuple[Batch, Distribution, int]:
@@ -99,20 +85,16 @@ def read_upload(body: bytes, vocabulary: int, context: int) -> tuple[Batch, Dist
         _require(0 <= ids.min() and ids.max() < vocabulary, f"{name} outside the vocabulary of {vocabulary}")
     _require(batch.response_mask.view(torch.uint8).max() <= 1, "response_mask has bytes that are neither 0 nor 1")
     _require(batch.response_mask.any(dim=1).all(), "a row has no response")
-    temperature, top_p = _number(metadata, "temperature", float), _number(metadata, "top_p", float)
-    top_k, micro_batch_tokens = _number(metadata, "top_k", int), _number(metadata, "micro_batch_tokens", int)
+    try:
+        temperature, top_p = float(metadata["temperature"]), float(metadata["top_p"])
+        top_k, micro_batch_tokens = int(metadata["top_k"]), int(metadata["micro_batch_tokens"])
+    except (KeyError, ValueError):
+        raise HTTPException(400, "the metadata needs numbers: temperature, top_p, top_k and micro_batch_tokens") from None
     _require(0 < temperature < math.inf, "temperature must be a number above 0")
     _require(0 < top_p <= 1, "top_p must be above 0 and at most 1")
     _require(top_k >= 0, "top_k must be 0 (all) or more")
     _require(micro_batch_tokens >= 1, "micro_batch_tokens must be at least 1")
     return batch, Distribution(temperature, top_p, top_k), micro_batch_tokens
-
-
-def _number(metadata: Mapping[str, str], name: str, kind: Callable[[str], float]) -> float:
-    try:
-        return kind(metadata[name])
-    except (KeyError, ValueError):
-        raise HTTPException(400, f"the metadata has no {name}, or one that cannot be read") from None
 
 
 def _require(condition: bool, message: str) -> None:
@@ -122,7 +104,7 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass
 class Job:
-    """An upload, and the answer to it once it is computed: a status, and the log-probs' file or an error message."""
+    """An upload, and its answer: a status with the log-probs' file or an error message."""
 
     upload: tuple[Batch, Distribution, int]
     answer: Future[tuple[int, bytes | str]] = field(default_factory=Future)
@@ -130,10 +112,6 @@ class Job:
 
     def __post_init__(self) -> None:
         self.answer.set_running_or_notify_cancel()  # so that a client that stops waiting does not cancel the answer
-
-    @property
-    def failed(self) -> bool:
-        return self.answer.done() and self.answer.result()[0] != 200
 
     def finish(self, status: int, content: bytes | str) -> None:
         self.finished = time.monotonic()
@@ -150,18 +128,14 @@ class ReferenceService:
     Only the event loop's thread touches the two tables of jobs.
     """
 
-    def __init__(self, compute: Compute, info: ModelInfo, token: str, max_pending: int):
+    def __init__(self, compute: Compute, info: Mapping[str, object], token: str, max_pending: int):
         self.compute, self.info, self.max_pending = compute, info, max_pending
         self._queue: SimpleQueue[tuple[str, Job] | None] = SimpleQueue()
         self._unread: dict[str, Job] = {}  # waiting jobs, and finished ones that no client has read; oldest first
         self._read: dict[str, Job] = {}
         self._body_slots = asyncio.Semaphore(BODIES)
         self.app = Starlette(
-            routes=[
-                Route("/upload", self._upload, methods=["POST"]),
-                Route("/get", self._get),
-                Route("/info", self._info),
-            ],
+            routes=[Route("/upload", self._upload, methods=["POST"]), Route("/get", self._get), Route("/info", self._info)],
             middleware=[Middleware(TokenCheck, token=token)],
             exception_handlers={HTTPException: self._refuse, Exception: self._fail},
         )
@@ -187,9 +161,9 @@ class ReferenceService:
     @contextmanager
     def running(self, listener: socket.socket) -> Iterator[str]:
         """Answer requests on a bound socket, in another thread; yields the URL. At the end clients that wait for a result are
-        told to poll again, and the service waits `SHUTDOWN_SECONDS` for its connections."""
+        told to poll again, and the service waits a second for its connections."""
         listener.listen(64)
-        server = uvicorn.Server(_uvicorn_config(self.app))
+        server = uvicorn.Server(uvicorn.Config(self.app, http=_Connection, h11_max_incomplete_event_size=HEAD_BYTES, **UVICORN))
         thread = threading.Thread(target=server.run, args=([listener],), name="reference service", daemon=True)
         thread.start()
         host, port = listener.getsockname()[:2]
@@ -200,12 +174,12 @@ class ReferenceService:
                 if not job.answer.done():
                     job.finish(202, "")
             server.should_exit = True
-            thread.join(2 * SHUTDOWN_SECONDS)
+            thread.join(2)
 
     async def _upload(self, request: Request) -> Response:
         key = _key(request)
         async with self._body_slots:
-            upload = read_upload(await self._body(request), self.info.vocabulary, self.info.context)
+            upload = read_upload(await self._body(request), self.info["vocabulary"], self.info["context"])
         if not self._enqueue(key, upload):
             raise HTTPException(503, "too many batches wait, or have results that nobody has read: try again later")
         return self._response(202, b"{}")
@@ -215,8 +189,8 @@ class ReferenceService:
         if "transfer-encoding" in request.headers or "content-length" not in request.headers:
             raise HTTPException(411, "the request needs a Content-Length, and no Transfer-Encoding")
         length, body = int(request.headers["content-length"]), bytearray()
-        if length > self.info.max_upload_bytes:
-            raise HTTPException(413, f"the body is larger than {self.info.max_upload_bytes} bytes (--max_upload_mib)")
+        if length > (most := self.info["max_upload_bytes"]):
+            raise HTTPException(413, f"the body is larger than {most} bytes (--max_upload_mib)")
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
@@ -232,7 +206,7 @@ class ReferenceService:
     def _enqueue(self, key: str, upload: tuple[Batch, Distribution, int]) -> bool:
         """Queue an upload, unless its key is known; False without room for it. A job that failed is computed again."""
         known = self._unread.get(key) or self._read.get(key)
-        if known is not None and not known.failed:
+        if known and not (known.answer.done() and known.answer.result()[0] == 500):
             return True
         self._unread.pop(key, None)
         if len(self._unread) >= self.max_pending:
@@ -266,10 +240,10 @@ class ReferenceService:
         return self._response(200, content, "application/octet-stream")
 
     async def _info(self, request: Request) -> Response:
-        return self._response(200, json.dumps({"service": SERVICE, **dataclasses.asdict(self.info)}).encode())
+        return self._response(200, json.dumps(self.info).encode())
 
     def _response(self, status: int, body: bytes, media_type: str = "application/json") -> Response:
-        return Response(body, status, {WEIGHTS_HEADER: self.info.weights}, media_type)
+        return Response(body, status, {WEIGHTS_HEADER: self.info["weights"]}, media_type)
 
     def _refuse(self, request: Request, error: HTTPException) -> Response:
         path, reason = request.scope["path"], error.detail
@@ -296,17 +270,16 @@ def _error(message: str) -> bytes:
 
 
 class TokenCheck:
-    """ASGI middleware that refuses requests without the token, before anything of them is looked at."""
+    """ASGI middleware that refuses requests without the token, whatever else they say."""
 
     def __init__(self, app, token: str):
         self.app, self.token = app, token
 
     async def __call__(self, scope, receive, send) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if not self.token or hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            return await self.app(scope, receive, send)
-        refusal = JSONResponse({"error": f"this server needs its token: set {TOKEN_VARIABLE}"}, 401)
-        await refusal(scope, receive, send)
+        app, given = self.app, dict(scope["headers"]).get(b"authorization", b"")
+        if self.token and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            app = JSONResponse({"error": f"this server needs its token: set {TOKEN_VARIABLE}"}, 401)
+        await app(scope, receive, send)
 
 
 # --- connections --------------------------------------------------------------------------------------------------
@@ -316,19 +289,19 @@ class _Connection(H11Protocol):
     """uvicorn's HTTP connection, with three things that it lacks: time limits for clients that send or take nothing, an
     answer to a client that ends its body early, and refusals in JSON, which a client can still read."""
 
-    _limit: asyncio.TimerHandle
+    _limit: asyncio.TimerHandle | None = None
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._limit = self.loop.call_later(HEAD_SECONDS, transport.abort)
+        self._hang_up_in(HEAD_SECONDS)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._limit.cancel()
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), HEAD_BYTES):  # as h11 measures heads that are not complete only
+        for start in range(0, len(data), HEAD_BYTES):  # as h11 measures no head that comes whole
             if not self._refused:
                 super().data_received(data[start : start + HEAD_BYTES])
         if self._is_answering():  # the service limits the rest of a request
@@ -341,8 +314,7 @@ class _Connection(H11Protocol):
         return self._is_answering()
 
     def on_response_complete(self) -> None:
-        self._limit.cancel()
-        self._limit = self.loop.call_later(BODY_SECONDS, self.transport.abort)
+        self._hang_up_in(BODY_SECONDS)
         super().on_response_complete()
 
     def send_400_response(self, message: str) -> None:
@@ -351,24 +323,20 @@ class _Connection(H11Protocol):
             return self._end_body()  # of chunks, which the service refuses
         self._refused = True
         if self.conn.our_state is h11.IDLE:
-            status, reason = self._refusal(sys.exception())
-            body = _error(reason)
+            status = {501: 411}.get(sys.exception().error_status_hint, sys.exception().error_status_hint)
+            if status == 431 and b"\n" not in self.conn.trailing_data[0]:
+                status = 414
+            body = _error("this is no request that the server knows, or its Content-Length is no number")
             headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
             for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.write_eof()  # closing it with unread bytes would break it before the client has read its answer
-        self._limit.cancel()
-        self._limit = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        self._hang_up_in(LINGER_SECONDS)
 
-    def _refusal(self, error: h11.RemoteProtocolError) -> tuple[int, str]:
-        status = error.error_status_hint
-        if "Content-Length" in str(error):
-            return status, "the Content-Length is no number"
-        if status == 501:
-            return 411, "the request needs a Content-Length, and no Transfer-Encoding"
-        if status == 431 and b"\n" not in self.conn.trailing_data[0]:
-            status = 414
-        return status, "this is no request that the server knows"
+    def _hang_up_in(self, seconds: float) -> None:
+        if self._limit:
+            self._limit.cancel()
+        self._limit = self.loop.call_later(seconds, self.transport.abort)
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -378,24 +346,6 @@ class _Connection(H11Protocol):
         self.cycle.message_event.set()
 
 
-def _uvicorn_config(app: Starlette) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=_Connection,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        h11_max_incomplete_event_size=HEAD_BYTES,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-    )
-
-
 # --- serving a model ----------------------------------------------------------------------------------------------
 
 
@@ -403,32 +353,25 @@ def serve_model(served: ServedModel, listener: socket.socket, token: str, ready:
     """Load the model, call `ready` with the URL, and answer requests until a signal comes."""
     dtype = getattr(torch, served.dtype)
     model = load_model(served.path, (served.device,), dtype)
-    service = ReferenceService(model_log_probs(model, dtype), model_info(served, model, dtype), token, served.max_pending)
+    service = ReferenceService(*model_service(served, model, dtype), token, served.max_pending)
     with service.running(listener) as url:
         ready(url)
         service.work()  # in the main thread, which a signal can end between any two operations
 
 
-def model_info(served: ServedModel, model, dtype: torch.dtype) -> ModelInfo:
-    """The facts of a loaded model."""
-    return ModelInfo(
-        model=served.name or served.path,
-        vocabulary=model.config.vocab_size,
-        context=context_length(model.config),
-        dtype=served.dtype,
-        device=served.device,
-        weights=weights_digest(model, dtype),
-        max_upload_bytes=served.max_upload_bytes,
-    )
-
-
-def model_log_probs(model, dtype: torch.dtype) -> Compute:
-    """The function that computes a model's log-probs [B, T] of a batch's responses."""
-
-    def compute(batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        return batch_log_probs(model, batch, dataclasses.asdict(distribution), micro_batch_tokens, dtype)
-
-    return compute
+def model_service(served: ServedModel, model: PreTrainedModel, dtype: torch.dtype) -> tuple[Compute, dict[str, object]]:
+    """The function that computes a loaded model's log-probs of a batch's responses, and the facts that /info lists."""
+    info = {
+        "service": SERVICE,
+        "model": served.name or served.path,
+        "vocabulary": model.config.vocab_size,
+        "context": context_length(model.config),
+        "dtype": served.dtype,
+        "device": served.device,
+        "weights": weights_digest(model, dtype),
+        "max_upload_bytes": served.max_upload_bytes,
+    }
+    return lambda batch, distribution, tokens: batch_log_probs(model, batch, asdict(distribution), tokens, dtype), info
 
 
 def serve(descriptor: int) -> None:

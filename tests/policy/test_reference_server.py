@@ -30,7 +30,7 @@ from alignment.policy.loading import load_model
 from alignment.policy.placement import Roles
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
 from alignment.policy.reference_protocol import TOKEN_VARIABLE, ServedModel, reference_token
-from alignment.policy.reference_service import ReferenceService, model_info, model_log_probs
+from alignment.policy.reference_service import ReferenceService, model_service
 from alignment.reference_server import bind, main
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.training.references import open_reference, rollout_log_probs
@@ -86,9 +86,8 @@ BODY = safetensors.torch.save(tensors_of(make_rollout()), METADATA)
 def serving(model, port=0, token="", max_pending=8, max_upload_bytes=1 << 20, computing=True, **other):
     """The service as the command runs it, but for its main thread; it computes once `begin` is called."""
     served = ServedModel("tiny", "cpu", "float32", max_pending, max_upload_bytes)
-    compute = other.pop("compute", model_log_probs(model, torch.float32))
-    info = dataclasses.replace(model_info(served, model, torch.float32), **other)
-    service = ReferenceService(compute, info, token, max_pending)
+    compute, info = model_service(served, model, torch.float32)
+    service = ReferenceService(other.pop("compute", compute), {**info, **other}, token, max_pending)
     thread = threading.Thread(target=service.work)
     with bind("127.0.0.1", port, token) as listener, service.running(listener) as url:
         address = listener.getsockname()
@@ -456,8 +455,13 @@ def test_back_pressure(model):
 
 
 def test_results_that_nobody_fetches_make_room_in_time(model, monkeypatch, wait_for):
-    computed, compute = threading.Event(), model_log_probs(model, torch.float32)
-    with serving(model, max_pending=1, compute=lambda *upload: (compute(*upload), computed.set())[0]) as server:
+    computed = threading.Event()
+
+    def compute(batch, *settings):
+        computed.set()
+        return torch.zeros(batch.labels.shape)
+
+    with serving(model, max_pending=1, compute=compute) as server:
         assert ask(server, "POST", "/upload?key=left", BODY)[0] == 202
         assert computed.wait(30)
         assert ask(server, "POST", "/upload?key=next", BODY)[0] == 503
@@ -479,12 +483,12 @@ def test_not_yet(model, monkeypatch):
 
 
 def test_what_cannot_be_computed_is_told_and_may_be_tried_again(model, monkeypatch, capsys):
-    whole, fail = model_log_probs(model, torch.float32), [True]
+    fail = [True]
 
-    def failing(*upload):
+    def failing(batch, *settings):
         if fail:
             raise RuntimeError("out of memory\nat some length")
-        return whole(*upload)
+        return torch.zeros(batch.labels.shape)
 
     with serving(model, compute=failing) as server:
         with pytest.raises(RunStopped, match="500, could not be computed: RuntimeError: out of memory; then go on"):
