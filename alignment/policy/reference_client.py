@@ -10,7 +10,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import httpx
 import safetensors.torch
@@ -53,12 +53,13 @@ class RemoteReference:
         if match is None or not 0 < int(match[1]) < 65536:
             raise UserError(f"--reference_url {printable(url)}: must be http://HOST:PORT, as the reference server prints it")
         self.url, self.token, self.timeout = url, token, timeout
-        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
-        # No proxy from the environment and no redirect (httpx follows none): the token goes nowhere else. A connection serves
-        # one request, so none can break while it is idle. There is no TLS, so there are no certificates to load.
+        # No proxy (trust_env) and no redirect (httpx follows none): the token goes nowhere else. A connection serves one
+        # request, so none can break while it is idle.
+        limits, headers = httpx.Limits(max_keepalive_connections=0), {"Accept-Encoding": "identity"}
+        headers |= {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(
-            headers=headers, trust_env=False, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
-        )
+            headers=headers, trust_env=False, verify=False, limits=limits
+        )  # http:// needs no certificates
         self.info = self._get_info()
         if self.info["vocabulary"] != vocabulary:
             raise UserError(
@@ -68,12 +69,11 @@ class RemoteReference:
 
     def upload(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> None:
         """Have the server compute a batch. `key` is a name for it; equal names of different batches do no harm."""
-        tensors, metadata = _upload_content(batch, distribution, micro_batch_tokens)
-        body = safetensors.torch.save(tensors, metadata)
+        full_key, body = _encode(key, batch, distribution, micro_batch_tokens)
         if len(body) > (most := self.info["max_upload_bytes"]):
             self._stop(f"takes at most {most} bytes, and a rollout has {len(body)}: raise its --max_upload_mib")
         for _ in self._attempts("has had no room for another rollout"):
-            status, answer = self._request("POST", f"/upload?key={_full_key(key, tensors, metadata)}", body)
+            status, answer = self._request("POST", f"/upload?key={full_key}", body)
             if status == 202:
                 return
             if status != 503:
@@ -81,7 +81,7 @@ class RemoteReference:
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
         """The log-probs [B, T] of the responses, 0 elsewhere. Uploads the batch where the server does not have it."""
-        path = f"/get?key={_full_key(key, *_upload_content(batch, distribution, micro_batch_tokens))}"
+        path = f"/get?key={_encode(key, batch, distribution, micro_batch_tokens)[0]}"
         most = batch.labels.numel() * 4 + LONGEST_MESSAGE
         uploads = 0
         for _ in self._attempts("has not computed its log-probs"):
@@ -218,27 +218,19 @@ class ReferenceProcess:
         self._client = RemoteReference(url, self.token, self._vocabulary, self._timeout)
 
 
-def _upload_content(
-    batch: Batch, distribution: Distribution, micro_batch_tokens: int
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors and the metadata that log-probs depend on."""
-    tensors = {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}
-    metadata = {**dataclasses.asdict(distribution), "micro_batch_tokens": micro_batch_tokens}
-    return (
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        {name: str(value) for name, value in metadata.items()},
-    )
-
-
-def _full_key(key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """The key with a hash of the upload, so that two runs with the same names for their batches get their own log-probs."""
-    digest = hashlib.sha256(json.dumps([metadata, list(tensors["labels"].shape)]).encode())
+def _encode(key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> tuple[str, bytes]:
+    """The key and the body of an upload. The key ends with a hash of all that log-probs depend on, so that two runs with the
+    same names for their batches get their own log-probs."""
+    tensors = {name: getattr(batch, name).contiguous() for name in ("input_ids", "labels", "response_mask")}
+    settings = {**dataclasses.asdict(distribution), "micro_batch_tokens": micro_batch_tokens}
+    metadata = {name: str(value) for name, value in settings.items()}
+    digest = hashlib.sha256(json.dumps([metadata, list(batch.labels.shape)]).encode())
     for tensor in tensors.values():
         digest.update(tensor.numpy())
-    full = f"{key}-{digest.hexdigest()[:32]}"
-    if not KEY.fullmatch(full):
+    full_key = f"{key}-{digest.hexdigest()[:32]}"
+    if not KEY.fullmatch(full_key):
         raise ValueError(f"{key!r} is no key: at most 167 letters, digits, dots, hyphens and underscores")
-    return full
+    return full_key, safetensors.torch.save(tensors, metadata)
 
 
 def _json(answer: bytes) -> dict:
