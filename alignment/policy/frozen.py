@@ -39,12 +39,17 @@ class FrozenModel:
             own[name].copy_(tensor, non_blocking=True)
 
     def weights_digest(self) -> str:
-        """What tells these weights, in `dtype`, from others: a hash of each one's name, shape and first 4,096 numbers."""
-        digest = hashlib.sha256()
-        for name, parameter in self.model.named_parameters():
-            digest.update(f"{name} {tuple(parameter.shape)}".encode())
-            digest.update(parameter.detach().flatten()[:4096].to("cpu", self.dtype).view(torch.uint8).numpy())
-        return digest.hexdigest()[:16]
+        """See `weights_digest`."""
+        return weights_digest(self.model, self.dtype)
+
+
+def weights_digest(model: torch.nn.Module, dtype: torch.dtype) -> str:
+    """What tells a model's weights, in `dtype`, from others: a hash of each one's name, shape and first 4,096 numbers."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().flatten()[:4096].to("cpu", dtype).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
 
 
 def batch_log_probs(

@@ -24,23 +24,23 @@ https URL. A server serves one command at a time: it holds one policy.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import os
 import random
 import socket
+import ssl
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent import futures
-from contextlib import closing, suppress
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import torch
+from anyio.from_thread import start_blocking_portal
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -49,7 +49,7 @@ from alignment.policy.loading import context_length, load_config, load_model
 from alignment.policy.policy import Policy
 from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
-from alignment.system.errors import UserError
+from alignment.system.errors import UserError, os_error
 from alignment.system.files import full_disk_is_an_os_error
 
 CONNECT_SECONDS = 10
@@ -57,8 +57,10 @@ CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
 START_SECONDS = 1800  # at least, for the first weights, whatever --sampler_timeout says
 RETRY_SECONDS = 0.1
 CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
-LONGEST_SECONDS = 10**6  # what sockets take for a timeout
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone is noticed in two minutes
+SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in KEEPALIVE.items() if hasattr(socket, name)
+]
 SHARD_BYTES = 2**30  # of weights in memory at a time, unless one tensor has more
 ANSWER_BYTES = 2**20  # of an answer, and besides for each token of a completion and of a prompt:
 TOKEN_BYTES = 1024
@@ -106,10 +108,10 @@ class VLLMServerSampler:
         self.context = context
         self.policy_version = policy_version
         self.restarts = 0
-        self._timeout = min(timeout, LONGEST_SECONDS)
+        self._timeout = timeout
         self._dtype = getattr(torch, dtype)
         self._weights_folder = Path(weights_folder).resolve()
-        self._line = _Line(url, token)
+        self._client = _JSONClient(url, token)
         config = load_config(model_path).get_text_config()
         self._vocabulary = config.vocab_size
         command = _command(model_path, dtype, context)
@@ -132,10 +134,10 @@ class VLLMServerSampler:
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         n = 1 if sampling.temperature == 0 else sampling.n
         self._drop_cached_prefixes(until)
-        answers = self._line.ask(_completion_requests(self._model, encoded, sampling, n), until)
+        answers = self._client.ask(_completion_requests(self._model, encoded, sampling, n), until)
         # Afterwards, as a server that dies meanwhile answers none of the requests.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
-            raise SamplerLost(f"{self._line} lost our weights: it was started again, or another command has loaded its own")
+            raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
         drawn = [
             [Completion(prompt_ids=tuple(ids), policy_version=self.policy_version, **fields) for fields in _completions(answer)]
             * (sampling.n // n)
@@ -170,23 +172,23 @@ class VLLMServerSampler:
 
         Refused while there are requests, such as those of a caller that has just been interrupted, so they are waited for.
         """
-        while self._line.ask([_Request("POST", "/reset_prefix_cache")], until)[0].get("success") is not True:
+        while self._client.ask([_Request("POST", "/reset_prefix_cache")], until)[0].get("success") is not True:
             if time.monotonic() + RETRY_SECONDS > until:
-                raise SamplerLost(f"{self._line} does not drop its prefix cache: it is busy with other requests")
+                raise SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
             time.sleep(RETRY_SECONDS)
 
     def _call(self, method: str, until: float, *arguments: str) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""
         request = _Request("POST", "/collective_rpc", {"method": method, "args": arguments})
-        results = self._line.ask([request], until)[0].get("results")
+        results = self._client.ask([request], until)[0].get("results")
         if not (isinstance(results, list) and results and all(isinstance(result, dict) for result in results)):
-            raise SamplerLost(f"{self._line} answered with no results")
+            raise SamplerLost(f"{self._client} answered with no results")
         return results
 
     def _served_model(self) -> str:
         """The name that the server has for its model. Raises `UserError` where there is no vLLM server to be talked to."""
         try:
-            cards = self._line.ask([_Request("GET", "/v1/models")], self._until_checked())[0].get("data")
+            cards = self._client.ask([_Request("GET", "/v1/models")], self._until_checked())[0].get("data")
             return next(str(card["id"]) for card in cards if card["owned_by"] == "vllm")
         except _Refused as error:
             if error.status == 401:
@@ -198,7 +200,7 @@ class VLLMServerSampler:
             raise UserError(f"--sampler_url: {error}. Check the address, and that a vLLM server runs there") from None
         except (StopIteration, KeyError, TypeError):
             raise UserError(
-                f"--sampler_url: {self._line} serves no model, so it is no vLLM server: check host and port"
+                f"--sampler_url: {self._client} serves no model, so it is no vLLM server: check host and port"
             ) from None
 
     def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
@@ -218,7 +220,7 @@ class VLLMServerSampler:
         }
         if any(wrong.values()):
             found = "; ".join(reason for reason, applies in wrong.items() if applies)
-            raise UserError(f"--sampler_url: {self._line} {found}. Start it as: {command}")
+            raise UserError(f"--sampler_url: {self._client} {found}. Start it as: {command}")
 
     def _holds(self, context: object) -> bool:
         return isinstance(context, int) and context >= self.context
@@ -326,76 +328,67 @@ def _fields(choice: dict) -> dict:
     }
 
 
-class _Line:
-    """JSON over HTTP to one server, each request on a connection of its own. http.client follows no redirect and knows no
-    proxy, so the key goes nowhere else."""
+class _JSONClient:
+    """JSON over HTTP to one server. It uses no proxy and follows no redirect, so the key goes nowhere else."""
 
     def __init__(self, url: str, token: str | None):
         try:
             parts = urlsplit(url)
-            self._connection = {"http": HTTPConnection, "https": HTTPSConnection}[parts.scheme], parts.hostname, parts.port
-            if not parts.hostname or parts.username or parts.query or parts.fragment:
+            path = parts.path.rstrip("/").removesuffix("/v1")
+            self._url = f"{parts.scheme}://{parts.netloc}{path}"
+            address = httpx.URL(self._url)
+            if parts.scheme not in ("http", "https") or not address.host or address.userinfo or parts.query or parts.fragment:
                 raise ValueError
-        except (KeyError, ValueError):  # also for a port that is no number
+        except (ValueError, httpx.InvalidURL):  # also for a port that is no number
             raise UserError(f"--sampler_url {url}: give it as http://HOST:PORT, the address of a vLLM server") from None
         if token and not (token.isascii() and token.isprintable()):
             raise UserError("ALIGNMENT_SAMPLER_TOKEN holds characters, such as a line break, that no key can have")
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._name = f"the vLLM server at {parts.scheme}://{parts.netloc}{self._path}"
-        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._headers = {"Accept-Encoding": "identity", "Connection": "close"}  # the bytes that arrive are what is counted
         self._headers |= {"Authorization": f"Bearer {token}"} if token else {}
+        self._certificates = ssl.create_default_context() if parts.scheme == "https" else False
 
     def __str__(self) -> str:
-        return self._name
+        return f"the vLLM server at {self._url}"
 
     def ask(self, requests: Sequence[_Request], until: float) -> list[dict]:
         """The answers to requests that are sent side by side, in order, by the clock's time `until`.
 
-        Raises `SamplerLost` for the first that fails. What is on its way then is cut off, and the server drops it.
+        Raises `SamplerLost` for the first that fails. Cuts off the others then, and the server drops them.
         """
-        sockets: list[socket.socket] = []
-        over = threading.Event()
-        pool = futures.ThreadPoolExecutor(min(len(requests), CONCURRENT) or 1)
-        began = time.monotonic()
-        try:
-            answers = [pool.submit(self._answer, request, until, sockets, over) for request in requests]
-            done, waiting = futures.wait(answers, max(until - began, 0), futures.FIRST_EXCEPTION)
-            for answer in filter(done.__contains__, answers):
-                answer.result()
-            if waiting:
-                raise SamplerLost(f"{self} gave no answer within {until - began:.1f} s")
-            return [answer.result() for answer in answers]
-        finally:
-            over.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for each in list(sockets):
-                with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+        with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
+            return portal.call(self._answers, requests, until)
 
-    def _answer(self, request: _Request, until: float, sockets: list[socket.socket], over: threading.Event) -> dict:
-        make, host, port = self._connection
-        with closing(make(host, port, timeout=CONNECT_SECONDS)) as connection:
-            try:
-                connection.connect()
-                for option, seconds in KEEPALIVE.items():
-                    if hasattr(socket, option):
-                        connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.sock.settimeout(max(until - time.monotonic(), 0) + 1)  # it is cut off before
-                sockets.append(connection.sock)
-                if over.is_set():
-                    raise TimeoutError
-                body = None if request.body is None else json.dumps(request.body)
-                connection.request(request.method, self._path + request.path, body, self._headers)
-                response = connection.getresponse()
-                data = response.read(request.limit + 1)
-            except (OSError, HTTPException, ValueError) as error:
-                raise SamplerLost(f"{self} cannot be reached, or broke off ({type(error).__name__}: {error})") from None
-        return self._checked(response.status, data, request)
+    async def _answers(self, requests: Sequence[_Request], until: float) -> list[dict]:
+        seconds, slots = until - time.monotonic(), asyncio.Semaphore(CONCURRENT)
+        limits = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.AsyncHTTPTransport(
+            verify=self._certificates, trust_env=False, limits=limits, socket_options=SOCKET_OPTIONS
+        )
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        client = httpx.AsyncClient(transport=transport, headers=self._headers, timeout=timeout, trust_env=False)
+        try:
+            async with asyncio.timeout(seconds), client, asyncio.TaskGroup() as group:
+                answers = [group.create_task(self._answer(client, slots, request)) for request in requests]
+        except TimeoutError:
+            raise SamplerLost(f"{self} gave no answer within {seconds:.1f} s") from None
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [answer.result() for answer in answers]
+
+    async def _answer(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, request: _Request) -> dict:
+        data = bytearray()
+        try:
+            async with slots, client.stream(request.method, self._url + request.path, json=request.body) as response:
+                async for part in response.aiter_raw():
+                    data += part
+                    if len(data) > request.limit:
+                        raise SamplerLost(f"{self} answered with more than {request.limit} bytes")
+        except (httpx.TransportError, ValueError) as error:
+            cause = os_error(error)
+            raise SamplerLost(f"{self} cannot be reached, or broke off ({type(cause).__name__}: {cause})") from None
+        return self._checked(response.status_code, data, request)
 
     def _checked(self, status: int, data: bytes, request: _Request) -> dict:
-        if len(data) > request.limit:
-            raise SamplerLost(f"{self} answered with more than {request.limit} bytes")
         try:
             found = json.loads(data)
         except (ValueError, RecursionError):

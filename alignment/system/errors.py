@@ -20,6 +20,16 @@ class RunStopped(UserError):
     code = 1
 
 
+def os_error(error: BaseException) -> BaseException:
+    """The operating system's error behind a library's, such as "Connection refused"; `error` itself where there is none."""
+    cause, found = error, error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            found = cause
+        cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__ or cause.__context__
+    return found
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. A `UserError` becomes one line on stderr and exit code 2 (`RunStopped`: 1); Ctrl-C exits with
     130, SIGTERM with 143.

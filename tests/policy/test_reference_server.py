@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -20,15 +21,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from alignment import reference_server
-from alignment.args import ReferenceServerArgs, RLArgs, from_preset
+from alignment.args import RLArgs, from_preset
+from alignment.core.records import Batch, Distribution
 from alignment.core.rollout import Rollout
 from alignment.core.tokens import collate
-from alignment.policy import reference_client
+from alignment.policy import reference_client, reference_service
 from alignment.policy.loading import load_model
 from alignment.policy.placement import Roles
-from alignment.policy.reference_client import RemoteReference
-from alignment.reference_server import Desk, ReferenceServer, bound, facts, main, work
+from alignment.policy.reference_client import ReferenceProcess, RemoteReference
+from alignment.policy.reference_protocol import TOKEN_VARIABLE, ServedModel, reference_token
+from alignment.policy.reference_service import ReferenceService, model_service
+from alignment.reference_server import bind, main
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.training.references import open_reference, rollout_log_probs
 
@@ -45,11 +48,11 @@ def model(tiny_folder):
 @pytest.fixture(scope="module", autouse=True)
 def command(tiny_folder):
     """The command in a process of its own, which starts, for seconds, while the other tests run."""
-    flags = ["--model", str(tiny_folder), "--device", "cpu", "--port", "0"]
+    flags = ["--model", str(tiny_folder), "--device", "cpu", "--dtype", "float32", "--port", "0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "alignment.reference_server", *flags],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, reference_client.TOKEN_VARIABLE: "secret"},
+        env={**os.environ, TOKEN_VARIABLE: "secret"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,6 +69,12 @@ def make_rollout(seed: int = 0, rows: int = 8) -> Rollout:
     return Rollout(batch, torch.zeros(rows, 1), None, torch.zeros(batch.labels.shape), tuple(range(rows)))
 
 
+def upload_of(rollout: Rollout, args: RLArgs = ARGS) -> tuple[Batch, Distribution, int]:
+    """What a client is given to upload a rollout."""
+    distribution = Distribution(args.sampling_temperature, args.sampling_top_p, args.sampling_top_k)
+    return rollout.batch, distribution, args.micro_batch_tokens
+
+
 def tensors_of(rollout: Rollout) -> dict[str, torch.Tensor]:
     return {name: getattr(rollout.batch, name) for name in ("input_ids", "labels", "response_mask")}
 
@@ -74,22 +83,21 @@ BODY = safetensors.torch.save(tensors_of(make_rollout()), METADATA)
 
 
 @contextlib.contextmanager
-def serving(model, port=0, token="", max_pending=8, max_upload_mib=1, computing=True, **other):
-    """The server as the command runs it, but for its main thread; it computes once `begin` is called."""
-    args = ReferenceServerArgs(model="tiny", max_pending=max_pending, max_upload_mib=max_upload_mib)
-    desk = Desk(max_pending)
-    with bound("127.0.0.1", port, token) as listener:
-        info = {**facts(args, model, torch.float32, "cpu"), **other}
-        server = ReferenceServer(listener, desk, info, token)
-        thread = threading.Thread(target=work, args=(desk, model, torch.float32))
-        server.begin = thread.start
-        with server.running():
-            if computing:
-                thread.start()
-            yield server
-    if thread.ident:
-        thread.join(10)
-        assert not thread.is_alive()
+def serving(model, port=0, token="", max_pending=8, max_upload_bytes=1 << 20, computing=True, **other):
+    """The service as the command runs it, but for its main thread; it computes once `begin` is called."""
+    served = ServedModel("tiny", "cpu", "float32", max_pending, max_upload_bytes)
+    compute, info = model_service(served, model, torch.float32)
+    service = ReferenceService(other.pop("compute", compute), {**info, **other}, token, max_pending)
+    thread = threading.Thread(target=service.work)
+    with bind("127.0.0.1", port, token) as listener, service.running(listener) as url:
+        address = listener.getsockname()
+        if computing:
+            thread.start()
+        yield SimpleNamespace(url=url, address=address, token=token, begin=thread.start)
+        service.stop()
+        if thread.ident:
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +107,10 @@ def server(model):
 
 
 def ask(server, method="GET", path="/info", body=None, headers=(("Authorization", "Bearer secret"),)) -> tuple[int, bytes]:
-    """A request whose headers are just these; with a body, its length as well."""
-    with contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=30)) as connection:
+    """A request whose headers are just these and the host; with a body, its length as well."""
+    with contextlib.closing(http.client.HTTPConnection(*server.address, timeout=30)) as connection:
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        connection.putheader("Host", "localhost")
         given = dict(headers)
         if body is not None:
             given.setdefault("Content-Length", str(len(body)))
@@ -140,19 +149,17 @@ def test_the_log_probs_are_those_of_the_model_in_the_process_bit_for_bit(server,
     expected = rollout_log_probs(model, rollout, args, torch.float32)
     assert expected[rollout.batch.response_mask].lt(0).all()
     remote = client(server)
-    remote.upload("step_1", rollout, args)
-    annotated = remote.annotate(rollout, args, "step_1")
-    assert torch.equal(annotated.reference_log_probs_BT, expected)
-    assert dataclasses.replace(annotated, reference_log_probs_BT=None) == rollout
+    remote.upload("step_1", *upload_of(rollout, args))
+    assert torch.equal(remote.log_probs("step_1", *upload_of(rollout, args)), expected)
     never_uploaded = make_rollout(2)
-    found = remote.annotate(never_uploaded, args, "step_2").reference_log_probs_BT
+    found = remote.log_probs("step_2", *upload_of(never_uploaded, args))
     assert torch.equal(found, rollout_log_probs(model, never_uploaded, args, torch.float32))
 
 
 def test_rollouts_and_settings_of_one_name_are_never_mixed_up(server, model):
     remote, hotter = client(server), dataclasses.replace(ARGS, sampling_temperature=2.0)
     for rollout, args in ((make_rollout(3), ARGS), (make_rollout(4), ARGS), (make_rollout(3), hotter), (make_rollout(3), ARGS)):
-        found = remote.annotate(rollout, args, "the_same").reference_log_probs_BT
+        found = remote.log_probs("the_same", *upload_of(rollout, args))
         assert torch.equal(found, rollout_log_probs(model, rollout, args, torch.float32))
 
 
@@ -166,13 +173,13 @@ def test_info(server, model):
         "context": 256,
         "dtype": "float32",
         "device": "cpu",
-        "weights": reference_client.weights_digest(model, torch.float32),
+        "weights": frozen.weights_digest(model, torch.float32),
         "max_upload_bytes": 1 << 20,
     }
 
 
 def test_the_digest_tells_weights_and_dtypes_apart(model, tiny_folder):
-    digest = reference_client.weights_digest
+    digest = frozen.weights_digest
     other = load_model(str(tiny_folder), ("cpu",), torch.float32)
     assert digest(other, torch.float32) == digest(model, torch.float32) != digest(model, torch.bfloat16)
     assert digest(model, torch.bfloat16) == digest(load_model(str(tiny_folder), ("cpu",), torch.bfloat16), torch.bfloat16)
@@ -183,12 +190,12 @@ def test_the_digest_tells_weights_and_dtypes_apart(model, tiny_folder):
 
 def test_an_answer_may_be_asked_for_again_until_newer_ones_push_it_out(model):
     with serving(model) as server:
-        for number in range(reference_server.READ_RESULTS + 2):
+        for number in range(reference_service.READ_RESULTS + 2):
             assert ask(server, "POST", f"/upload?key=k{number}", BODY)[0] == 202
             first, again = (ask(server, path=f"/get?key=k{number}") for _ in range(2))
             assert first == again and first[0] == 200
-        kept = [ask(server, path=f"/get?key=k{number}")[0] for number in range(reference_server.READ_RESULTS + 2)]
-        assert kept == [404, 404, *[200] * reference_server.READ_RESULTS]
+        kept = [ask(server, path=f"/get?key=k{number}")[0] for number in range(reference_service.READ_RESULTS + 2)]
+        assert kept == [404, 404, *[200] * reference_service.READ_RESULTS]
 
 
 # --- what it refuses ----------------------------------------------------------------------------------------------
@@ -239,7 +246,7 @@ def test_refusals(server, method, path, body, headers, status, words):
 
 
 def test_a_body_that_ends_too_early_is_told(server):
-    with socket.create_connection(server.server_address, timeout=20) as connection:
+    with socket.create_connection(server.address, timeout=20) as connection:
         head = f"POST /upload?key=a HTTP/1.0\r\nAuthorization: Bearer secret\r\nContent-Length: {len(BODY)}\r\n\r\n"
         connection.sendall(head.encode() + BODY[:-1])
         connection.shutdown(socket.SHUT_WR)
@@ -348,13 +355,13 @@ def test_any_body_is_answered_and_the_server_goes_on(server, body):
 @fuzzed
 @given(requests)
 def test_any_bytes_are_answered_and_the_server_goes_on(server, sent):
-    with socket.create_connection(server.server_address, timeout=20) as connection:
+    with socket.create_connection(server.address, timeout=20) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         with connection.makefile("rb") as file:
             answer = file.read()
-    assert not answer or answer.startswith(b"HTTP/1.0 ")
-    assert b"Traceback" not in answer and not answer.startswith(b"HTTP/1.0 5") or b" 505 " in answer[:20]
+    assert not answer or answer.startswith(b"HTTP/1.1 ")
+    assert b"Traceback" not in answer and not answer.startswith(b"HTTP/1.1 5") or b" 505 " in answer[:20]
     assert ask(server)[0] == 200
 
 
@@ -362,12 +369,12 @@ def test_any_bytes_are_answered_and_the_server_goes_on(server, sent):
 
 
 def test_silent_and_slow_clients_are_hung_up_on(model, monkeypatch):
-    monkeypatch.setattr(reference_server, "HEADER_SECONDS", 0.5)
-    monkeypatch.setattr(reference_server, "BODY_SECONDS", 0.5)
-    monkeypatch.setattr(reference_server, "CONNECTIONS", 4)
+    monkeypatch.setattr(reference_service, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(reference_service, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(reference_service, "BODIES", 4)
     begun = b"POST /upload?key=a HTTP/1.0\r\nContent-Length: 1000\r\n\r\nabc"
     with serving(model) as server, contextlib.ExitStack() as stack:
-        many = [stack.enter_context(socket.create_connection(server.server_address)) for _ in range(9)]
+        many = [stack.enter_context(socket.create_connection(server.address, timeout=10)) for _ in range(15)]
         over = threading.Event()
 
         def dribble():
@@ -383,21 +390,42 @@ def test_silent_and_slow_clients_are_hung_up_on(model, monkeypatch):
         thread.start()
         try:
             start = time.monotonic()
-            assert ask(server)[0] == 200  # after all of these, four at a time
+            assert ask(server)[0] == 200
+            assert ask(server, "POST", "/upload?key=b", BODY)[0] == 202  # after ten others, four at a time
             assert time.monotonic() - start < 10
             assert many[0].recv(1) == b""
+            for connection in many[1:]:
+                with contextlib.suppress(ConnectionResetError), connection.makefile("rb") as file:
+                    answer = file.read()
+                    assert not answer or b" 408 " in answer[:20]
         finally:
             over.set()
             thread.join()
-        assert len([thread for thread in threading.enumerate() if "process_request" in thread.name]) <= 4
+
+
+def test_so_many_bodies_are_read_at_a_time(model, monkeypatch):
+    monkeypatch.setattr(reference_service, "BODY_SECONDS", 1.0)
+    monkeypatch.setattr(reference_service, "BODIES", 1)
+    with serving(model) as server, socket.create_connection(server.address, timeout=10) as slow:
+        slow.sendall(b"POST /upload?key=a HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nabc")
+        time.sleep(0.1)
+        start = time.monotonic()
+        assert ask(server)[0] == 200
+        assert time.monotonic() - start < 0.5  # others are not kept waiting
+        assert ask(server, "POST", "/upload?key=b", BODY)[0] == 202
+        assert time.monotonic() - start > 0.5
+        with slow.makefile("rb") as file:
+            assert b" 408 " in file.readline()
 
 
 def test_the_server_closes_while_clients_hold_every_connection(model, monkeypatch):
-    monkeypatch.setattr(reference_server, "CONNECTIONS", 2)
+    monkeypatch.setattr(reference_service, "BODIES", 2)
     with contextlib.ExitStack() as stack:
         with serving(model) as server:
-            for _ in range(4):
-                stack.enter_context(socket.create_connection(server.server_address))
+            for number in range(4):
+                connection = stack.enter_context(socket.create_connection(server.address))
+                if number % 2:
+                    connection.sendall(b"POST /upload?key=a HTTP/1.0\r\nContent-Length: 1000\r\n\r\nabc")
             time.sleep(0.3)
             start = time.monotonic()
         assert time.monotonic() - start < 5
@@ -409,61 +437,66 @@ def test_back_pressure(model):
         assert uploaded == [202, 202, 503, 202]
         remote, rollout = client(server, timeout=0.3), make_rollout(5)
         with pytest.raises(RunStopped, match="has had no room for another rollout for 0.3 seconds"):
-            remote.upload("step_1", rollout, ARGS)
+            remote.upload("step_1", *upload_of(rollout))
         server.begin()
         assert ask(server, path="/get?key=b")[0] == 200
         # One result that nobody has read, and one place: which is taken, until it is read.
-        remote.upload("step_1", rollout, ARGS)
+        remote.upload("step_1", *upload_of(rollout))
         assert ask(server, "POST", "/upload?key=d", BODY)[0] == 503
         patient, made = client(server), []
-        waiting = threading.Thread(target=lambda: made.append(patient.annotate(make_rollout(6), ARGS, "step_2")))
+        waiting = threading.Thread(target=lambda: made.append(patient.log_probs("step_2", *upload_of(make_rollout(6)))))
         waiting.start()
         time.sleep(0.2)
         assert not made
-        found = remote.annotate(rollout, ARGS, "step_1").reference_log_probs_BT
+        found = remote.log_probs("step_1", *upload_of(rollout))
         assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
         waiting.join(10)
         assert len(made) == 1
 
 
 def test_results_that_nobody_fetches_make_room_in_time(model, monkeypatch, wait_for):
-    with serving(model, max_pending=1) as server:
+    computed = threading.Event()
+
+    def compute(batch, *settings):
+        computed.set()
+        return torch.zeros(batch.labels.shape)
+
+    with serving(model, max_pending=1, compute=compute) as server:
         assert ask(server, "POST", "/upload?key=left", BODY)[0] == 202
-        wait_for(lambda: "left" in server.desk._unread)
+        assert computed.wait(30)
         assert ask(server, "POST", "/upload?key=next", BODY)[0] == 503
-        monkeypatch.setattr(reference_server, "ABANDONED_SECONDS", 0.0)
-        assert ask(server, "POST", "/upload?key=next", BODY)[0] == 202
+        monkeypatch.setattr(reference_service, "ABANDONED_SECONDS", 0.0)
+        wait_for(lambda: ask(server, "POST", "/upload?key=next", BODY)[0] == 202)
         assert ask(server, path="/get?key=left")[0] == 404
         assert ask(server, path="/get?key=next")[0] == 200
 
 
 def test_not_yet(model, monkeypatch):
-    monkeypatch.setattr(reference_server, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(reference_service, "POLL_SECONDS", 0.2)
     with serving(model, computing=False) as server:
         ask(server, "POST", "/upload?key=a", BODY)
         start = time.monotonic()
         assert ask(server, path="/get?key=a")[0] == 202
         assert time.monotonic() - start > 0.2
         with pytest.raises(RunStopped, match="has not computed its log-probs for 0.5 seconds"):
-            client(server, timeout=0.5).annotate(make_rollout(), ARGS, "step_1")
+            client(server, timeout=0.5).log_probs("step_1", *upload_of(make_rollout()))
 
 
 def test_what_cannot_be_computed_is_told_and_may_be_tried_again(model, monkeypatch, capsys):
-    whole, fail = reference_server.batch_log_probs, [True]
+    fail = [True]
 
-    def failing(*arguments, **how):
+    def failing(batch, *settings):
         if fail:
             raise RuntimeError("out of memory\nat some length")
-        return whole(*arguments, **how)
+        return torch.zeros(batch.labels.shape)
 
-    monkeypatch.setattr(reference_server, "batch_log_probs", failing)
-    with serving(model) as server:
+    with serving(model, compute=failing) as server:
         with pytest.raises(RunStopped, match="500, could not be computed: RuntimeError: out of memory; then go on"):
-            client(server).annotate(make_rollout(), ARGS, "step_1")
+            client(server).log_probs("step_1", *upload_of(make_rollout()))
         assert "step_1" in (said := capsys.readouterr().err) and said.count("\n") == 1
         fail.clear()
-        client(server).upload("step_1", make_rollout(), ARGS)
-        assert client(server).annotate(make_rollout(), ARGS, "step_1").reference_log_probs_BT is not None
+        client(server).upload("step_1", *upload_of(make_rollout()))
+        assert client(server).log_probs("step_1", *upload_of(make_rollout())) is not None
 
 
 # --- the client when things go wrong ------------------------------------------------------------------------------
@@ -475,21 +508,21 @@ def test_a_server_that_was_started_again_is_sent_the_rollout_again(model, monkey
     rollout = make_rollout(7)
     with serving(model, computing=False) as first:
         remote = client(first)
-        remote.upload("step_1", rollout, ARGS)
+        remote.upload("step_1", *upload_of(rollout))
     with pytest.raises(RunStopped, match="does not answer .*: start it again with the same --model; then go on with --resume"):
-        remote.annotate(rollout, ARGS, "step_1")
-    with serving(model, port=first.server_address[1]) as second:
+        remote.log_probs("step_1", *upload_of(rollout))
+    with serving(model, port=first.address[1]) as second:
         assert second.url == first.url
-        found = remote.annotate(rollout, ARGS, "step_1").reference_log_probs_BT
+        found = remote.log_probs("step_1", *upload_of(rollout))
         assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
-    with serving(model, port=first.server_address[1], weights="another"):
+    with serving(model, port=first.address[1], weights="another"):
         with pytest.raises(RunStopped, match="has another model than when the run began"):
-            remote.annotate(rollout, ARGS, "step_1")
+            remote.log_probs("step_1", *upload_of(rollout))
 
 
 def test_rollouts_that_are_too_large_are_not_sent(model):
     with serving(model, max_upload_bytes=1000) as server, pytest.raises(RunStopped, match="raise its --max_upload_mib"):
-        client(server).upload("step_1", make_rollout(), ARGS)
+        client(server).upload("step_1", *upload_of(make_rollout()))
 
 
 @pytest.mark.parametrize(
@@ -602,7 +635,7 @@ def test_nonsense_stops_the_run_in_one_line(answer, words, monkeypatch):
     with answering(GOOD_INFO, answer) as url:
         remote = RemoteReference(url, "", VOCABULARY, 5.0)
         with pytest.raises(RunStopped, match=words) as stopped:
-            remote.annotate(make_rollout(), ARGS, "step_1")
+            remote.log_probs("step_1", *upload_of(make_rollout()))
         assert "\n" not in str(stopped.value) and url in str(stopped.value)
 
 
@@ -611,7 +644,7 @@ def test_a_connection_that_breaks_is_tried_again_and_other_places_are_zero(monke
     mask = make_rollout().batch.response_mask
     good = results(lambda t: torch.where(mask, t, torch.nan))
     with answering(GOOD_INFO, b"", good[:-1], good) as url:
-        found = RemoteReference(url, "", VOCABULARY, 5.0).annotate(make_rollout(), ARGS, "step_1").reference_log_probs_BT
+        found = RemoteReference(url, "", VOCABULARY, 5.0).log_probs("step_1", *upload_of(make_rollout()))
         assert torch.equal(found, torch.where(mask, -1.0, 0.0))
 
 
@@ -635,7 +668,7 @@ def test_a_connection_that_breaks_is_tried_again_and_other_places_are_zero(monke
     ],
 )
 def test_mistakes_on_the_command_line(flags, message, tiny_folder, monkeypatch, capsys):
-    monkeypatch.delenv(reference_client.TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         named = [flag.replace("{taken}", port) for flag in flags]
@@ -649,13 +682,13 @@ def test_mistakes_on_the_command_line(flags, message, tiny_folder, monkeypatch, 
 
 def test_tokens_that_no_header_can_carry(monkeypatch):
     for token in ("two words", "line\n", "größe"):
-        monkeypatch.setenv(reference_client.TOKEN_VARIABLE, token)
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
         with pytest.raises(UserError, match="ALIGNMENT_REFERENCE_TOKEN: must be printable ASCII without spaces$"):
-            reference_client.reference_token()
+            reference_token()
 
 
 def test_with_a_token_it_may_listen_anywhere():
-    with bound("0.0.0.0", 0, "secret") as listener:
+    with bind("0.0.0.0", 0, "secret") as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
 
 
@@ -665,9 +698,9 @@ def test_the_command_serves_until_sigterm(command, tiny_folder, model):
     assert start == f"reference model {tiny_folder} on cpu" and url.startswith("http://127.0.0.1:")
     remote, rollout = RemoteReference(url, "secret", VOCABULARY, 60.0), make_rollout(8)
     assert remote.info["model"] == str(tiny_folder)
-    found = remote.annotate(rollout, ARGS, "step_1").reference_log_probs_BT
+    found = remote.log_probs("step_1", *upload_of(rollout))
     assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
-    with socket.create_connection(remote._address):  # a client that says nothing keeps nobody
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))):  # a client that says nothing keeps nobody
         time.sleep(0.2)
         command.send_signal(signal.SIGTERM)
         rest, said = command.communicate(timeout=20)
@@ -680,14 +713,14 @@ def test_the_command_serves_until_sigterm(command, tiny_folder, model):
 
 def test_a_run_replaces_its_own_server_when_that_dies(tiny_folder, model, capsys):
     rollout, other = make_rollout(), make_rollout(seed=1)
-    own = reference_client.OwnReferenceServer(str(tiny_folder), "cpu", "float32", VOCABULARY, ARGS)
+    own = ReferenceProcess(ServedModel(str(tiny_folder), "cpu", "float32", max_pending=4), VOCABULARY, 600.0)
     try:
         url = own.url
         own._child.kill()
-        found = own.annotate(rollout, ARGS, "step-1")
-        assert torch.equal(found.reference_log_probs_BT, rollout_log_probs(model, rollout, ARGS, torch.float32))
+        found = own.log_probs("step-1", *upload_of(rollout))
+        assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
         assert (own.restarts, own.url) == (1, url) and "the reference model is started again" in capsys.readouterr().err
-        assert own.annotate(other, ARGS, "step-2").reference_log_probs_BT is not None and own.restarts == 1
+        assert own.log_probs("step-2", *upload_of(other)) is not None and own.restarts == 1
     finally:
         own.close()
     assert not own._child.is_open and own._child.process.returncode is not None
@@ -696,7 +729,7 @@ def test_a_run_replaces_its_own_server_when_that_dies(tiny_folder, model, capsys
 def test_a_served_model_that_training_does_not_start_from_is_refused(server, tiny_folder, monkeypatch):
     args = dataclasses.replace(ARGS, beta=0.1, reference_url=server.url)
     roles = Roles(("cpu",), "cpu", "cpu", "cpu")
-    monkeypatch.setenv(reference_client.TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     with contextlib.ExitStack() as closing:
         remote = open_reference(args, str(tiny_folder), roles, torch.float32, closing)
         assert remote.annotate(make_rollout(), args, "step-1").reference_log_probs_BT.shape == make_rollout().batch.labels.shape

@@ -13,16 +13,17 @@ import hashlib
 import json
 import random
 import re
-import urllib.error
-import urllib.request
+import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from rich.progress import Progress
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
-from alignment.system.errors import UserError
+from alignment.system.errors import UserError, os_error
 
 FOLDER = "dataset/gsm8k"
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
@@ -121,24 +122,26 @@ def download(folder: Path, source: str = SOURCE) -> None:
 
 def _fetch(url: str, part: Path, progress: Progress) -> None:
     have = part.stat().st_size if part.exists() else 0
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+    options = {"timeout": 30, "follow_redirects": True, "verify": ssl.create_default_context()}
     try:
-        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-        with urllib.request.urlopen(request, timeout=30) as response:
-            resumed = response.status == 206
+        with httpx.stream("GET", url, headers=headers, **options) as response:
+            if response.status_code == 416:  # nothing is left to send, the part is already complete
+                return
+            if not response.is_success:
+                raise UserError(f"{url}: the server answered {response.status_code} {response.reason_phrase}")
+            resumed = response.status_code == 206
             expected = int(response.headers.get("Content-Length") or 0) + have * resumed
             bar = progress.add_task(part.stem, total=expected, completed=have * resumed)
-            with part.open("ab" if resumed else "wb") as file:
-                while block := response.read(1 << 16):
+            with part.open("ab" if resumed else "wb") as file, suppress(httpx.RemoteProtocolError):  # the size tells
+                for block in response.iter_raw():
                     file.write(block)
                     progress.advance(bar, len(block))
             if part.stat().st_size < expected:
                 raise OSError(f"the connection broke off after {part.stat().st_size} of {expected} bytes")
-    except urllib.error.HTTPError as error:
-        if error.code != 416:  # 416: nothing is left to send, the part is already complete
-            raise UserError(f"{url}: the server answered {error.code} {error.reason}") from None
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise UserError(
-            f"{url}: could not be fetched ({getattr(error, 'reason', error)}). Check the connection and run the command"
+            f"{url}: could not be fetched ({os_error(error)}). Check the connection and run the command"
             " again (it continues), or copy train.jsonl and test.jsonl from elsewhere and use --dataset_path"
         ) from None
 
