@@ -16,13 +16,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from alignment.rewards.grading.ask_math_verify import math_verify_many
 from alignment.rewards.grading.cascade import grade_many
 from alignment.rewards.grading.reference import reference_verdict
-from alignment.rewards.grading.workers import math_verify_many
 from alignment.rewards.r1_zero import extract_answer
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
-from alignment.system.terminal import printable
+from alignment.system.terminal import make_console, printable
 
 GRADERS = ("ours", "math-verify", "reference")
 SHOWN = 20  # disagreements printed; the file holds all
@@ -224,7 +224,7 @@ def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
 
 
 def main() -> None:
-    audit(tyro.cli(AuditArgs, use_underscores=True), Console())
+    audit(tyro.cli(AuditArgs, use_underscores=True), make_console())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from alignment.args import Args, parse
@@ -28,6 +27,7 @@ from alignment.rewards.reward import evaluation_reward, score_groups
 from alignment.sampling.sampler import make_sampler, refuse_missing_engine
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
+from alignment.system.terminal import make_console
 
 REASONS = ("unfinished", "wrong", "badly formatted", "unreadable", "in several languages", "said already", "not the best")
 LONGEST_PARAGRAPH = 2000  # characters
@@ -107,7 +107,7 @@ def with_examples(problems: Sequence[Problem], file: str, template: str, tokeniz
 
 def main() -> None:
     args = parse(RejectionArgs)
-    console = Console()
+    console = make_console()
     output = Path(args.output)
     if not args.output:
         raise UserError("--output: name the file to write, such as --output kept.jsonl")

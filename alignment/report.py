@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 
 from alignment.ablation.report import print_verdicts, read_study, write_report
 from alignment.system.errors import UserError, run_command
+from alignment.system.terminal import make_console
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
 
 def main() -> None:
     args = tyro.cli(ReportArgs, use_underscores=True)
-    console = Console(emoji=False)  # names hold colons
+    console = make_console()
     folders = [Path(run) for run in args.runs]
     study = read_study(folders, args.tie)
     if not study.runs:

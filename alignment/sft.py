@@ -44,7 +44,7 @@ from alignment.sampling.sampler import encode_prompts, make_sampler, refuse_miss
 from alignment.system import signals
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import atomic_folder
-from alignment.system.terminal import progress_line
+from alignment.system.terminal import make_console, progress_line
 
 Example = tuple[tuple[int, ...], tuple[int, ...]]  # prompt ids, response ids
 
@@ -212,7 +212,7 @@ def batch_of(examples: Sequence[Example], rows: Sequence[int], pad: int) -> Batc
 
 def main() -> None:
     args = parse(SFTArgs)
-    console = Console()
+    console = make_console()
     print_evaluation(train(args, console), console)
     console.print(f"model: {args.sft_base}", markup=False)
 

@@ -42,6 +42,7 @@ from alignment.runs.run_folder import versions
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import LOCK, lock_run_folder, read_json, read_jsonl, write_atomically
 from alignment.system.signals import Interrupted
+from alignment.system.terminal import make_console
 
 SEED_STD = 0.02  # of an arm's accuracy between seeds, questions aside: what the design's power is reckoned with
 ATTEMPTS = 2  # at each run
@@ -290,7 +291,7 @@ def next_runs(design: Design, states: Sequence[State], study: Study, most: int) 
 
 def main() -> None:
     args = tyro.cli(SweepArgs, use_underscores=True)
-    console = Console(emoji=False)  # names hold colons
+    console = make_console()
     from_preset(RLArgs, args.preset)  # a preset that there is not is a mistake of this flag, not of an arm
     design = make_design(args)
     print_design(design, args, console)

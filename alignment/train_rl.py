@@ -55,7 +55,7 @@ from alignment.system import signals
 from alignment.system.background import run_in_background
 from alignment.system.errors import run_command
 from alignment.system.files import atomic_folder, lock_run_folder, read_jsonl
-from alignment.system.terminal import progress_line
+from alignment.system.terminal import make_console, progress_line
 from alignment.training.health import Watch, log_warnings, stop_if_hopeless
 from alignment.training.mismatch import SamplerMismatchCheck, sampler_mismatch
 from alignment.training.references import OldPolicy, needs_old_policy, open_reference, rows_with_gradient
@@ -208,7 +208,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
 
 def main() -> None:
     args = parse(RLArgs)
-    console = Console()
+    console = make_console()
     train(args, console)
 
 

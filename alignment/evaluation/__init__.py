@@ -1,1 +1,4 @@
-"""TODO."""
+"""The accuracy of a model with intervals, pass@k, and comparisons of models.
+
+It never trains.
+"""

@@ -22,7 +22,7 @@ from alignment.core.rollout import Rollout
 from alignment.rollouts.collect import distribution
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import START_SECONDS as PROCESS_START_SECONDS
-from alignment.system.processes import Child
+from alignment.system.processes import ChildProcess
 from alignment.system.terminal import printable
 
 TOKEN_VARIABLE = "ALIGNMENT_REFERENCE_TOKEN"
@@ -231,7 +231,7 @@ class OwnReferenceServer:
         self._child.close()
 
     def _start(self) -> None:
-        self._child = Child("reference model's process", f"{SERVICE}:serve", os.environ)
+        self._child = ChildProcess("reference model's process", f"{SERVICE}:serve", os.environ)
         with self._child.time_limit(max(self._timeout, PROCESS_START_SECONDS)):
             try:
                 self._child.connection.send((self._args, self.token, self._rl_args))

@@ -32,7 +32,7 @@ from alignment.rollouts.collect import training_source
 from alignment.sampling.sampler import make_rollout_sampler
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import RunStopped, UserError
-from alignment.system.processes import GRACE_SECONDS, POLL_SECONDS, START_SECONDS, Child
+from alignment.system.processes import GRACE_SECONDS, POLL_SECONDS, START_SECONDS, ChildProcess
 
 
 def version_for(step: int, args: RLArgs) -> int:
@@ -69,7 +69,7 @@ class AsyncRollouts:
             first += 1
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # --reward may name what only we can import
         served = None if reference is None else (reference.url, reference.token)
-        self._child = Child("sampler's process", "alignment.rollouts.ahead:serve", {**os.environ, "PYTHONPATH": path})
+        self._child = ChildProcess("sampler's process", "alignment.rollouts.ahead:serve", {**os.environ, "PYTHONPATH": path})
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         with suppress(OSError):  # a child that is dead already will be noticed

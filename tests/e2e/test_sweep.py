@@ -72,7 +72,8 @@ def done(warm, tmp_path_factory, wait_for):
     )
     words = [*SMALL, "--sft_base", str(warm), "--output_dir", str(output), "--sweep_file", str(arms)]
     words += ["--num_steps", "2", "--sweep_name", "small"]
-    script = "import alignment.executors as e; e.find_spec = lambda name: None; from alignment import sweep; sweep.run_command(sweep.main)"
+    script = "import alignment.ablation.executors as e; e.find_spec = lambda name: None; "
+    script += "from alignment import sweep; sweep.run_command(sweep.main)"
     command = [sys.executable, "-c", script, *words]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(lambda: list((output / "small").glob("*_seed0/step_000001")))
@@ -157,7 +158,7 @@ def test_a_run_that_fails_is_said(warm, tmp_path, capsys):
 
 
 def test_without_ray_a_cluster_is_refused(monkeypatch):
-    monkeypatch.setattr("alignment.executors.find_spec", lambda name: None)
+    monkeypatch.setattr("alignment.ablation.executors.find_spec", lambda name: None)
     assert isinstance(make_executor("", None, None), LocalExecutor)
     with pytest.raises(UserError, match="Ray is not installed"):
         make_executor("auto", None, None)
@@ -238,8 +239,8 @@ def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
 def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
     """Ray's own code does not survive an exception out of a signal's handler, so signals wait until it has returned."""
     script = f"""if True:
-        from alignment.errors import run_command
-        from alignment.executors import Job, RayExecutor
+        from alignment.system.errors import run_command
+        from alignment.ablation.executors import Job, RayExecutor
 
         def main():
             executor = RayExecutor("", 1, 0)

@@ -3,5 +3,5 @@
     text -> answers -> compare -> (where they cannot be read) ask_math_verify, in a process that can be killed
 
 `text.py` brings spelling to one form, `answers.py` reads structure, `expressions.py` reads what stands inside, `values.py`
-evaluates it, `compare.py` decides, `workers.py` runs what cannot be bounded in advance. None of them evaluates text.
+evaluates it, `compare.py` decides, `cascade.py` puts the stages in order. None of them evaluates text.
 """
