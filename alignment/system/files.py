@@ -137,16 +137,13 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
     owner = folder / LOCK_OWNER
     lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
-        lock.acquire()
+        held = lock.acquire()
     except Timeout:
         name = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
         raise UserError(f"{folder} is in use by {name or 'another process'}: wait for it or stop it") from None
-    try:
+    with held:
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
-    finally:
-        owner.unlink(missing_ok=True)
-        lock.release()
 
 
 def read_json(file: Path) -> dict:
