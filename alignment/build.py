@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 
 from alignment.args import RLArgs, command_line
 from alignment.checks import default_run_name, roles_of

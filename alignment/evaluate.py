@@ -24,7 +24,7 @@ from alignment.rewards.reward import evaluation_reward
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name
 from alignment.sampling.sampler import make_sampler, refuse_missing_engine
 from alignment.system.errors import run_command
-from alignment.system.terminal import printable
+from alignment.system.terminal import make_console, printable
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
@@ -81,7 +81,7 @@ def label(model: str) -> str:
 
 def main() -> None:
     args = parse(EvaluateArgs)
-    console = Console()
+    console = make_console()
     refuse_taken_name(args)
     models = args.compare or (args.model,)
     for model in models:

@@ -33,6 +33,7 @@ from alignment.rollouts.collect import rollout_sampling
 from alignment.rollouts.prompts import problems_of_step
 from alignment.sampling.sampler import make_sampler
 from alignment.system.errors import UserError, run_command
+from alignment.system.terminal import make_console
 from alignment.train_rl import warm_start
 from alignment.training.update import update
 
@@ -250,7 +251,7 @@ def print_statistics(found: Sequence[tuple[Estimator, Statistics]], console: Con
 
 def main() -> None:
     args = tyro.cli(GradientsArgs, use_underscores=True)
-    console = Console()
+    console = make_console()
     print_statistics(look(args, console), console)
 
 

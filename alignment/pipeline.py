@@ -30,10 +30,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment.ablation.executors import Job, start
 from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, parse, preset_names
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import lock_run_folder, read_json, write_atomically
+from alignment.system.processes import last_line, start_command
+from alignment.system.terminal import make_console
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
 SET_BY_PIPELINE = {
@@ -162,7 +163,7 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
             shutil.rmtree(folder / stage.name, ignore_errors=True)  # the folder of a stopped evaluation, which cannot resume
         log = folder / "logs" / f"{stage.name}.log"
         with console.status(f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})"):
-            process = start(Job(stage.name, f"alignment.{stage.command}", (*stage.flags, *resumed), str(log)), cpus=None)
+            process = start_command(f"alignment.{stage.command}", (*stage.flags, *resumed), log)
             try:
                 process.wait()
             finally:  # also where a signal ends the wait
@@ -170,9 +171,8 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
                     process.terminate()
                     process.wait()
         if process.returncode:
-            lines = log.read_text(errors="replace").strip().splitlines()
             raise RunStopped(
-                f"stage {stage.name} ended with exit code {process.returncode}: {lines[-1] if lines else 'it said nothing'};"
+                f"stage {stage.name} ended with exit code {process.returncode}: {last_line(log)};"
                 f" all of its output: {log}. The same command goes on from there"
             )
         console.print(f"{number} of {len(stages)}, {stage.name}: done", markup=False)
@@ -198,7 +198,7 @@ def print_accuracies(rows: list[dict], title: str, console: Console) -> None:
 
 def main() -> None:
     args = tyro.cli(PipelineArgs, use_underscores=True)
-    console = Console(emoji=False)  # names hold colons
+    console = make_console()
     folder = Path(args.output_dir) / (args.name or Path(args.file).stem)
     stages = read_stages(Path(args.file), folder)
     if args.dry_run:

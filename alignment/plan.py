@@ -5,11 +5,11 @@ uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
 from alignment.args import PlanArgs, RLArgs, from_preset, parse
 from alignment.system.errors import run_command
+from alignment.system.terminal import make_console
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         ends = ("embeddings",) * ("model.embed_tokens" in share.modules) + ("head",) * ("lm_head" in share.modules)
         layers = (f"{share.layers[0]}-{share.layers[-1]}",) if share.layers else ()
         table.add_row(share.device, share.role, ", ".join(layers + ends), f"{share.bytes / 1e9:.2f}")
-    console = Console()
+    console = make_console()
     console.print(table)
     console.print(
         f"GB: weights, and for the policy gradients and the moments of {optimizer}; activations and caches come on top"

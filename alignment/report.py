@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 
 from alignment.args import ReportArgs
 from alignment.system.errors import UserError, run_command

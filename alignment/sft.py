@@ -5,7 +5,6 @@ uv run -m alignment.sft
 
 from __future__ import annotations
 
-
 from alignment.args import SFTArgs, parse
 from alignment.checks import check_sft
 from alignment.system.errors import run_command

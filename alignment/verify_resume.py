@@ -16,10 +16,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from alignment.ablation.executors import Job, start
 from alignment.args import RLArgs, VerifyResumeArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
 from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import read_jsonl
+from alignment.system.processes import end_command, last_line, start_command
+from alignment.system.terminal import make_console
 
 TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured times
 
@@ -92,7 +93,7 @@ def _run(args: RLArgs, kill_in_step: int | None = None) -> None:
 
     run = Path(args.output_dir) / args.run_name
     log = run.with_suffix(".log").resolve()
-    process = start(Job(run.name, "alignment.train_rl", tuple(command_line(args)), str(log)), cpus=None)
+    process = start_command("alignment.train_rl", command_line(args), log)
     try:
         while kill_in_step and process.poll() is None:
             if checkpoint_folder(run, kill_in_step - 1).exists():
@@ -100,18 +101,16 @@ def _run(args: RLArgs, kill_in_step: int | None = None) -> None:
             time.sleep(0.01)
         process.wait()
     finally:
-        process.kill()
-        process.wait()
+        end_command(process)
     if kill_in_step:
         raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
     if process.returncode:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        raise RunStopped(f"a run ended with exit code {process.returncode}: {lines[-1] if lines else 'it said nothing'}")
+        raise RunStopped(f"a run ended with exit code {process.returncode}: {last_line(log)}")
 
 
 def main() -> None:
     args = parse(VerifyResumeArgs)
-    if not verify(args, Console()):
+    if not verify(args, make_console()):
         raise RunStopped("the resumed run is not the undisturbed one. On GPUs see --deterministic and what README says of vLLM")
 
 

@@ -1,4 +1,4 @@
-"""Ablations: the design of a sweep, its warnings, its schedule on an executor, and the statistics and report of its runs.
+"""Sweeps over algorithmic choices: their design and its linter, executors, statistics and reports.
 
-It starts commands as processes and reads the folders that they write. It never trains, samples or scores.
+It never trains or samples itself: it starts the commands as child processes and reads what they wrote.
 """

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -16,8 +14,7 @@ from typing import Protocol
 
 from alignment.system import signals
 from alignment.system.errors import UserError
-
-ROOT = str(Path(__file__).parents[2])
+from alignment.system.processes import ROOT, end_command, start_command
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,7 @@ class LocalExecutor:
 
     def close(self) -> None:
         if self.current is not None:
-            self.current[1].kill()
-            self.current[1].wait()
+            end_command(self.current[1])
 
 
 class RayExecutor:
@@ -103,7 +99,7 @@ class RayExecutor:
             own = {} if address else {"include_dashboard": False}  # a running cluster has its own setting
             ray.init(
                 address or "local",
-                runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+                runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
                 log_to_driver=False,
                 logging_level="ERROR",
                 **own,
@@ -157,43 +153,15 @@ def refuse_unreachable(address: str) -> None:
         raise UserError(f"--ray_address {address}: no Ray cluster answers there ({error})") from None
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, for nothing may be loaded after a fork
-
 LOST = -1000
 """Exit code of a job whose machine or worker process is gone."""
 
 
 def execute(job: Job, cpus: int | None) -> int:
-    """Run a job to its end; returns its exit code."""
+    """Run a job to its end and return its exit code. It ends with this process."""
     return start(job, cpus).wait()
 
 
 def start(job: Job, cpus: int | None) -> subprocess.Popen:
-    """Start a job, which ends with this process, however that ends."""
-    threads = {"OMP_NUM_THREADS": str(cpus)} if cpus else {}
-    file = Path(job.folder) / job.log  # a machine of a cluster has a working directory of its own
-    file.parent.mkdir(parents=True, exist_ok=True)
-    process = None
-    try:
-        with file.open("ab") as log, signals.deferred_signals():  # Python drops what a handler raises while it forks
-            process = subprocess.Popen(
-                [sys.executable, "-m", job.module, *job.flags],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=job.folder,
-                env={**os.environ, **threads, "PYTHONPATH": ROOT},
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-            )
-    except signals.Interrupted:
-        if process is not None:
-            process.kill()
-            process.wait()
-        raise
-    return process
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent is gone (prctl PR_SET_PDEATHSIG): a worker that Ray loses must not leave
-    a run behind that goes on writing."""
-    _LIBC.prctl(1, signal.SIGKILL)
+    """Start a job. Its log is below its own folder, because a machine of a cluster has another working directory."""
+    return start_command(job.module, job.flags, Path(job.folder) / job.log, Path(job.folder), cpus)

@@ -1,4 +1,4 @@
-"""Data: `tasks/`, where problems and demonstrations come from; `prompts/`, their templates; and the embedded models.
+"""The tasks with their problems, the prompts that put problems to a model, and models that need no download.
 
-Nothing here grades, samples or trains, and `tasks` and `prompts` load no heavy library on import.
+It never samples, scores or trains.
 """

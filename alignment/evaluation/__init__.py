@@ -1,4 +1,4 @@
-"""Accuracy with its intervals, pass@k, majority votes, and paired comparisons of two models.
+"""The accuracy of a model with intervals, pass@k, and comparisons of models.
 
-It samples through any `Sampler` and scores with any reward function. It never loads or trains a model.
+It never trains.
 """

@@ -20,7 +20,7 @@ from alignment.core.records import Batch, Distribution
 from alignment.policy.reference_protocol import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, ServedModel
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.processes import START_SECONDS as PROCESS_START_SECONDS
-from alignment.system.processes import Child
+from alignment.system.processes import ChildProcess
 from alignment.system.terminal import printable
 
 START_SECONDS = 10.0  # for the first answer, so that a wrong address is noticed at once
@@ -199,7 +199,7 @@ class ReferenceProcess:
         self._child.close()
 
     def _start(self, port: int) -> None:
-        self._child = Child("reference model's process", "alignment.policy.reference_service:serve", os.environ)
+        self._child = ChildProcess("reference model's process", "alignment.policy.reference_service:serve", os.environ)
         with self._child.time_limit(max(self._timeout, PROCESS_START_SECONDS)):
             try:
                 self._child.connection.send((self._model, self.token, port))

@@ -1,4 +1,4 @@
-"""Rewards: rules, controls and parts, functions of the user's own, and `grading/`, which compares final answers.
+"""Reward functions, their parts, and the grading of final answers.
 
-Functions of problems, responses and ground truths. Nothing here samples, trains, or loads a heavy library on import.
+It never samples or trains, and never evaluates the text of a model as code.
 """

@@ -1,1 +1,4 @@
-"""TODO."""
+"""The folder of a run: checkpoints, resuming, metrics, trackers and the learning curve.
+
+It never computes what it records.
+"""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from alignment.core.rollout import Rollout, SampledStep
 from alignment.runs.checkpoint import (
-    OPTIMIZER,
     checkpoint_folder,
     drop_old_checkpoints,
     last_whole_step,

@@ -23,7 +23,7 @@ from alignment.policy.policy import Policy
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
-from alignment.system.processes import POLL_SECONDS, START_SECONDS, Child
+from alignment.system.processes import POLL_SECONDS, START_SECONDS, ChildProcess
 
 
 class VLLMSampler:
@@ -58,7 +58,7 @@ class VLLMSampler:
         self._device = device
         self._dtype = getattr(torch, dtype)
         entry = "alignment.sampling.vllm:serve"
-        self._worker = Child(f"vLLM process on {device}", entry, worker_environment(device, os.environ))
+        self._worker = ChildProcess(f"vLLM process on {device}", entry, worker_environment(device, os.environ))
         options = dict(
             model=str(model_path),
             dtype=dtype,
@@ -70,7 +70,7 @@ class VLLMSampler:
             self._ask("start", torch.device(device).type, options, timeout=max(self._timeout, START_SECONDS))
         except RuntimeError as error:
             raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}") from None
-        self._worker.forget_log()
+        self._worker.clear_log()
 
     def __enter__(self) -> VLLMSampler:
         return self

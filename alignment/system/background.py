@@ -1,4 +1,4 @@
-"""TODO."""
+"""Work in a thread beside a block of code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 @contextmanager
 def run_in_background(work: Callable[[], None], waiting: AbstractContextManager) -> Iterator[None]:
-    """Do `work` in a thread beside the block, and wait for its end after it, within `waiting`. Raises what either raises, the
-    block's error where both do."""
+    """Run `work` in a thread beside the block; after the block, wait for its end inside the context `waiting`. Raises the
+    error of either, that of the block if both fail."""
     with ThreadPoolExecutor(1) as thread:
-        working = thread.submit(work)
+        result = thread.submit(work)
         yield
         with waiting:
-            working.result()
+            result.result()

@@ -1,4 +1,4 @@
-"""The one way a user's mistake reaches the user: a single clear line and exit code 2."""
+"""The errors that a command reports to its user as one line with an exit code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from alignment.system.signals import Interrupted, deliver_signals, interruptible
 
 
 class UserError(Exception):
-    """Something the user can put right. The message says what was wrong, where, and what to do."""
+    """A mistake that the user can correct. The message names the mistake, its place and the remedy."""
 
     code = 2
 
 
 class RunStopped(UserError):
-    """A run that cannot go on, through no mistake in its arguments. The message says why, and what is kept."""
+    """A run that cannot continue although its arguments are right. The message gives the reason and what is saved."""
 
     code = 1
 
@@ -31,16 +31,15 @@ def os_error(error: BaseException) -> BaseException:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command's `main`. A `UserError` becomes one line on stderr and exit code 2 (`RunStopped`: 1); Ctrl-C exits with
-    130, SIGTERM with 143.
+    """Run a command's `main`. `UserError` and OSError become one line on stderr and exit code 2, `RunStopped` exit code 1;
+    Ctrl-C exits with 130, SIGTERM with 143.
 
-    So does what the file system refuses (no permission, no space, a file where a folder should be): its own message
-    names the path.
+    An OSError (no permission, no space, a file in the place of a folder) is the user's to correct: its message names the path.
     """
     try:
         with interruptible():
             main()
-            deliver_signals()  # where something has swallowed the exception of a signal
+            deliver_signals()  # in case `main` caught the exception of a signal
     except (UserError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.code if isinstance(error, UserError) else 2)

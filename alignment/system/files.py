@@ -1,8 +1,7 @@
-"""Files and folders that appear whole or not at all, and folders that one process at a time works in."""
+"""Files and folders that appear whole or not at all, checksums of a folder's files, and the lock of a run folder."""
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import json
@@ -15,77 +14,79 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from alignment.system.errors import UserError
 
 MANIFEST = "manifest.sha256.json"
 LOCK = ".lock"
+LOCK_OWNER = ".lock_owner"
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Give a hidden sibling folder to fill; on success it is flushed to disk and renamed to `path`, else removed.
+    """Yield a hidden sibling folder to fill. After success it is flushed to disk and renamed to `path`, else removed.
 
-    Nothing is overwritten: raises OSError where `path` has come to exist meanwhile, unless it is an empty folder.
+    Never overwrites: raises OSError if `path` exists by then and is not an empty folder.
     """
     path = Path(path)
-    _remove_left_behind(path)
-    building = _building(path)
-    building.mkdir(parents=True)
+    _remove_abandoned(path)
+    temporary = _temporary_path(path)
+    temporary.mkdir(parents=True)
     try:
-        yield building
-        for file in building.rglob("*"):
+        yield temporary
+        for file in temporary.rglob("*"):
             flush(file)
-        flush(building)
-        building.rename(path)
+        flush(temporary)
+        temporary.rename(path)
         flush(path.parent)
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a whole text file, or nothing."""
-    building = _building(path)
+    temporary = _temporary_path(path)
     try:
-        building.write_text(text, encoding="utf-8")
-        flush(building)
-        building.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        flush(temporary)
+        temporary.replace(path)
     finally:
-        building.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def _building(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}@{_place()}.{uuid.uuid4().hex}.tmp")
+def _temporary_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}@{_process_namespace()}.{uuid.uuid4().hex}.tmp")
 
 
-def _place() -> str:
-    """Where process ids mean the same: this machine, or this container of it."""
+def _process_namespace() -> str:
+    """The name of the machine, and of the container in it, within which a process id names one process."""
     with suppress(OSError):
         return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
     return socket.gethostname()
 
 
-def _remove_left_behind(path: Path) -> None:
-    """Remove what killed processes of this machine were about to name `path`."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*@{glob.escape(_place())}.*.tmp"):
-        pid = left.name.removeprefix(f".{path.name}.").partition("@")[0]
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary folders for `path` of killed processes of this machine."""
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.*@{glob.escape(_process_namespace())}.*.tmp"):
+        pid = folder.name.removeprefix(f".{path.name}.").partition("@")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes were about to write. Only for who holds the folder."""
-    for left in folder.rglob(".*.tmp"):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove all temporary files and folders of killed processes. The caller must hold the folder's lock."""
+    for path in folder.rglob(".*.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            left.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
 def manifested(folder: Path) -> Iterator[None]:
-    """Note size and SHA-256 of every file that is written to `folder` meanwhile, in its manifest."""
+    """Write a manifest of `folder` after the block: size and SHA-256 of every file that the block added."""
     before = _files(folder)
     yield
     facts = {
@@ -96,7 +97,7 @@ def manifested(folder: Path) -> Iterator[None]:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that has a manifest, or None: each file has the size and SHA-256 that are noted there."""
+    """The first difference between a folder and its manifest, or None if every file has the size and SHA-256 given there."""
     try:
         expected = read_json(folder / MANIFEST)
         sizes = {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in expected.items()}
@@ -113,7 +114,7 @@ def damage(folder: Path) -> str | None:
                 return f"{name} has changed since it was written"
         except FileNotFoundError:
             return f"{name} is missing"
-        except (OSError, ValueError) as error:  # a disk that cannot read it, a name that is none
+        except (OSError, ValueError) as error:  # a disk error, or a damaged manifest with an impossible file name
             return f"{name} cannot be read ({error})"
     return None
 
@@ -129,39 +130,37 @@ def _checksum(file: Path) -> str:
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises `UserError` naming host and process where another holds it.
+    """Hold the folder's lock during the block. Raises `UserError` with host and process if another process holds it.
 
-    The kernel gives the lock back when its process ends, however that ends, so a lock file that nobody holds is stale.
+    The kernel releases the lock of a process that has ended in any way, so the files of a killed process lock nothing.
     """
-    with (folder / LOCK).open("a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UserError(
-                f"{folder} is in use by {lock.read().strip() or 'another process'}: wait for it or stop it"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+    owner = folder / LOCK_OWNER
+    lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
+    try:
+        held = lock.acquire()
+    except Timeout:
+        name = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
+        raise UserError(f"{folder} is in use by {name or 'another process'}: wait for it or stop it") from None
+    with held:
+        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
 
 
 def read_json(file: Path) -> dict:
-    """The object of a JSON file. Raises `UserError` for anything else, FileNotFoundError where there is no file."""
+    """The object of a JSON file. Raises `UserError` if it holds anything else, FileNotFoundError if it does not exist."""
     try:
-        found = json.loads(file.read_bytes())
+        value = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise UserError(f"{file} is damaged: it does not hold a JSON object")
-    return found
+    return value
 
 
 def read_jsonl(file: Path) -> list[dict]:
-    """The objects of a JSON-lines file, but for a last line that a killed process left unfinished; none if it is missing.
+    """The objects of a JSON-lines file without a last line that a killed process did not finish; [] if the file is missing.
 
-    Raises `UserError`, naming file and line, for any other line that is no object.
+    Raises `UserError` with file and line for any other line that is no object.
     """
     if not file.exists():
         return []
@@ -170,7 +169,7 @@ def read_jsonl(file: Path) -> list[dict]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            if number == len(lines):  # a whole line ends with a line break, after which an empty one comes last
+            if number == len(lines):  # a finished line ends with a line break, so that the last one is empty
                 break
             record = None
         if not isinstance(record, dict):
@@ -180,7 +179,7 @@ def read_jsonl(file: Path) -> list[dict]:
 
 
 def read_records(file: Path) -> list[dict]:
-    """The records of metrics.jsonl or evals.jsonl, each of a step. Raises `UserError`, naming the line, for others."""
+    """The records of metrics.jsonl or evals.jsonl. Raises `UserError` with the line of a record without a step."""
     records = read_jsonl(file)
     for number, record in enumerate(records, start=1):
         if type(record.get("step")) is not int:
@@ -189,7 +188,7 @@ def read_records(file: Path) -> list[dict]:
 
 
 def flush(path: Path) -> None:
-    """Have the disk take a file or a folder's list of files."""
+    """Write a file, or a folder's list of files, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -199,7 +198,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def full_disk_is_an_os_error(folder: Path) -> Iterator[None]:
-    """Raise OSError for what libraries in Rust, safetensors and tokenizers, raise where a file cannot be written."""
+    """Raise OSError in place of the errors of safetensors and tokenizers, libraries in Rust, when they cannot write a file."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,8 @@
-"""A child process of our own: a fresh interpreter behind one pipe, which ends with its parent and whose end can be told."""
+"""Child processes: fresh interpreters that end with their parent and are killed together with everything they started.
+
+`ChildProcess` calls one of our functions with a pipe to the parent; `start_command` runs one of our commands with a log file.
+Each child has a session of its own: Ctrl-C in the terminal reaches the parent only, and its process group can be killed.
+"""
 
 from __future__ import annotations
 
@@ -9,120 +13,162 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 
-POLL_SECONDS = 0.5  # how soon a death on one side is noticed on the other where the pipe does not tell
-START_SECONDS = 1800  # at least, for an engine to load a model, whatever --sampler_timeout says
+from alignment.system.signals import Interrupted, deferred_signals
+
+POLL_SECONDS = 0.5  # between two checks whether a child is alive, where it may die without closing its pipe
+START_SECONDS = 1800  # lower bound of the time limit for an engine to load a model, whatever --sampler_timeout is
 GRACE_SECONDS = 10  # for an engine to free its device before it is killed
 
-# What the child runs. A parent that was killed cannot stop it, so it watches over its parent, from before the imports,
-# which take many seconds. The parent's id tells more than the pipe, which forks of the parent may hold open.
-SCRIPT = f"""
-import importlib, os, signal, sys, threading, time
-
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: when to end is the parent's to say
-
-def die_with(parent):
-    while os.getppid() == parent:
-        time.sleep({POLL_SECONDS})
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-descriptor, parent = map(int, sys.argv[2:])
-threading.Thread(target=die_with, args=(parent,), daemon=True).start()
-module, function = sys.argv[1].split(":")
-getattr(importlib.import_module(module), function)(descriptor)
-"""
+ROOT = Path(__file__).parents[2]
+CHILD = Path(__file__).with_name("child.py")
 
 
-class Child:
-    """A process that runs `entry`, "module:function", which is called with the descriptor of its end of the pipe.
+class ChildProcess:
+    """A process that calls `entry`, "module:function", with the descriptor of its end of the pipe `connection`.
 
-    Not `multiprocessing`'s spawn, which would import the caller's __main__ once more and take its environment from this
-    process at that moment. A session of its own keeps Ctrl-C away and makes its whole process group killable. It is told to
-    end, by None on the pipe, when it is closed, dropped, or at exit, and killed where it does not.
+    Unlike `multiprocessing`'s spawn it does not import the caller's `__main__` again and gets the environment it is given.
+    Closing it, dropping it or the parent's exit sends None through the pipe, and kills the process group after
+    `grace_seconds`; where these are 0 it is killed at once and nothing is sent. With `log` a temporary file keeps its output
+    for `exit_report`, else the output is thrown away.
     """
 
-    def __init__(self, name: str, entry: str, environment: Mapping[str, str]):
+    def __init__(
+        self, name: str, entry: str, environment: Mapping[str, str], log: bool = True, grace_seconds: float = GRACE_SECONDS
+    ):
         self.name = name
-        self.connection, theirs = Pipe()
-        self._log, self._log_start = tempfile.TemporaryFile(), 0
-        root = str(Path(__file__).parents[2])
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", SCRIPT, entry, str(theirs.fileno()), str(os.getpid())],
-            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-        theirs.close()
-        self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid())
+        self.connection, child_end = Pipe()
+        self._log, self._log_start = tempfile.TemporaryFile() if log else None, 0
+        descriptor = child_end.fileno()
+        self.process = _start(["call", entry, str(descriptor)], environment, self._log or subprocess.DEVNULL, descriptor)
+        child_end.close()
+        self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid(), grace_seconds)
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not closed yet; it may have died."""
+        """Whether `close` has not been called; the process may have died."""
         return self._end.alive
 
     def has_ended(self) -> bool:
-        """Whether it is dead and has left nothing in the pipe."""
+        """Whether the process is dead and the pipe holds nothing more from it."""
         return self.process.poll() is not None and not self.connection.poll()
 
     def close(self) -> None:
-        """End it and whatever it started. Calling it twice is fine."""
+        """End the process and everything it started. A second call does nothing."""
         self._end()
 
     def kill(self) -> None:
-        """End it, and what it has forked, at once, whatever they are doing."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """Send SIGKILL to the process and everything it forked, without waiting for their end."""
+        _kill_group(self.process)
 
     @contextmanager
     def time_limit(self, seconds: float) -> Iterator[threading.Event]:
-        """Kill it where the block takes longer, wherever it hangs: before it has read a request, or before it has sent the
-        whole answer. The event tells whether that was so."""
-        hung = threading.Event()
+        """Kill the process if the block takes longer, also while it sends a request or receives an answer. Yields an event
+        that is set if that happened."""
+        timed_out = threading.Event()
 
         def end_it() -> None:
-            hung.set()
+            timed_out.set()
             self.kill()
 
-        watch = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end_it)
-        watch.daemon = True
-        watch.start()
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end_it)
+        timer.daemon = True
+        timer.start()
         try:
-            yield hung
+            yield timed_out
         finally:
-            watch.cancel()
+            timer.cancel()
 
-    def forget_log(self) -> None:
-        """What it wrote so far has nothing to do with its end."""
-        self._log_start = os.fstat(self._log.fileno()).st_size
+    def clear_log(self) -> None:
+        """Leave everything written so far out of `exit_report`."""
+        if self._log is not None:
+            self._log_start = os.fstat(self._log.fileno()).st_size
 
     def exit_report(self) -> str:
-        """Close it; how it ended and the last lines that it wrote."""
+        """Close the process and return how it ended with the last ten lines of its log."""
         self.close()
         code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
-        self._log.seek(self._log_start)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return "\n".join([f"the {self.name} {how}{hint}", *lines[-10:]])
+        lines: list[str] = []
+        if self._log is not None:
+            self._log.seek(self._log_start)
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return "\n".join([f"the {self.name} {end}{hint}", *lines[-10:]])
 
 
-def _end(process: subprocess.Popen, connection: Connection, owner: int) -> None:
-    """End the child's process group, in peace if it answers in time."""
-    if os.getpid() != owner:  # a fork of the owner, such as a pool's worker, dropped its copy
+def _end(process: subprocess.Popen, connection: Connection, owner: int, grace_seconds: float) -> None:
+    """End the child's process group; kill it if it does not end within `grace_seconds`."""
+    if os.getpid() != owner:  # a fork of the owner dropped its copy of the `ChildProcess`
         return
     with suppress(OSError):
-        connection.send(None)
+        if grace_seconds:
+            connection.send(None)
     connection.close()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_SECONDS)
+        process.wait(grace_seconds)
+    end_command(process)
+
+
+def start_command(
+    module: str, flags: Sequence[str], log: Path, folder: Path | None = None, threads: int | None = None
+) -> subprocess.Popen:
+    """Start `python -m module flags` in `folder`, with `threads` OpenMP threads; the file `log` gets its output appended.
+
+    Raises `Interrupted`, with nothing left running, where a signal arrives meanwhile.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    process = None
+    try:
+        with log.open("ab") as output, deferred_signals():
+            process = _start(["run", module, *flags], environment, output, folder=folder)
+    except Interrupted:
+        if process is not None:
+            end_command(process)
+        raise
+    return process
+
+
+def end_command(process: subprocess.Popen) -> None:
+    """Kill a command and everything in its process group, and wait for its end."""
+    _kill_group(process)
+    process.wait()
+
+
+def last_line(log: Path) -> str:
+    """The last line of a command's log."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def _kill_group(process: subprocess.Popen) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+
+
+def _start(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output: IO | int,
+    *descriptors: int,
+    folder: Path | None = None,
+) -> subprocess.Popen:
+    """Start child.py with these arguments and open descriptors, output and errors in one file, and this project importable."""
+    path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
+    return subprocess.Popen(
+        [sys.executable, "-P", str(CHILD), str(os.getpid()), *arguments],
+        env={**environment, "PYTHONPATH": os.pathsep.join(path)},
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        cwd=folder,
+        start_new_session=True,
+    )

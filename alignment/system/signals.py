@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a command stops where nothing is half done, and at the second signal at once."""
+"""Ctrl-C and SIGTERM: the first signal stops a command where nothing is half done, the second one at once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """The user, or the machine's owner, wants the command to end. Not an Exception, so that nothing takes it for an error."""
+    """A signal asked the command to end. No subclass of Exception, so that code that handles errors does not catch it."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
 
 
-AGAIN = 1.0  # seconds; a signal to a whole process group reaches a command under `uv run` twice at once
+REPEAT_SECONDS = 1.0  # `uv run` passes on the signal that its process group has got already: both are one request
 
 _deferred = False
 _received: int | None = None
@@ -28,28 +28,28 @@ _received_at = 0.0
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let the first signal raise `Interrupted` wherever the program is, short of what is held; a second one ends it."""
+    """Within the block a first signal raises `Interrupted`, if need be after a deferral; a second one ends the process."""
     global _deferred, _received
     _deferred, _received = False, None
-    before = {}
-    with suppress(ValueError):  # only a program's main thread may
-        before = {number: signal.signal(number, _on_signal) for number in SIGNALS}
+    previous = {}
+    with suppress(ValueError):  # raised outside the main thread, which alone may set handlers
+        previous = {number: signal.signal(number, _on_signal) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def defer_signals() -> None:
-    """From here on a signal waits for `deliver_signals`: what begins now must not be left half done."""
+    """Hold signals back until `deliver_signals`, because the work that begins must not stop half done."""
     global _deferred
     _deferred = True
 
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold signals back for so long; what came meanwhile is raised at the end."""
+    """Hold signals back during the block. Raises `Interrupted` at its end if one arrived."""
     defer_signals()
     try:
         yield
@@ -58,12 +58,12 @@ def deferred_signals() -> Iterator[None]:
 
 
 def signals_are_deferred() -> bool:
-    """Whether something is half done."""
+    """Whether signals are held back."""
     return _deferred
 
 
 def deliver_signals() -> None:
-    """Nothing is half done any more. Raises `Interrupted` where a signal has come meanwhile."""
+    """End the deferral of signals. Raises `Interrupted` if one has arrived."""
     global _deferred
     _deferred = False
     if _received is not None:
@@ -73,7 +73,7 @@ def deliver_signals() -> None:
 def _on_signal(number: int, frame) -> None:
     global _received, _received_at
     if _received is not None:
-        if time.monotonic() - _received_at > AGAIN:
+        if time.monotonic() - _received_at > REPEAT_SECONDS:
             os._exit(128 + number)
         return
     _received, _received_at = number, time.monotonic()

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Terminal output: the console of all commands, progress lines, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+def make_console() -> Console:
+    """The console that a command prints to. It leaves words between colons, such as :three:, as they are."""
+    return Console(emoji=False)
+
+
 @contextmanager
 def progress_line(name: str, total: int, console: Console) -> Iterator[Callable[[int, str], None]]:
-    """A line with the time left; gives the function that moves it on to a step, with words. Where output is no terminal, a
-    plain line is printed each tenth of the way."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    """Show a progress bar with the time left. Yields the function that advances it to a step with a short text. If the output
+    is no terminal, that function prints a plain line after every tenth of the steps."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(name, total=total)
 
-        def advance(step: int, words: str) -> None:
-            progress.update(bar, completed=step, description=f"{name}, {words}" if words else name)
+        def advance(step: int, text: str) -> None:
+            progress.update(bar, completed=step, description=f"{name}, {text}" if text else name)
             if not console.is_terminal and step * 10 // total > (step - 1) * 10 // total:
-                console.print(f"{name}, step {step} of {total}{words and ', '}{words}", markup=False, soft_wrap=True)
+                console.print(f"{name}, step {step} of {total}{text and ', '}{text}", markup=False, soft_wrap=True)
 
         yield advance
 
 
 def printable(text: str) -> str:
-    """Text that is safe to show in a terminal: what is not printable is written out, as \\x1b for an escape."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+    """The text, safe for a terminal: unprintable characters but line breaks are written out, an escape as \\x1b."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)

@@ -24,7 +24,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 from alignment import train_rl
 from alignment.data.tasks import TASKS
-from alignment.rewards.grading import workers
+from alignment.rewards.grading.ask_math_verify import WORKERS
 from alignment.rewards.reward import Reward
 from alignment.rollouts import collect
 from alignment.runs.run_folder import RunFolder
@@ -117,7 +117,7 @@ def run(request: dict) -> None:
     if limit := request.get("file_limit"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if request.get("workers"):
-        workers.pool().warm_up()
+        WORKERS.warm_up()
     if pause := request.get("pause"):  # before each step, for who wants to see the steps go by
         draw = collect.draw_groups
         collect.draw_groups = lambda *arguments: time.sleep(pause) or draw(*arguments)

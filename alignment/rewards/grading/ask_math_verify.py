@@ -1,22 +1,59 @@
-"""math-verify, the last stage: which pairs it may compare, and the call.
+"""The last stage of grading: the library math-verify, which is asked only about notation that our own grammar does not read.
 
-It parses LaTeX with a grammar, but hands the result to sympy, whose computations have no bound: it runs in a worker process
-that can be killed.
+It reads LaTeX with a grammar and then lets sympy compute, for any time and in any memory: it runs in workers that limit both.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 from alignment.rewards.grading.expressions import CAPITALS, FUNCTIONS, GREEK
 from alignment.rewards.grading.text import split
+from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
 MAX_CHARS = 200
+MAX_CHARS_OF_AUDITS = 1000
+SECONDS = 1.5  # of CPU time for one pair
+
+Outcome = tuple[bool, str]
+
+WORKERS = LimitedWorkers(("math_verify", "alignment.rewards.grading.cascade"))
+"""This process's workers for all of grading."""
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
 _NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never
 _TO_LATEX = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∞": r"\infty ",
              "±": r"\pm ", "∈": r"\in ", "→": r"\to ", "*": r"\cdot "}  # fmt: skip
+
+
+def ask_math_verify(answer: str, truth: str) -> Outcome:
+    """math-verify's verdict on two normalised texts and "math-verify", "unread" if it is not asked about such texts, or the
+    failure of the call: "time-out", "memory" or "died"."""
+    if not may_ask(answer, truth):
+        return False, "unread"
+    try:
+        return WORKERS.submit(f"{__name__}:math_verify_equal", (answer, truth), SECONDS).result(), "math-verify"
+    except CallFailed as failure:
+        return False, str(failure)
+
+
+def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
+    """math-verify's verdict on each unchanged (answer, truth) and its reading of the answer; for audits."""
+    replies = [
+        WORKERS.submit(f"{__name__}:math_verify_reading", pair, SECONDS) if max(map(len, pair)) <= MAX_CHARS_OF_AUDITS else None
+        for pair in pairs
+    ]
+    return [(False, "too long to ask") if reply is None else _outcome(reply) for reply in replies]
+
+
+def _outcome(reply: Future) -> Outcome:
+    try:
+        equal, reading = reply.result()
+    except CallFailed as failure:
+        return False, str(failure)
+    return equal, reading
 
 
 def may_ask(answer: str, truth: str) -> bool:

@@ -1,20 +1,23 @@
-"""The stages of the grader in order, cheapest first: `grade`, `grade_detail` with the deciding stage, `grade_many`."""
+"""The stages of grading, cheapest first: whether an answer equals a ground truth, and which stage decided it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
+from alignment.rewards.grading.ask_math_verify import WORKERS, ask_math_verify
 from alignment.rewards.grading.compare import Comparison
 from alignment.rewards.grading.text import normalise, squeeze, unbox
+from alignment.system.limited_workers import CallFailed
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
-READ_CHARS = 400  # a longer text is not parsed, which takes the square of its length, but compared as it is
-CACHED = 100_000  # verdicts in the cache
-SPREAD = 512  # from this number of pairs on, worker processes are faster than this one
+READ_CHARS = 400  # beyond which a text is compared as it stands, for reading takes the square of its length
+CACHED = 100_000  # verdicts kept
+SPREAD = 512  # the number of pairs from which grading in other processes is faster than here
+CHUNK_SECONDS = 60.0  # of CPU time for a chunk of pairs, each of which takes a few milliseconds at most
 
 FAILURES = ("time-out", "memory", "died", "error")
 """Stages of a failed grading: the reward is 0, and the run counts and reports it."""
@@ -44,23 +47,19 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
     verdict = _decide(answer, ground_truth, fast)
     if fast or verdict.stage not in ("symbolic", "unread"):
         return verdict
-    from alignment.rewards.grading import workers  # here, because they are needed for few answers
-
-    workers.pool().warm_up()  # where there are expressions, there will be some that only math-verify reads
+    WORKERS.warm_up()  # a task with expressions in its answers will have some that only math-verify reads
     try:
-        return _ask_math_verify(answer, ground_truth) if verdict.stage == "unread" else verdict
-    except workers.Failed as failure:
+        return _math_verify_verdict(answer, ground_truth) if verdict.stage == "unread" else verdict
+    except CallFailed as failure:
         return Verdict(False, str(failure))
 
 
 @lru_cache(maxsize=CACHED)
-def _ask_math_verify(answer: str, truth: str) -> Verdict:
-    """The last stage. Raises `workers.Failed`, so that a failure is not cached."""
-    from alignment.rewards.grading import workers
-
-    verdict = Verdict(*workers.ask_math_verify(_normalised(answer), _normalised(truth)))
+def _math_verify_verdict(answer: str, truth: str) -> Verdict:
+    """The verdict of the last stage. Raises `CallFailed`, so that a failure is not cached."""
+    verdict = Verdict(*ask_math_verify(_normalised(answer), _normalised(truth)))
     if verdict.stage in FAILURES:
-        raise workers.Failed(verdict.stage)
+        raise CallFailed(verdict.stage)
     return verdict
 
 
@@ -104,20 +103,41 @@ def _normalised(text: str) -> str:
 
 
 def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool = False) -> list[Verdict]:
-    """The verdict on each pair, in order; from `SPREAD` pairs on, one worker process a core shares the work.
+    """The verdict on each pair, in order. `SPREAD` distinct pairs or more are spread over worker processes, one a core.
 
     Raises ValueError where the two lengths differ.
     """
-    from alignment.rewards.grading.workers import decide_many, pool
-
     pairs = list(zip(answers, ground_truths, strict=True))
     distinct = [pair for pair in dict.fromkeys(pairs) if max(map(len, pair)) <= MAX_CHARS]
     if len(distinct) >= SPREAD:
-        verdicts = dict(zip(distinct, (Verdict(*outcome) for outcome in decide_many(distinct, fast)), strict=True))
+        verdicts = dict(zip(distinct, decide_many(distinct, fast), strict=True))
     else:
         verdicts = {pair: _decide(*pair, fast) for pair in distinct}
     unread = [] if fast else [pair for pair, verdict in verdicts.items() if verdict.stage == "unread"]
     if unread:
-        with ThreadPoolExecutor(pool().size) as threads:  # each thread waits for a worker
+        with ThreadPoolExecutor(WORKERS.size) as threads:  # each thread waits for a worker
             verdicts |= dict(zip(unread, threads.map(lambda pair: grade_detail(*pair), unread), strict=True))
     return [verdicts.get(pair, Verdict(False, "bounds")) for pair in pairs]
+
+
+def decide_many(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Verdict]:
+    """The verdicts of all stages but math-verify on each pair, in order, computed by the workers."""
+    size = max(64, -(-len(pairs) // (4 * WORKERS.size)))
+    chunks = [pairs[i : i + size] for i in range(0, len(pairs), size)]
+    replies = [WORKERS.submit(f"{__name__}:decide_pairs", (chunk, fast), CHUNK_SECONDS) for chunk in chunks]
+    return [verdict for chunk, reply in zip(chunks, replies, strict=True) for verdict in _verdicts(chunk, reply, fast)]
+
+
+def _verdicts(chunk: Sequence[tuple[str, str]], reply: Future, fast: bool) -> list[Verdict]:
+    """The verdicts of a chunk. Where its worker failed, the pairs are graded one by one to find the one that is to blame."""
+    try:
+        return [Verdict(equal, stage) for equal, stage in reply.result()]
+    except CallFailed as failure:
+        if len(chunk) == 1:
+            return [Verdict(False, str(failure))]
+        return [verdict for pair in chunk for verdict in decide_many([pair], fast)]
+
+
+def decide_pairs(pairs: Sequence[tuple[str, str]], fast: bool) -> list[tuple[bool, str]]:
+    """(equal, stage) of each pair; `decide_many` calls it in a worker."""
+    return [(verdict.equal, verdict.stage) for verdict in (_decide(*pair, fast) for pair in pairs)]

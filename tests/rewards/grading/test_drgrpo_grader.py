@@ -394,7 +394,7 @@ def test_an_approximation_is_right_only_where_the_truth_is_one(answer: str, trut
     assert grade(truth, answer)
 
 
-# --- with math-verify as the last witness -----------------------------------------------------
+# --- with math-verify as the last stage -------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignment.rewards import r1_zero
-from alignment.rewards.grading import workers
-from alignment.rewards.grading.cascade import Verdict, grade_detail, grade_many
-from alignment.rewards.grading.workers import Failed, ask_math_verify, decide_many, pool
+from alignment.rewards.grading import ask_math_verify as asking
+from alignment.rewards.grading import cascade
+from alignment.rewards.grading.ask_math_verify import WORKERS, ask_math_verify
+from alignment.rewards.grading.cascade import Verdict, decide_many, grade_detail, grade_many
 from alignment.rewards.r1_zero import r1_zero_reward_fn
+from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
 ROOT = Path(__file__).parents[3]
 MATRIX = (r"2\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 2 & 4 \end{pmatrix}")
@@ -28,24 +29,21 @@ def test_math_verify_is_asked_last_and_answers():
 
 
 @pytest.fixture
-def math_verify_that(monkeypatch):
-    """Starts workers in which math-verify's place is taken by some other code."""
+def math_verify_that(monkeypatch, tmp_path):
+    """Starts workers in which other code takes math-verify's place."""
+    workers = LimitedWorkers((*WORKERS.modules, "fake_math_verify"), 1)
 
     def start(body: str):
-        code = "import sys, time, os, signal\nfrom alignment.rewards.grading import ask_math_verify as peer, workers\n"
-        code += f"def fake(answer, truth):\n    {body}\npeer.math_verify_equal = fake\nworkers.serve(int(sys.argv[1]))"
-        popen = subprocess.Popen
-
-        def with_fake(command, **options):
-            return popen([*command[:2], code, *command[3:]], **options)
-
-        monkeypatch.setattr(workers.subprocess, "Popen", with_fake)
-        monkeypatch.setattr(workers, "_pool", workers._Pool(1))
-        r1_zero._ask_math_verify.cache_clear()
+        code = "import time, os, signal\nfrom alignment.rewards.grading import ask_math_verify\n"
+        code += f"def fake(answer, truth):\n    {body}\nask_math_verify.math_verify_equal = fake\n"
+        (tmp_path / "fake_math_verify.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(asking, "WORKERS", workers)
+        monkeypatch.setattr(cascade, "WORKERS", workers)
+        cascade._math_verify_verdict.cache_clear()
 
     yield start
-    workers.pool().close()
-    monkeypatch.undo()
+    workers.close()
 
 
 @pytest.mark.parametrize(
@@ -70,24 +68,24 @@ def test_each_failure_is_an_outcome_of_its_own(math_verify_that, body, failure):
 
 def test_a_worker_that_is_killed_is_replaced():
     assert ask_math_verify(*MATRIX) == (True, "math-verify")
-    for worker in list(pool().workers):
+    for worker in list(WORKERS.workers):
         worker.process.kill()
         worker.process.wait()
-    assert "died" in {ask_math_verify(*MATRIX)[1] for _ in range(4 * pool().size)}  # each dead worker is noticed in its turn
+    assert "died" in {ask_math_verify(*MATRIX)[1] for _ in range(4 * WORKERS.size)}  # each dead worker is noticed in its turn
     assert {ask_math_verify(*MATRIX) for _ in range(8)} == {(True, "math-verify")}
 
 
 def test_pairs_that_kill_their_worker_are_found_and_the_rest_is_graded(monkeypatch):
-    real = workers._Pool._ask
+    real = LimitedWorkers._call
 
-    def ask(self, request, seconds):
-        if ("bad", "pair") in request["decide"]:
-            raise Failed("died")
-        return real(self, request, seconds)
+    def call(self, function, arguments, seconds):
+        if ("bad", "pair") in arguments[0]:
+            raise CallFailed("died")
+        return real(self, function, arguments, seconds)
 
-    monkeypatch.setattr(workers._Pool, "_ask", ask)
-    outcomes = decide_many([("1", "1"), ("bad", "pair"), ("1/2", "0.5")], fast=True)
-    assert outcomes == [(True, "literal"), (False, "died"), (True, "rational")]
+    monkeypatch.setattr(LimitedWorkers, "_call", call)
+    verdicts = decide_many([("1", "1"), ("bad", "pair"), ("1/2", "0.5")], fast=True)
+    assert verdicts == [Verdict(True, "literal"), Verdict(False, "died"), Verdict(True, "rational")]
 
 
 def test_many_keep_their_order_and_repeat_what_is_repeated():
@@ -103,7 +101,7 @@ def test_a_forked_child_starts_workers_of_its_own():
     assert ask_math_verify(*MATRIX)[0]
     child = os.fork()
     if child == 0:
-        os._exit(0 if ask_math_verify(*MATRIX)[0] and workers._pool.workers else 1)
+        os._exit(0 if ask_math_verify(*MATRIX)[0] and WORKERS.workers else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert ask_math_verify(*MATRIX)[0]
 
@@ -113,10 +111,10 @@ def test_no_worker_outlives_its_process(ending, tmp_path):
     script = f"""
 import json, os, signal, sys
 from pathlib import Path
-from alignment.grading import workers
+from alignment.rewards.grading.ask_math_verify import WORKERS, ask_math_verify
 def main():
-    assert workers.ask_math_verify(*{MATRIX!r})[0]
-    Path({str(tmp_path / "pids")!r}).write_text(json.dumps([worker.process.pid for worker in workers.pool().workers]))
+    assert ask_math_verify(*{MATRIX!r})[0]
+    Path({str(tmp_path / "pids")!r}).write_text(json.dumps([worker.process.pid for worker in WORKERS.workers]))
     {ending}
 main()
 """
@@ -131,6 +129,6 @@ main()
 
 def test_an_interrupt_at_the_terminal_leaves_the_workers_to_their_process():
     assert ask_math_verify(*MATRIX)[0]
-    worker = next(iter(pool().workers))
+    worker = next(iter(WORKERS.workers))
     os.kill(worker.process.pid, signal.SIGINT)
     assert ask_math_verify(*MATRIX) == (True, "math-verify")

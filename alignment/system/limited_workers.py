@@ -1,0 +1,193 @@
+"""Function calls in processes that can be killed: a pool of workers that limit the time and the memory of each call.
+
+A worker imports its modules once and forks a child for each call, so that ending a call costs no new imports. Requests and
+answers are JSON: the parent never unpickles what a worker sends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from alignment.system.processes import ChildProcess
+
+CLOCK_PER_CPU = 1.2  # seconds by the clock for each second of CPU time: other processes may be busy
+GRACE_SECONDS = 0.15  # for a worker to report that its call took too long, before the worker itself is ended
+START_SECONDS = 120.0  # for the imports of a new worker, on a busy machine
+MEMORY_BYTES = 2 << 30  # address space of a call, of which a worker's imports take about a quarter; Linux only
+
+
+class CallFailed(Exception):
+    """A call gave no answer; the argument is "time-out", "memory" or "died" (killed, crashed in C, or an exception)."""
+
+
+class LimitedWorkers:
+    """At most `size` worker processes (default: one a core), each with a thread of this process that waits for its answers.
+
+    Workers start when a call finds none idle. They may be used from any thread, from daemonic processes and inside other
+    pools; a forked child of this process starts workers of its own.
+    """
+
+    def __init__(self, modules: Sequence[str], size: int | None = None):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.modules, self.size = tuple(modules), size or cores
+        self._start_empty()
+        _POOLS.add(self)
+
+    def _start_empty(self) -> None:
+        self._threads = ThreadPoolExecutor(self.size, "limited_workers")
+        self._idle: list[_Worker] = []  # used from the end: the worker that was idle last has finished its imports
+        self.workers: set[_Worker] = set()
+
+    def submit(self, function: str, arguments: Sequence, seconds: float) -> Future:
+        """The future answer of `function`, "module:function", or `CallFailed`. `seconds` of CPU time begin with the call."""
+        return self._threads.submit(self._call, function, arguments, seconds)
+
+    def warm_up(self) -> None:
+        """Start a worker if there is none, without waiting for its imports."""
+        if not self.workers:
+            self._threads.submit(lambda: self._give_back(self._take()))
+
+    def close(self) -> None:
+        """End all workers; calls that are running fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self.workers):
+            worker.kill()
+        self._threads.shutdown(wait=True)
+        for worker in list(self.workers):
+            worker.close()
+        self.workers.clear()
+        self._idle.clear()
+
+    def _call(self, function: str, arguments: Sequence, seconds: float):
+        worker = self._take()
+        try:
+            return worker.call(function, arguments, seconds)
+        finally:
+            self._give_back(worker)
+
+    def _take(self) -> _Worker:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            worker = _Worker(self.modules)
+            self.workers.add(worker)
+            return worker
+
+    def _give_back(self, worker: _Worker) -> None:
+        if worker.is_open:
+            self._idle.append(worker)
+        else:
+            self.workers.discard(worker)
+
+
+_POOLS: weakref.WeakSet[LimitedWorkers] = weakref.WeakSet()
+
+
+def _forget_workers() -> None:
+    """Empty the pools of a forked child, whose workers' pipes belong to its parent."""
+    for pool in _POOLS:
+        pool._start_empty()
+
+
+os.register_at_fork(after_in_child=_forget_workers)
+
+
+class _Worker(ChildProcess):
+    """The parent's end of one worker process."""
+
+    def __init__(self, modules: Sequence[str]):
+        super().__init__("worker", f"{__name__}:serve", os.environ, log=False, grace_seconds=0)
+        self._is_ready = False
+        with suppress(OSError):  # a worker that is dead already fails its first call
+            self.connection.send_bytes(json.dumps(modules).encode())
+
+    def call(self, function: str, arguments: Sequence, seconds: float):
+        """The answer. Raises `CallFailed`, and closes the worker if the worker itself died or hangs."""
+        if not self._is_ready:
+            self._receive(START_SECONDS)
+            self._is_ready = True
+        try:
+            self.connection.send_bytes(json.dumps([function, arguments, seconds]).encode())
+        except OSError:
+            self.close()
+            raise CallFailed("died") from None
+        reply = self._receive(seconds * CLOCK_PER_CPU + GRACE_SECONDS)
+        if "failure" in reply:
+            raise CallFailed(reply["failure"])
+        return reply["answer"]
+
+    def _receive(self, seconds: float) -> dict:
+        try:
+            if self.connection.poll(seconds):
+                return json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.close()
+            raise CallFailed("died") from None
+        self.close()
+        raise CallFailed("time-out")
+
+
+# --- in the worker --------------------------------------------------------------------------------------------------
+
+
+def serve(descriptor: int) -> None:
+    """Import the modules that the parent names, then answer its calls until it closes the pipe."""
+    pipe = Connection(descriptor)
+    for module in json.loads(pipe.recv_bytes()):
+        importlib.import_module(module)
+    pipe.send_bytes(b"{}")
+    while True:
+        try:
+            function, arguments, seconds = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        pipe.send_bytes(_call_in_fork(function, arguments, seconds))
+
+
+def _call_in_fork(function: str, arguments: Sequence, seconds: float) -> bytes:
+    """The reply of a forked child, {"answer": ...} or {"failure": ...}. The child is killed when its time is up."""
+    receiver, sender = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        _answer_and_exit(sender, function, arguments, seconds)
+    sender.close()
+    reply = b""
+    timed_out = not receiver.poll(seconds * CLOCK_PER_CPU)
+    with suppress(EOFError):
+        reply = b"" if timed_out else receiver.recv_bytes()
+    receiver.close()
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    timed_out = timed_out or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF)
+    return reply or json.dumps({"failure": "time-out" if timed_out else "died"}).encode()
+
+
+def _answer_and_exit(sender: Connection, function: str, arguments: Sequence, seconds: float) -> None:
+    try:
+        # The kernel's timers end this process even if all of its parents are gone.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds * CLOCK_PER_CPU + 5)
+        _limit_memory()
+        sender.send_bytes(json.dumps({"answer": pkgutil.resolve_name(function)(*arguments)}).encode())
+    except MemoryError:
+        sender.send_bytes(b'{"failure": "memory"}')
+    finally:
+        os._exit(0)
+
+
+def _limit_memory() -> None:
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
