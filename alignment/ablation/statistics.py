@@ -152,11 +152,11 @@ def _estimate(contrast: Contrast, differences_SQ: np.ndarray, variances: Mapping
 def seed_variances(means: Mapping[str, Mapping[int, float]]) -> dict[str, tuple[float, float]]:
     """Each arm's variance between seeds, after removing effects of a seed common to all arms, and its degrees of freedom.
 
-    The residuals of the model y_as = arm + seed of the means y_as have, squared and summed, the expectation of (1 - 1 / arms)
-    variances for each seed but one. These variances, of very few seeds each, are shrunk towards their common value as far as the
-    data support one (Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3(1), section 4), which makes verdicts possible at three seeds;
-    an arm noisier than the others keeps most of its own variance. The degrees of freedom are the arm's own or, where larger, at
-    most half of those of all residuals, an arm's share in the difference of two.
+    The model of the means is y_as = arm + seed. The squares of its residuals add up to (1 - 1 / arms) of a variance for each
+    seed but one. These variances, of very few seeds each, are shrunk towards their common value as far as the data support one
+    (Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3(1), section 4), which makes verdicts possible at three seeds; an arm noisier
+    than the others keeps most of its own variance. The degrees of freedom are the arm's own or, where larger, at most half of
+    those of all residuals, an arm's share in the difference of two.
     """
     seeds = sorted({seed for by_seed in means.values() for seed in by_seed})
     centred = {arm: {s: y - float(np.mean(list(by.values()))) for s, y in by.items()} for arm, by in means.items() if by}
