@@ -322,7 +322,9 @@ class RLArgs(Args):
         _require(self.eval_max_new_tokens >= 0, "--eval_max_new_tokens", self.eval_max_new_tokens, "0 (as in training) or more")
         _require_positive(self, "advantage_eps")
         if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
-            raise UserError(f"--optimizer {self.optimizer} needs {package}: start the command with `uv run --extra {package} ...`")
+            raise UserError(
+                f"--optimizer {self.optimizer} needs {package}: start the command with `uv run --extra {package} ...`"
+            )
         _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
         _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
         _require(self.keep_checkpoints >= 0, "--keep_checkpoints", self.keep_checkpoints, "0 (all) or more")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from alignment.system.errors import UserError, run_command
+from alignment.system.terminal import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -229,9 +230,7 @@ def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
 
 def main() -> None:
     args = tyro.cli(AuditArgs, use_underscores=True)
-    from rich.console import Console
-
-    audit(args, Console())
+    audit(args, make_console())
 
 
 if __name__ == "__main__":

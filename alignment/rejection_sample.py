@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from alignment.args import RejectionArgs, parse
+from alignment.checks import check, check_model_path, resolve_model, roles_of
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
+from alignment.system.terminal import make_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from alignment.core.records import Completion, Group, Problem
 
 REASONS = ("unfinished", "wrong", "badly formatted", "unreadable", "in several languages", "said already", "not the best")
@@ -28,12 +32,14 @@ LONGEST_PARAGRAPH = 2000  # characters
 
 def main() -> None:
     args = parse(RejectionArgs)
-    console = Console()
+    console = make_console()
     output = Path(args.output)
     if not args.output:
         raise UserError("--output: name the file to write, such as --output kept.jsonl")
     if output.exists():
         raise UserError(f"--output {output} exists already: delete it, or name another file")
+    check(args)
+    check_model_path(args.model, "--model")
     groups = sample_groups(args, console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
@@ -54,15 +60,15 @@ def main() -> None:
 
 def sample_groups(args: RejectionArgs, console: Console) -> list[Group]:
     """Scored answers to the first training problems, a group a problem."""
-    from alignment.core.records import Endless, SamplingConfig
+    from alignment.core.records import Endless
     from alignment.data.prompts import prompted
     from alignment.data.tasks import find_task
-    from alignment.policy.loading import load_tokenizer, resolve_model, roles_of, sampler_kind
+    from alignment.models import eval_sampling, make_sampler
+    from alignment.policy.loading import load_tokenizer
     from alignment.rewards.reward import evaluation_reward, score_groups
-    from alignment.sampling.sampler import make_sampler, refuse_missing_engine
+    from alignment.sampling.sampler import engine_name
 
-    refuse_missing_engine(args)
-    task, roles = find_task(args.task), roles_of(args)
+    task = find_task(args.task)
     rule = evaluation_reward(args.reward, task.rules)
     problems = task.problems("train", args.dataset_path)
     number = args.num_problems if isinstance(problems, Endless) else min(args.num_problems, len(problems))
@@ -72,19 +78,11 @@ def sample_groups(args: RejectionArgs, console: Console) -> list[Group]:
     chosen = prompted([problems[i] for i in range(number)], template, tokenizer)
     if args.few_shot:
         chosen = with_examples(chosen, args.few_shot, template, tokenizer)
-    config = SamplingConfig(
-        n=args.num_samples,
-        temperature=args.sampling_temperature,
-        top_p=args.sampling_top_p,
-        top_k=args.sampling_top_k,
-        max_new_tokens=args.max_new_tokens,
-        stop=task.stop,
-        seed=args.seed,
-    )
-    sampler = make_sampler(args, path, tokenizer, roles.sample, roles)
+    sampling = eval_sampling(args, task.stop, args.num_samples)
+    sampler = make_sampler(args, path, roles_of(args).sample, tokenizer)
     try:
-        with console.status(f"sampling {number} problems x {args.num_samples} with {sampler_kind(args)}"):
-            return score_groups(chosen, sampler.sample([problem.prompt for problem in chosen], config), rule)
+        with console.status(f"sampling {number} problems x {args.num_samples} with {engine_name(args.sampler)}"):
+            return score_groups(chosen, sampler.sample([problem.prompt for problem in chosen], sampling), rule)
     finally:
         sampler.close()
 

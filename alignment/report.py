@@ -11,6 +11,7 @@ import tyro
 
 from alignment.args import ReportArgs
 from alignment.system.errors import UserError, run_command
+from alignment.system.terminal import make_console
 
 
 def main() -> None:
@@ -23,7 +24,7 @@ def main() -> None:
         raise UserError(f"--runs {' '.join(args.runs)}: no finished run there")
     from alignment.ablation.report import print_verdicts, write_report
 
-    console = Console(emoji=False)  # names hold colons
+    console = make_console()
     print_verdicts(study, console)
     for file in write_report(study, Path(args.output) if args.output else folders[0]):
         console.print(f"report: {file}", markup=False, soft_wrap=True)

@@ -8,17 +8,16 @@ from __future__ import annotations
 from alignment.args import SFTArgs, parse
 from alignment.checks import check_sft
 from alignment.system.errors import run_command
+from alignment.system.terminal import make_console
 
 
 def main() -> None:
     args = parse(SFTArgs)
     check_sft(args)
-    from rich.console import Console
-
     from alignment.evaluation.show import print_evaluation
     from alignment.warm_start import run_sft
 
-    console = Console()
+    console = make_console()
     print_evaluation(run_sft(args, console), console)
     console.print(f"model: {args.sft_base}", markup=False)
 

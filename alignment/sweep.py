@@ -29,13 +29,14 @@ from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, refuse_
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder
 from alignment.system.signals import Interrupted
+from alignment.system.terminal import make_console
 
 SEED_STD = 0.02  # assumed standard deviation of an arm's accuracy between seeds, for the design's power
 
 
 def main() -> None:
     args = tyro.cli(SweepArgs, use_underscores=True)
-    console = Console(emoji=False)  # names hold colons
+    console = make_console()
     from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
     design = make_design(args)
     print_design(design, args.output_dir, console)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from alignment.args import RLArgs, parse
 from alignment.checks import check_rl
 from alignment.system.errors import run_command
+from alignment.system.terminal import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,9 +47,7 @@ def train(args: RLArgs, console: Console) -> Path:
 def main() -> None:
     args = parse(RLArgs)
     check_rl(args)
-    from rich.console import Console
-
-    train(args, Console())
+    train(args, make_console())
 
 
 if __name__ == "__main__":

@@ -262,8 +262,6 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
     ]
 
 
-
-
 def _single_seed(seeds: Sequence[int]) -> list[LintWarning]:
     reason = "one seed cannot tell an arm from luck; there will be no verdict: give at least two, --seed 0 1"
     return [LintWarning("seeds", (), reason)] if len(seeds) < 2 else []

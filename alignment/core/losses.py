@@ -114,9 +114,7 @@ def compute_grpo_clip_loss(
     return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
 
 
-def _clipped_surrogate(
-    advantages: torch.Tensor, ratio_BT: torch.Tensor, config: LossConfig
-) -> tuple[torch.Tensor, Metadata]:
+def _clipped_surrogate(advantages: torch.Tensor, ratio_BT: torch.Tensor, config: LossConfig) -> tuple[torch.Tensor, Metadata]:
     free_BT = _weigh(advantages, ratio_BT)
     bounded_BT = _weigh(advantages, ratio_BT.clamp(*_bounds(config)))
     surrogate_BT, clipped_BT = free_BT.minimum(bounded_BT), bounded_BT < free_BT

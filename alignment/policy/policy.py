@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    MicroBatchLoss = Callable[
-        [Sequence[int], torch.Tensor, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
-    ]
+    MicroBatchLoss = Callable[[Sequence[int], torch.Tensor, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,4 @@ class SyncRollouts:
 def check_staleness(sampled: SampledStep, most: int) -> None:
     """Raise RuntimeError for a rollout whose weights are more than `most` steps behind, or ahead."""
     if not 0 <= sampled.step - 1 - sampled.policy_version <= most:
-        raise RuntimeError(
-            f"step {sampled.step} got a rollout by version {sampled.policy_version}; --max_staleness is {most}"
-        )
+        raise RuntimeError(f"step {sampled.step} got a rollout by version {sampled.policy_version}; --max_staleness is {most}")

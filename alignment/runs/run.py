@@ -139,7 +139,11 @@ class Run:
         cannot go on to any purpose."""
         restarts = self._count_restarts()
         record = {"step": sampled.step, "micro_batch_tokens": self._policy.micro_batch_tokens, **result.report}
-        record |= {**sampled.report, "restarts": restarts - self._restarts, **step_seconds(self.clock, sampled, rollout, record)}
+        record |= {
+            **sampled.report,
+            "restarts": restarts - self._restarts,
+            **step_seconds(self.clock, sampled, rollout, record),
+        }
         self._restarts = restarts
         warnings, record = self.health.judge(record)
         for warning in warnings:

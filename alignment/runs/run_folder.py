@@ -9,16 +9,23 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from alignment.core.records import Group
 from alignment.core.rollout import Rollout
-from alignment.core.tokens import take_rows
 from alignment.system.errors import UserError
-from alignment.system.files import atomic_folder, flush, read_jsonl, read_records, remove_unfinished, write_atomically
+from alignment.system.files import (
+    atomic_folder,
+    flush,
+    full_disk_is_an_os_error,
+    read_jsonl,
+    read_records,
+    remove_unfinished,
+    write_atomically,
+)
 from alignment.system.terminal import printable
 
 Record = Mapping[str, object]
@@ -88,6 +95,10 @@ class RunFolder:
 
     def save_bad_batches(self, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
         """Keep the mini-batches that had no finite loss or gradient, as tensors, in bad_batches/."""
+        from safetensors.torch import save_file  # here, because it loads torch, as tokens does
+
+        from alignment.core.tokens import take_rows
+
         for number, rows in enumerate(bad, start=1):
             batch = take_rows(rollout.batch, rows)
             tensors = {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}

@@ -63,7 +63,9 @@ class TransformersSampler:
         self.model = None
 
     @torch.inference_mode()
-    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None) -> list[list[Completion]]:
+    def sample(
+        self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None
+    ) -> list[list[Completion]]:
         """See `Sampler.sample`. Each row has random numbers of its own, so waves and dropped rows change no other row."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         generator = torch.Generator().manual_seed(sampling.seed)

@@ -101,9 +101,7 @@ def shuffled_groups(rows: Sequence[int], group_size: int, seed: str) -> list[int
 def rollout_objective(rollout: Rollout, mini_batch: Sequence[int], config: UpdateConfig) -> Objective:
     """The loss of one optimiser update, whose denominator counts all rows of `mini_batch`, on any micro-batch of it."""
     lengths = rollout.lengths
-    denominator = loss_denominator(
-        config.loss.loss_normalization, [lengths[row] for row in mini_batch], config.max_new_tokens
-    )
+    denominator = loss_denominator(config.loss.loss_normalization, [lengths[row] for row in mini_batch], config.max_new_tokens)
 
     def loss(rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
         return micro_batch_loss(loss_inputs(rollout, rows, log_probs_bt, mask_bt, config), denominator)
@@ -157,9 +155,7 @@ def first_pass(computed: Sequence[MicroBatchResult], rollout: Rollout) -> torch.
 _MEANS = {"kl": "kl_sum", "correction_mean": "weight_sum"}  # over response tokens, where the loss has them
 
 
-def update_report(
-    results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float
-) -> dict[str, float | None]:
+def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float) -> dict[str, float | None]:
     """Losses averaged over updates; entropy, ratio and clip fraction over the response tokens that carry a gradient; the tokens
     that were computed, shared prompts once. None where no update was made, or no token carries a gradient."""
     totals = [result.sums for result in results]

@@ -1,0 +1,131 @@
+"""Gradients of different estimators on one frozen set of rollouts, by the very code that updates are made with."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from alignment.core.losses import LOSSES
+from alignment.core.normalization import NORMALIZATIONS
+from alignment.core.rollout import Rollout
+from alignment.policy.policy import Policy
+from alignment.rollouts.batches import with_advantages
+from alignment.system.errors import UserError
+from alignment.training.config import UpdateConfig
+from alignment.training.update import rollout_objective, update
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One way of making a gradient of rewarded responses."""
+
+    loss_type: str
+    group_size: int
+    normalize_by_std: bool
+    loss_normalization: str
+    second_update: bool = False
+    """After one update on the same rollouts, where the ratio to the old policy is no longer 1."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a set of per-prompt gradients says. All of the whole batch's gradient G, the sum over its P prompts.
+
+    norm: |G|. std: square root of the trace of its covariance, from the spread of the P terms. cosine: mean cosine between
+    one prompt's gradient and G, prompts without gradient left out. snr: (|G|^2 - std^2) / std^2, in which the first is the
+    unbiased square of the expectation's norm; negative where there is no signal. effective: (sum |w|)^2 / sum w^2 of the
+    responses' weights, how many equally weighted responses would say as much. silent: share of prompts without gradient.
+    """
+
+    norm: float
+    std: float
+    cosine: float
+    snr: float
+    effective: float
+    silent: float
+
+
+def estimators(group_sizes: Sequence[int], updates: int) -> Iterator[Estimator]:
+    """The estimators that are compared: losses, baselines and normalisations at the largest group size, then group sizes."""
+    largest = max(group_sizes)
+    for loss, std, norm in itertools.product(("no_baseline", "reinforce_with_baseline"), (False, True), NORMALIZATIONS):
+        if not std or "normalize_by_std" in LOSSES[loss].arguments:
+            yield Estimator(loss, largest, std, norm)
+    yield from (Estimator("grpo_clip", largest, True, "sequence_mean", second) for second in (False, True)[: updates + 1])
+    # At ratio 1 all losses with a ratio are the same, so the others are looked at after an update only.
+    others = [name for name, loss in LOSSES.items() if loss.uses_ratio and name != "grpo_clip"] if updates else []
+    yield from (Estimator(loss, largest, True, "sequence_mean", True) for loss in others)
+    yield from (Estimator("grpo_clip", size, True, "sequence_mean") for size in sorted(group_sizes) if size != largest)
+
+
+def inspect(
+    policy: Policy, rollout: Rollout, planned: Iterable[Estimator], config: UpdateConfig
+) -> Iterator[tuple[Estimator, Statistics]]:
+    """Each estimator with the statistics of its per-prompt gradients. Those of a second update come after the others: before
+    the first of them, `policy` makes one update on the rollout.
+
+    `config` is the run's own; a loss is looked at by itself, so the KL penalty and the sampler's correction are left out.
+    """
+    loss = dataclasses.replace(config.loss, beta=0.0, sampler_correction="none")
+    config = dataclasses.replace(
+        config, loss=loss, old_log_probs="ratio_one", epochs_per_rollout=1, train_mini_batch_size=0, warmup_steps=0
+    )
+    updated = False
+    for estimator in sorted(planned, key=lambda estimator: estimator.second_update):
+        if estimator.second_update and not updated:
+            old_BT = policy.log_probs(rollout.batch, config.distribution)
+            update(policy, with_advantages(rollout, config.advantage), config, step=1)
+            rollout, updated = dataclasses.replace(rollout, old_log_probs_BT=old_BT), True
+        yield estimator, gradient_statistics(policy, rollout, estimator, config)
+
+
+def gradient_statistics(policy: Policy, rollout: Rollout, estimator: Estimator, config: UpdateConfig) -> Statistics:
+    """The statistics of one estimator's per-prompt gradients. A prompt has as many responses as the run's groups."""
+    advantage = dataclasses.replace(
+        config.advantage, group_size=estimator.group_size, normalize_by_std=estimator.normalize_by_std
+    )
+    loss = dataclasses.replace(config.loss, loss=LOSSES[estimator.loss_type], loss_normalization=estimator.loss_normalization)
+    weighted, rows = with_advantages(rollout, advantage), range(len(rollout.lengths))
+    objective = rollout_objective(weighted, rows, dataclasses.replace(config, loss=loss, advantage=advantage))
+    gradients = []
+    for start in range(0, len(rows), config.advantage.group_size):
+        for _ in policy.accumulate(rollout.batch, rows[start : start + config.advantage.group_size], objective):
+            pass
+        gradients.append(policy.gradient())
+        policy.drop_gradient()
+    return statistics(torch.stack(gradients), getattr(weighted, f"{loss.loss.weight}_B1"))
+
+
+def statistics(gradients_PD: torch.Tensor, weights_B1: torch.Tensor) -> Statistics:
+    """Summarise the gradients of P prompts, and the weights of their responses."""
+    prompts = gradients_PD.shape[0]
+    total_D = gradients_PD.sum(dim=0)
+    norms_P, norm = gradients_PD.norm(dim=1), total_D.norm()
+    # G is a sum of P independent terms: its covariance is P times theirs.
+    variance = prompts * (gradients_PD - total_D / prompts).square().sum() / (prompts - 1)
+    nonzero = norms_P > 0
+    cosines = gradients_PD[nonzero] @ total_D / (norms_P[nonzero] * norm)
+    size = weights_B1.abs().sum().square() / weights_B1.square().sum()
+    return Statistics(
+        norm=norm.item(),
+        std=variance.sqrt().item(),
+        cosine=cosines.mean().item(),
+        snr=((norm.square() - variance) / variance).item(),
+        effective=size.item(),
+        silent=1 - nonzero.float().mean().item(),
+    )
+
+
+def refuse_too_many_gradients(prompts: int, parameters: int) -> None:
+    """Raise `UserError` where one gradient a prompt, in float32 and twice while they are stacked, exceeds the free memory."""
+    needed, free = 2 * 4 * prompts * parameters, psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"--prompts {prompts}: their gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free;"
+            f" take at most {max(2, free // (8 * parameters))}"
+        )
