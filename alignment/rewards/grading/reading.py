@@ -59,11 +59,12 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
         _comma_list,
         _plus_minus,
         _relation,
+        _matrix,
+        _set_operation,
+        _bracketed,
+        read_ratio,
+        _approximation,
     ):
-        answer = reader(text, levels)
-        if answer is not None:
-            return answer
-    for reader in (_matrix, _set_operation, _bracketed, read_ratio, _approximation):
         answer = reader(text, levels)
         if answer is not None:
             return answer

@@ -237,13 +237,12 @@ def _binomial(field: type, n: _Value, k: _Value) -> _Value:
     return _gamma(field, n + 1) / (_gamma(field, k + 1) * _gamma(field, n - k + 1))
 
 
-def _rounded(upwards: bool) -> Callable[..., _Value]:
+def _rounding(name: str) -> Callable[..., _Value]:
     def rounded(field: type, x: _Value) -> _Value:
-        if isinstance(x, fmpq):
-            return fmpq(x.ceil() if upwards else x.floor())
-        if field is acb:
+        if field is acb and not isinstance(x, fmpq):
             raise Refused("not real")
-        return x.ceil() if upwards else x.floor()
+        value = getattr(x, name)()
+        return fmpq(value) if isinstance(x, fmpq) else value
 
     return rounded
 
@@ -257,8 +256,8 @@ _OPERATIONS: dict[str, Callable[..., _Value]] = {
     "!": _factorial,
     "binom": _binomial,
     "abs": lambda field, x: abs(x),
-    "floor": _rounded(upwards=False),
-    "ceil": _rounded(upwards=True),
+    "floor": _rounding("floor"),
+    "ceil": _rounding("ceil"),
     "exp": _method("exp"),
     "ln": _method("log"),
     "sin": _method("sin"),
