@@ -177,8 +177,7 @@ class ReferenceService:
 
     async def _upload(self, request: Request) -> Response:
         key = _key(request)
-        async with self._body_slots:
-            upload = read_upload(await self._body(request), self.info["vocabulary"], self.info["context"])
+        upload = read_upload(await self._body(request), self.info["vocabulary"], self.info["context"])
         if not self._enqueue(key, upload):
             raise HTTPException(503, "too many batches wait, or have results that nobody has read: try again later")
         return self._response(202, b"{}")
@@ -191,7 +190,7 @@ class ReferenceService:
         if length > (most := self.info["max_upload_bytes"]):
             raise HTTPException(413, f"the body is larger than {most} bytes (--max_upload_mib)")
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with self._body_slots, asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     body += part
         except TimeoutError:

@@ -680,6 +680,18 @@ def test_mistakes_on_the_command_line(flags, message, tiny_folder, monkeypatch, 
     assert message.replace("{taken}", port) in said
 
 
+@pytest.mark.parametrize("flags", [["--help"], [], ["--port", "x"], ["--max_pending", "0"], ["--host", "no.such.host.invalid"]])
+def test_flags_are_checked_before_torch_is_loaded(flags):
+    code = (
+        "import sys; from alignment import reference_server\n"
+        "try: reference_server.run_command(reference_server.main)\n"
+        "finally: assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, "--model", "nowhere", *flags]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == (0 if flags == ["--help"] else 2) and "Traceback" not in done.stderr
+
+
 def test_tokens_that_no_header_can_carry(monkeypatch):
     for token in ("two words", "line\n", "größe"):
         monkeypatch.setenv(TOKEN_VARIABLE, token)
