@@ -34,7 +34,8 @@ def train(args: RLArgs, console: Console) -> Path:
             rollout = collate_groups(sampled.groups, rollout_config, pad)
             rollout = with_advantages(rollout, update_config.advantage)  # reward - baseline, / std
             rollout = references.annotate(rollout, policy, step)  # old and reference log-probs, where the loss needs them
-            result = update(policy, rollout, update_config, step, steps_old=step - 1 - sampled.policy_version)
+            with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
+                result = update(policy, rollout, update_config, step, steps_old=step - 1 - sampled.policy_version)
             with rollouts.syncing(policy, step):  # the sampler takes the new weights meanwhile
                 run.log_completions(sampled, rollout, result)
             run.log_step(sampled, rollout, result)
