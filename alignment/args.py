@@ -493,7 +493,10 @@ class SweepOptions:
     dry_run: bool = False
     """Print the design, and train nothing."""
     until_decided: bool = False
-    """After the runs, add seeds to the pair of arms that needs the fewest, until every pair is decided or has --max_seeds."""
+    """After the runs, add one seed at a time to the arms of every undecided pair, until every pair is decided or has --max_seeds.
+    The chance of a false verdict is shared among the looks that this takes."""
+    question: tuple[str, ...] = ()
+    """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or one argument (loss_type); empty: all pairs."""
     max_seeds: int = 10
     """Seeds an arm may get."""
     ray_address: str = ""
@@ -506,6 +509,7 @@ class SweepOptions:
     def __post_init__(self) -> None:
         _require(0 < self.tie < 1, "--tie", self.tie, "between 0 and 1")
         _require(self.max_seeds >= 2, "--max_seeds", self.max_seeds, "at least 2")
+        _require(len(self.question) < 3, "--question", " ".join(self.question), "one argument, two values or two arms")
         _require(self.cpus_per_run is None or self.cpus_per_run >= 1, "--cpus_per_run", self.cpus_per_run, "at least 1")
         _require(self.gpus_per_run is None or self.gpus_per_run >= 0, "--gpus_per_run", self.gpus_per_run, "0 or more")
         _require_folder_name("--sweep_name", self.sweep_name)

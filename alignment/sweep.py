@@ -21,6 +21,7 @@ from alignment.ablation.schedule import (
     claim_folder,
     expected_seconds,
     next_runs,
+    out_of_reach,
     refuse_other_folder,
     run_all,
     warm_up,
@@ -39,7 +40,7 @@ def main() -> None:
     console = make_console()
     from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
     design = make_design(args)
-    print_design(design, args.output_dir, console)
+    print_design(design, args, console)
     if args.dry_run:
         return
     refuse_other_folder(design.folder)
@@ -70,9 +71,19 @@ def make_design(args: SweepOptions) -> Design:
     warnings = tuple(lint(arms, seeds))
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(map(str, warnings))}")
-    # An interim analysis after every added seed gives chance more than one opportunity (Bonferroni over the analyses).
-    alpha = ALPHA / (max(0, args.max_seeds - len(seeds)) + 1) if args.until_decided else ALPHA
-    return Design(folder, arms, seeds, args.hold, args.tie, alpha, warnings)
+    if args.question:
+        from alignment.ablation.study import varied_values
+        from alignment.ablation.verdicts import refuse_unknown_question
+
+        facts = {name: dataclasses.asdict(arm) for name, arm in arms.items()}
+        refuse_unknown_question(varied_values(facts), args.question)
+    return Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings)
+
+
+def looks(seeds: int, args: SweepOptions) -> int:
+    """How often verdicts are made: with --until_decided after each further seed up to --max_seeds, else once. The chance of a
+    false verdict is shared evenly among them (Bonferroni)."""
+    return max(0, args.max_seeds - seeds) + 1 if args.until_decided else 1
 
 
 def check_arm(arm: RLArgs, seeds: tuple[int, ...]) -> None:
@@ -94,10 +105,8 @@ def default_name(args: SweepOptions) -> str:
     return "_".join(["sweep", args.preset, *(varied or ["seeds"])])
 
 
-def print_design(design: Design, output_dir: str, console: Console) -> None:
-    """Print the arms, the runs and their time, the smallest detectable difference, and the warnings."""
-    from alignment.ablation.statistics import detectable_difference
-
+def print_design(design: Design, args: SweepOptions, console: Console) -> None:
+    """Print the arms, the runs and their time, what the seeds would show, and the warnings."""
     arms, seeds = design.arms, len(design.seeds)
     varying = [f.name for f in dataclasses.fields(RLArgs) if len({getattr(arm, f.name) for arm in arms.values()}) > 1]
     table = Table(title=f"{len(arms)} arms x {seeds} seeds = {len(arms) * seeds} runs")
@@ -106,20 +115,36 @@ def print_design(design: Design, output_dir: str, console: Console) -> None:
     for name, arm in arms.items():
         table.add_row(name, *(str(getattr(arm, field)) for field in varying), str(arm.rollout_size))
     console.print(table)
-    seconds = expected_seconds(design, output_dir)
+    seconds = expected_seconds(design, args.output_dir)
     console.print(
         "time: unknown before a first run" if seconds is None else f"time, one run after another: {_duration(seconds)}"
     )
-    questions = next(iter(arms.values())).max_problems
-    smallest = detectable_difference(len(arms), seeds, questions or 1000, SEED_STD)
+    print_power(design, args, console)
+    for warning in design.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def print_power(design: Design, args: SweepOptions, console: Console) -> None:
+    """Print the smallest difference that the seeds would show, and whether they could show a tie."""
+    from alignment.ablation.power import power
+
+    seeds = len(design.seeds)
+    last = seeds + looks(seeds, args) - 1
+    questions = next(iter(design.arms.values())).max_problems
+    difference, tie = power(len(design.arms), seeds, questions or 1000, SEED_STD, tie=design.tie, last_seeds=last)
+    until = f", added until they decide, up to {last}," if last > seeds else ""
     console.print(
-        f"smallest difference of accuracies that {seeds} seeds and {questions or 'all'} questions would show with"
-        f" a chance of 80 %: {'none' if math.isinf(smallest) else f'{smallest:.3f}'} (assuming a standard deviation of"
+        f"smallest difference of accuracies that {seeds} seeds{until} and {questions or 'all'} questions would show with"
+        f" a chance of 80 %: {'none' if math.isinf(difference) else f'{difference:.3f}'} (assuming a standard deviation of"
         f" {SEED_STD} between seeds)",
         soft_wrap=True,
     )
-    for warning in design.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    if seeds > 1:
+        console.print(
+            f"two arms that are alike would be called a tie within {design.tie:g} with a chance of {tie:.0%}"
+            + (": more seeds, more questions or a larger --tie would be needed" if tie < 0.5 else ""),
+            soft_wrap=True,
+        )
 
 
 def _duration(seconds: float) -> str:
@@ -130,12 +155,17 @@ def train(design: Design, executor: Executor, args: SweepOptions, console: Conso
     """Train all runs, and write the report. Raises `UserError` where runs have failed."""
     from alignment.ablation.report import print_verdicts, write_report
     from alignment.ablation.study import read_study
-    from alignment.ablation.verdicts import decide
+    from alignment.ablation.verdicts import decide_question
 
     states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
     warm_up(design, executor, args.output_dir, console)
     run_all(design, executor, states, console)
-    while args.until_decided and (added := next_runs(states, decide(read_study([design.folder])), args.max_seeds)):
+    while args.until_decided:
+        comparisons = decide_question(read_study([design.folder]), args.question)
+        if not (added := next_runs(states, comparisons, args.max_seeds)):
+            break
+        for line in out_of_reach(comparisons, args.max_seeds):
+            console.print(line, style="yellow", markup=False, soft_wrap=True)
         console.print(f"undecided: adding {', '.join(state.name for state in added)}", markup=False, soft_wrap=True)
         states += added
         run_all(design, executor, states, console)

@@ -1,149 +1,322 @@
 """How often the verdicts of an ablation are false, and how often its intervals hold the truth, by simulation.
 
-uv run -m benchmarks.ablation_rates --repeats 1000
+uv run -m benchmarks.ablation_rates --only "4 arms, 3 seeds"
 
-Beside ours stands what is usually done: the percentile bootstrap over seeds and questions, each pair by itself.
+The answers come from a model of runs (`sample`), not from the model of the estimator. Beside ours stand the usual percentile
+bootstrap over seeds and questions, each pair by itself, and Welch's t test over seeds with Holm's correction.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import combinations
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from scipy import stats
 
 from alignment.ablation.design import ALPHA
-from alignment.ablation.statistics import Comparison, compare
+from alignment.ablation.power import power
+from alignment.ablation.schedule import State, next_runs
+from alignment.ablation.statistics import Comparison, Contrast, Scores, area_under_curve, compare, holm, pairs
 
 TIE = 0.03
-DRAWS = 500  # of the usual bootstrap
-SCENARIOS = {
-    # name: (true accuracy of each arm, seeds, standard deviation between seeds of each arm)
-    "2 arms alike, 3 seeds": ([0.5] * 2, 3, [0.02] * 2),
-    "4 arms alike, 2 seeds": ([0.5] * 4, 2, [0.02] * 4),
-    "4 arms alike, 3 seeds": ([0.5] * 4, 3, [0.02] * 4),
-    "12 arms alike, 3 seeds": ([0.5] * 12, 3, [0.02] * 12),
-    "4 arms alike, 3 seeds, no spread between seeds": ([0.5] * 4, 3, [0.0] * 4),
-    "4 arms alike, 3 seeds, half of them four times as noisy": ([0.5] * 4, 3, [0.01, 0.04] * 2),
-    "4 arms alike, 3 seeds, one of them eight times as noisy": ([0.5] * 4, 3, [0.01, 0.01, 0.01, 0.08]),
-    "4 arms, two better by 0.08, 3 seeds": ([0.5, 0.5, 0.58, 0.58], 3, [0.02] * 4),
-    "12 arms, half better by 0.08, 5 seeds": ([0.5] * 6 + [0.58] * 6, 5, [0.02] * 12),
-    "2 arms 0.03 apart, 8 seeds": ([0.5, 0.53], 8, [0.01] * 2),
-}
-LOOKS = {
-    # name: (true accuracies, first and last number of seeds, standard deviation between seeds)
-    "2 arms alike": ([0.5] * 2, 2, 8, [0.02] * 2),
-    "3 arms alike": ([0.5] * 3, 2, 8, [0.02] * 3),
-    "3 arms, one better by 0.05": ([0.5, 0.5, 0.55], 2, 8, [0.02] * 3),
-}
+DRAWS = 300  # of the usual bootstrap
 
 
-def sample(rng: np.random.Generator, accuracies, seeds: int, spreads, questions: int) -> dict[str, dict[int, np.ndarray]]:
-    """Right or wrong answers: questions differ in difficulty, arms in which questions they are good at, seeds in luck."""
-    difficulty = rng.uniform(-0.3, 0.3, questions)
-    arms = {}
-    for i, (accuracy, spread) in enumerate(zip(accuracies, spreads, strict=True)):
-        taste = rng.uniform(-0.1, 0.1, questions)
-        arms[str(i)] = {
-            s: (rng.random(questions) < accuracy + difficulty + taste + rng.normal(0, spread)).astype(float)
-            for s in range(seeds)
-        }
-    return arms
+@dataclass(frozen=True)
+class Setting:
+    """The truth of a simulated ablation: an accuracy for each arm, and what differs between its runs."""
+
+    name: str
+    accuracies: tuple[float, ...]
+    seeds: int
+    noise: tuple[float, ...]
+    """Standard deviation of each arm's accuracy between seeds."""
+    shape: str = "normal"
+    questions: int = 512
+    cluster: int = 1
+    """Questions that share their difficulty and the arms' taste for them."""
+    taste: float = 0.06
+    """Standard deviation of the effect of an arm on a question."""
+    shared: float = 0.02
+    """Standard deviation of the effect of a seed on all arms."""
+    missing: float = 0.0
+    """Chance that a run is missing."""
+    unequal: bool = False
+    """Whether every third arm has two seeds fewer."""
+    evaluations: int = 1
+    """Evaluations of a learning curve; its area is compared where there are several."""
+    grid: tuple[int, ...] = ()
+    """Levels of the factors whose arms these are, the last one fastest; every pair of its levels is compared."""
+    last_seeds: int = 0
+    """--max_seeds of --until_decided; 0: one look."""
+    clusters_known: bool = False
 
 
-def percentile(arms, seed_weights: np.ndarray, question_weights: np.ndarray) -> list[tuple[str, str, float, float]]:
-    """The usual bootstrap: seeds and questions resampled with replacement, the 2.5 % and 97.5 % quantiles."""
-    found = []
-    for a, b in combinations(arms, 2):
-        differences_SQ = np.stack([arms[a][s] - arms[b][s] for s in arms[a]])
-        means = ((question_weights @ differences_SQ.T) * seed_weights).sum(axis=1)
-        found.append((a, b, *np.quantile(means, [ALPHA / 2, 1 - ALPHA / 2])))
-    return found
+# --- the model --------------------------------------------------------------------------------------------------
 
 
-def is_false(c: Comparison, true: float) -> bool:
-    """Whether a verdict says what is not so."""
-    if ">" in c.verdict:
-        return true == 0 or (c.verdict.split(" > ")[0] == c.a) != (true > 0)
-    return c.verdict.startswith("tie") and abs(true) >= TIE
+def deviations(rng: np.random.Generator, shape: str, size: tuple[int, ...]) -> np.ndarray:
+    """Effects of a seed on one arm, of mean 0 and standard deviation 1 (a collapse aside)."""
+    if shape == "heavy tails":
+        return rng.standard_t(3, size) / np.sqrt(3)
+    if shape == "skew":
+        return 1 - rng.exponential(size=size)
+    return rng.normal(size=size)
 
 
-def replication(accuracies, seeds: int, spreads, questions: int, seed: tuple[int, int]) -> np.ndarray:
-    """Of one simulated ablation: pairs whose interval holds the truth, whether any verdict is false, pairs decided, pairs;
-    and of the usual bootstrap: pairs whose interval holds the truth, whether any finds a difference that there is not."""
-    rng = np.random.default_rng(seed)
-    arms = sample(rng, accuracies, seeds, spreads, questions)
-    found = compare(arms, TIE)
-    true = [accuracies[int(c.a)] - accuracies[int(c.b)] for c in found]
-    usual = percentile(
-        arms,
-        rng.multinomial(seeds, [1 / seeds] * seeds, DRAWS) / seeds,
-        rng.multinomial(questions, [1 / questions] * questions, DRAWS) / questions,
-    )
-    return np.array(
-        [
-            sum(c.low <= t <= c.high for c, t in zip(found, true, strict=True)),
-            any(is_false(c, t) for c, t in zip(found, true, strict=True)),
-            sum(c.decided for c in found),
-            len(found),
-            sum(low <= t <= high for (_, _, low, high), t in zip(usual, true, strict=True)),
-            any(t == 0 and not low <= 0 <= high for (_, _, low, high), t in zip(usual, true, strict=True)),
-        ]
-    )
+def sample(rng: np.random.Generator, setting: Setting) -> dict[str, dict[int, np.ndarray]]:
+    """Answers, right or wrong: questions differ in difficulty, arms in which questions they are good at, seeds in luck that
+    all arms share and in luck of one run; each answer is a Bernoulli draw."""
+    arms, seeds = len(setting.accuracies), setting.last_seeds or setting.seeds
+    groups = -(-setting.questions // setting.cluster)
+    accuracy_A = np.array(setting.accuracies)
+    room_A = 2 * np.minimum(accuracy_A, 1 - accuracy_A)[:, None]  # effects are smaller where little can change
+    by_question_AQ = rng.uniform(-0.3, 0.3, groups) + np.sqrt(3) * setting.taste * rng.uniform(-1, 1, (arms, groups))
+    by_question_AQ = np.repeat(room_A * by_question_AQ, setting.cluster, axis=1)[:, : setting.questions]
+    run_AS = np.array(setting.noise)[:, None] * deviations(rng, setting.shape, (arms, seeds))
+    run_AS = run_AS + room_A * setting.shared * rng.normal(size=seeds)
+    p_ASQ = accuracy_A[:, None, None] + by_question_AQ[:, None, :] + run_AS[:, :, None]
+    if "collapses" in setting.shape:
+        share_A = np.where(np.arange(arms) == arms - 1, 0.1, 0.0 if setting.shape == "one arm collapses" else 0.1)
+        p_ASQ = p_ASQ * np.where(rng.random((arms, seeds)) < share_A[:, None], 0.1, 1.0)[:, :, None]
+    if setting.evaluations > 1:
+        y_ASQ = curve_areas(rng, p_ASQ, setting)
+    else:
+        y_ASQ = (rng.random(p_ASQ.shape) < p_ASQ).astype(float)
+    present = rng.random((arms, seeds)) >= setting.missing
+    if setting.unequal:
+        present[::3, max(2, seeds - 2) :] = False
+    return {str(a): {s: y_ASQ[a, s] for s in range(seeds) if present[a, s]} for a in range(arms)}
 
 
-def looked_at(accuracies, first: int, last: int, spreads, questions: int, seed: tuple[int, int]) -> np.ndarray:
-    """Of what `--until_decided` ends with, a look after every seed, at a share of the error rate each: whether any verdict
-    is false, pairs decided, pairs, and the seeds that it took."""
-    arms = sample(np.random.default_rng(seed), accuracies, last, spreads, questions)
-    for seeds in range(first, last + 1):
-        so_far = {arm: {s: scores for s, scores in by_seed.items() if s < seeds} for arm, by_seed in arms.items()}
-        found = compare(so_far, TIE, alpha=ALPHA / (last - first + 1))
-        if all(c.decided for c in found):
-            break
-    false = any(is_false(c, accuracies[int(c.a)] - accuracies[int(c.b)]) for c in found)
-    return np.array([false, sum(c.decided for c in found), len(found), seeds])
+def curve_areas(rng: np.random.Generator, p_ASQ: np.ndarray, setting: Setting) -> np.ndarray:
+    """Areas [A, S, Q] under curves that rise to `p_ASQ`, with a random walk in each run between its evaluations."""
+    steps = np.arange(setting.evaluations)
+    walk_EAS = 0.5 * np.mean(setting.noise) * np.cumsum(rng.normal(size=(len(steps), *p_ASQ.shape[:2])), axis=0)
+    level_EASQ = p_ASQ * (steps / steps[-1])[:, None, None, None] + walk_EAS[..., None]
+    answers = (rng.random(level_EASQ.shape) < level_EASQ).astype(float)
+    return area_under_curve(list(steps), answers.reshape(len(steps), -1)).reshape(p_ASQ.shape)
 
 
-def total(of, scenario: Sequence, repeats: int, questions: int, seed: int, name: str, console: Console) -> np.ndarray:
-    """The sum of `of` over replications, on all cores."""
-    seeds = [(seed, i) for i in range(repeats)]
-    with ProcessPoolExecutor(initializer=os.nice, initargs=(5,)) as pool:
-        done = pool.map(functools.partial(of, *scenario, questions), seeds, chunksize=5)
-        return sum(track(done, name, total=repeats, console=console, transient=True))
-
-
-def main(repeats: int = 1000, questions: int = 512, seed: int = 0) -> None:
-    console = Console(width=150)
-    error = 1.96 * math.sqrt(ALPHA * (1 - ALPHA) / repeats)
-    stated = f"{repeats} replications, {questions} questions; stated: coverage 95 %, false verdicts at most 5 % (± {error:.1%})"
-    table = Table(title=stated)
-    for heading in ("scenario", "coverage", "families with a false verdict", "pairs decided", "percentile bootstrap: coverage",
-                    "families with a false difference"):  # fmt: skip
-        table.add_column(heading, justify="left" if heading == "scenario" else "right")
-    for name, scenario in SCENARIOS.items():
-        held, false, decided, pairs, usual_held, usual_false = total(
-            replication, scenario, repeats, questions, seed, name, console
+def contrasts(setting: Setting) -> list[Contrast]:
+    """Every pair of arms, or of a grid, every pair of levels of the last factor, each level by the mean of its arms."""
+    if not setting.grid:
+        return pairs([str(a) for a in range(len(setting.accuracies))])
+    levels, arms = setting.grid[-1], len(setting.accuracies)
+    share = levels / arms
+    return [
+        Contrast(
+            f"level {a}",
+            f"level {b}",
+            {str(i): share if i % levels == a else -share for i in range(arms) if i % levels in (a, b)},
         )
-        table.add_row(name, f"{held / pairs:.1%}", f"{false / repeats:.1%}", f"{decided / pairs:.0%}",
-                      f"{usual_held / pairs:.1%}", f"{usual_false / repeats:.1%}")  # fmt: skip
-    console.print(table)
-    table = Table(title="seeds added until every pair is decided")
-    for heading in ("scenario", "seeds", "families with a false verdict", "pairs decided", "seeds used, mean"):
-        table.add_column(heading, justify="left" if heading == "scenario" else "right")
-    for name, scenario in LOOKS.items():
-        false, decided, pairs, used = total(looked_at, scenario, repeats, questions, seed, name, console)
-        seeds = f"{scenario[1]} to {scenario[2]}"
-        table.add_row(name, seeds, f"{false / repeats:.1%}", f"{decided / pairs:.0%}", f"{used / repeats:.1f}")
-    console.print(table)
+        for a, b in combinations(range(levels), 2)
+    ]
+
+
+def true_difference(setting: Setting, contrast: Contrast) -> float:
+    """The difference of expected accuracies, over seeds and questions."""
+    expected = np.array(setting.accuracies)
+    if setting.shape == "one arm collapses":
+        expected[-1] *= 0.9 + 0.1 * 0.1
+    value = sum(weight * expected[int(arm)] for arm, weight in contrast.weights.items())
+    return round(float(value) / (2 if setting.evaluations > 1 else 1), 12)
+
+
+# --- the methods ------------------------------------------------------------------------------------------------
+
+
+def ours(arms: Mapping[str, Scores], setting: Setting) -> tuple[list[Comparison], int]:
+    """The comparisons of one look, or of the last look of --until_decided, and the seeds of the arm with the most."""
+    groups = [q // setting.cluster for q in range(setting.questions)] if setting.clusters_known else None
+    if not setting.last_seeds:
+        return compare(arms, TIE, contrasts(setting), groups=groups), setting.seeds
+    states = [State(arm, seed, "done") for arm in arms for seed in range(setting.seeds)]
+    while True:
+        seen = {arm: {s.seed: arms[arm][s.seed] for s in states if s.arm == arm} for arm in arms}
+        compared = compare(seen, TIE, contrasts(setting), alpha=ALPHA / (setting.last_seeds - setting.seeds + 1))
+        added = next_runs(states, compared, setting.last_seeds)
+        if not added:
+            return compared, max(map(len, seen.values()))
+        states += [replace(state, status="done") for state in added]
+
+
+def weights_of(compared: Sequence[Contrast], arms: Mapping[str, Scores]) -> np.ndarray:
+    """The weights of the arms in each contrast [C, A]."""
+    return np.array([[contrast.weights.get(arm, 0.0) for arm in arms] for contrast in compared])
+
+
+def welch(arms: Mapping[str, Scores], weights_CA: np.ndarray) -> np.ndarray:
+    """Whether Welch's t test over seeds, with Holm's correction, finds a difference, for each contrast."""
+    values = [np.array([x.mean() for x in by_seed.values()]) for by_seed in arms.values()]
+    several = np.array([len(v) > 1 for v in values])
+    mean_A = np.array([v.mean() if len(v) else 0.0 for v in values])
+    error_A = np.array([v.var(ddof=1) / len(v) if len(v) > 1 else 0.0 for v in values])
+    errors_CA = weights_CA**2 * error_A
+    total_C = np.maximum(errors_CA.sum(axis=1), 1e-300)
+    dof_C = total_C**2 / np.maximum((errors_CA**2 / [max(1, len(v) - 1) for v in values]).sum(axis=1), 1e-300)
+    p_C = 2 * stats.t.sf(np.abs(weights_CA @ mean_A) / np.sqrt(total_C), np.maximum(dof_C, 1))
+    return np.array(holm(np.where((weights_CA != 0) @ ~several, 1.0, p_C))) < ALPHA
+
+
+def percentile(rng: np.random.Generator, arms, weights_CA: np.ndarray, resamples_DQ: np.ndarray) -> np.ndarray:
+    """The usual bootstrap: seeds and questions resampled with replacement, the 2.5 % and 97.5 % quantiles [2, C]."""
+    seeds = sorted({seed for by_seed in arms.values() for seed in by_seed})
+    seeds_DS = rng.multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), DRAWS).astype(float)
+    mean_DA = np.zeros((DRAWS, len(arms)))
+    for a, by_seed in enumerate(arms.values()):
+        if by_seed:
+            own_DS = seeds_DS[:, [seeds.index(seed) for seed in by_seed]] + 1e-9
+            mean_DA[:, a] = ((resamples_DQ @ np.array(list(by_seed.values())).T) * own_DS).sum(1) / own_DS.sum(1)
+    return np.quantile(mean_DA @ weights_CA.T, [ALPHA / 2, 1 - ALPHA / 2], axis=0)
+
+
+# --- rates ------------------------------------------------------------------------------------------------------
+
+
+def false_verdict(c: Comparison, true: float) -> str:
+    """The kind of a verdict that is false, or "" for a true one or none."""
+    wrong = c.kind == "greater" and (true == 0 or (c.difference > 0) != (true > 0))
+    return "greater" if wrong else "tie" if c.kind == "tie" and abs(true) >= TIE - 1e-9 else ""
+
+
+COLUMNS = ("false tables", "with a false tie", "coverage", "coverage, noisy arm", "decided", "unstable", "seeds",
+           "Welch + Holm: false tables", "decided", "bootstrap: coverage", "false tables")  # fmt: skip
+
+
+def rates(setting: Setting, tables: int, seed: int) -> list[float]:
+    """The values of `COLUMNS` over simulated tables."""
+    compared = contrasts(setting)
+    true = [true_difference(setting, c) for c in compared]
+    noisy = str(int(np.argmax(setting.noise))) if len(set(setting.noise)) > 1 else ""
+    rng = np.random.default_rng((seed, setting.seeds, len(setting.accuracies)))
+    resamples = rng.multinomial(setting.questions, np.full(setting.questions, 1 / setting.questions), DRAWS) / setting.questions
+    rows = []
+    for _ in range(tables):
+        arms = sample(rng, setting)
+        found, seeds = ours(arms, setting)
+        falsehoods = [false_verdict(c, t) for c, t in zip(found, true, strict=True)]
+        held = [(c.low <= t <= c.high, noisy in c.arms) for c, t in zip(found, true, strict=True) if c.seeds > 1]
+        rejected = welch(arms, weights := weights_of(compared, arms))
+        low, high = percentile(rng, arms, weights, resamples)
+        rows.append(
+            [
+                any(falsehoods),
+                "tie" in falsehoods,
+                np.mean([h for h, _ in held]) if held else np.nan,
+                np.mean([h for h, is_noisy in held if is_noisy]) if any(n for _, n in held) else np.nan,
+                np.mean([c.decided for c in found]),
+                np.mean(["unstable" in c.verdict for c in found]),
+                seeds,
+                any(r and t == 0 for r, t in zip(rejected, true, strict=True)),
+                np.mean(rejected),
+                np.mean((low <= true) & (true <= high)),
+                any(t == 0 and not a <= 0 <= b for a, b, t in zip(low, high, true, strict=True)),
+            ]
+        )
+    values = np.array(rows, dtype=float)
+    return [float(np.nanmean(column)) if not np.isnan(column).all() else np.nan for column in values.T]
+
+
+# --- settings ---------------------------------------------------------------------------------------------------
+
+BASE = 0.01  # standard deviation of a quiet arm between seeds
+
+
+def noises(arms: int) -> Iterator[tuple[str, tuple[float, ...], str]]:
+    """Name, standard deviations and shape of each kind of noise."""
+    yield "equal noise", (2 * BASE,) * arms, "normal"
+    for times in (2, 4, 8, 20):
+        yield f"one arm {times} x", (BASE,) * (arms - 1) + (times * BASE,), "normal"
+    yield "half 4 x", tuple(BASE * (4 if a % 2 else 1) for a in range(arms)), "normal"
+    for shape in ("heavy tails", "skew", "a seed in ten collapses"):
+        yield shape, (2 * BASE,) * arms, shape
+
+
+def settings() -> Iterator[Setting]:
+    """All settings of the table."""
+    for arms, seeds in product((2, 3, 4, 8, 12), (2, 3, 5, 10)):
+        for noise, spreads, shape in noises(arms):
+            yield Setting(f"{arms} arms, {seeds} seeds, {noise}", (0.5,) * arms, seeds, spreads, shape)
+    for arms, seeds, accuracy in product((2, 4), (2, 3, 5), (0.02, 0.98)):
+        yield Setting(f"{arms} arms, {seeds} seeds, accuracy {accuracy}", (accuracy,) * arms, seeds, (0.002,) * arms)
+    for arms, seeds in product((4, 8), (2, 3, 5, 10)):
+        accuracies = tuple(0.5 + 0.35 * (a // 2) / ((arms - 1) // 2) for a in range(arms))
+        spreads = tuple(0.01 + 0.1 * (accuracy - 0.5) for accuracy in accuracies)
+        yield Setting(f"{arms} arms, {seeds} seeds, noise by accuracy", accuracies, seeds, spreads)
+    for grid, seeds in product(((2, 2), (2, 3), (3, 4), (2, 2, 2)), (2, 3, 5)):
+        arms, label = int(np.prod(grid)), " x ".join(map(str, grid))
+        for noise, spreads, shape in [n for n in noises(arms) if n[0] in ("equal noise", "one arm 8 x", "half 4 x")]:
+            yield Setting(f"grid {label}, {seeds} seeds, {noise}", (0.5,) * arms, seeds, spreads, shape, grid=grid)
+    yield from other_settings()
+
+
+def other_settings() -> Iterator[Setting]:
+    """Settings that vary one thing about four arms, differences equal to the margin of a tie, and --until_decided."""
+    for seeds in (3, 5):
+        plain = Setting("", (0.5,) * 4, seeds, (2 * BASE,) * 4)
+        yield replace(plain, name=f"4 arms, {seeds} seeds, questions in fours", cluster=4, taste=0.12)
+        yield replace(plain, name=f"4 arms, {seeds} seeds, fours, known", cluster=4, taste=0.12, clusters_known=True)
+        yield replace(plain, name=f"4 arms, {seeds} seeds, a run in ten missing", missing=0.1)
+        yield replace(plain, name=f"4 arms, {seeds} seeds, unequal seeds", unequal=True)
+        yield replace(plain, name=f"4 arms, {seeds} seeds, unequal seeds, one 8 x", unequal=True, noise=(0.01,) * 3 + (0.08,))
+        yield replace(plain, name=f"4 arms, {seeds} seeds, areas", evaluations=5)
+        yield replace(plain, name=f"4 arms, {seeds} seeds, no noise between seeds", noise=(0.0,) * 4)
+        yield replace(plain, name=f"4 arms, {seeds} seeds, one arm collapses", shape="one arm collapses")
+        yield replace(plain, name=f"4 arms, {seeds} seeds, two 0.08 better", accuracies=(0.46, 0.46, 0.54, 0.54))
+    for arms, seeds, times in product((2, 4, 8), (5, 10), (1, 4, 20)):
+        spreads = (0.004,) * (arms - 1) + (0.004 * times,)
+        accuracies = (0.485,) * (arms - 1) + (0.515,)
+        yield Setting(
+            f"{arms} arms, {seeds} seeds, at the margin, one arm {times} x", accuracies, seeds, spreads, questions=2048
+        )
+    for arms, first, last in ((2, 2, 8), (3, 2, 8), (3, 3, 10), (4, 3, 6)):
+        for noise, spreads, shape in [n for n in noises(arms) if n[0] in ("equal noise", "one arm 8 x")]:
+            name = f"until decided, {arms} arms, {first} to {last} seeds, {noise}"
+            yield Setting(name, (0.5,) * arms, first, spreads, shape, last_seeds=last)
+        name = f"until decided, {arms} arms, {first} to {last} seeds, one 0.05 better"
+        yield Setting(name, (0.5,) * (arms - 1) + (0.55,), first, (2 * BASE,) * arms, last_seeds=last)
+
+
+def printed_power() -> Iterator[tuple[str, Setting, float]]:
+    """Settings of two arms that differ by the smallest difference of the printed design, and that difference."""
+    for arms, seeds, last in ((2, 3, 3), (4, 3, 3), (4, 5, 5), (12, 3, 3), (12, 5, 5), (2, 2, 8), (3, 3, 10)):
+        difference = power(arms, seeds, 512, 2 * BASE, last_seeds=last, tie=TIE).difference
+        accuracies = (0.5 + difference / 2,) + (0.5 - difference / 2,) * (arms - 1)
+        setting = Setting("", accuracies, seeds, (2 * BASE,) * arms, taste=0, last_seeds=last if last > seeds else 0)
+        yield f"{arms} arms, {seeds} to {last} seeds" if last > seeds else f"{arms} arms, {seeds} seeds", setting, difference
+
+
+def found_pairs(setting: Setting, tables: int, seed: int) -> float:
+    """How often arms 0 and 1 get a verdict that 0 is greater."""
+    rng = np.random.default_rng(seed)
+    return float(np.mean([ours(sample(rng, setting), setting)[0][0].verdict == "0 > 1" for _ in range(tables)]))
+
+
+def main(tables: int = 5000, only: str = "", seed: int = 0, processes: int = 1, with_power: bool = True) -> None:
+    """Print the rates of all settings whose name has `only` in it, as Markdown."""
+    chosen = [setting for setting in settings() if only in setting.name]
+    start = time.monotonic()
+    print(f"{tables} tables each; one standard error of 5 % is {100 * np.sqrt(0.05 * 0.95 / tables):.1f} points\n")
+    print(f"| setting | {' | '.join(COLUMNS)} |\n|---{'|---' * len(COLUMNS)}|", flush=True)
+    with ProcessPoolExecutor(processes, initializer=os.nice, initargs=(5,)) as pool:
+        jobs = [pool.submit(rates, setting, tables, seed) for setting in chosen]
+        for setting, job in zip(chosen, jobs, strict=True):
+            cells = [f"{v:.1f}" if label == "seeds" else "" if np.isnan(v) else f"{100 * v:.1f} %"
+                     for label, v in zip(COLUMNS, job.result(), strict=True)]  # fmt: skip
+            print(f"| {setting.name} | {' | '.join(cells)} |", flush=True)
+        if with_power:
+            print("\n| design | smallest difference printed | found in (80 % stated) |\n|---|---|---|")
+            rows = list(printed_power())
+            for (name, _, difference), job in [(row, pool.submit(found_pairs, row[1], tables, seed)) for row in rows]:
+                print(f"| {name} | {difference:.3f} | {100 * job.result():.1f} % |", flush=True)
+    print(f"\n{(time.monotonic() - start) / 60:.0f} minutes")
 
 
 if __name__ == "__main__":

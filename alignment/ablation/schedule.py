@@ -185,19 +185,26 @@ def _progress(design: Design, state: State) -> str:
 
 
 def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_seeds: int) -> list[State]:
-    """A further seed for both arms of the undecided pair that needs the fewest, or the seeds that only one of them has.
+    """The runs that bring the arms of every undecided comparison to one seed more than any arm has.
 
-    [] where every pair is decided, has `max_seeds` seeds, or has an arm with a failed run.
+    So a sweep from S to `max_seeds` seeds is looked at at most `max_seeds` - S + 1 times, between which it shares the chance of
+    a false verdict. [] where every comparison is decided, has an arm with a failed run, needs questions rather than seeds, or
+    where `max_seeds` are reached.
     """
+    seeds = sorted({state.seed for state in states})
+    if len(seeds) >= max_seeds:
+        return []
     failed = {state.arm for state in states if state.status == "failed"}
-    undecided = [c for c in comparisons if c.more_seeds is not None]
-    for comparison in sorted(undecided, key=lambda c: (c.more_seeds, -abs(c.difference))):
-        pair = (comparison.a, comparison.b)
-        seeds = {arm: {state.seed for state in states if state.arm == arm} for arm in pair}
-        either = seeds[pair[0]] | seeds[pair[1]]
-        added = [State(arm, seed) for arm in pair for seed in sorted(either - seeds[arm])]
-        if not added and len(either) < max_seeds:
-            added = [State(arm, max(either) + 1) for arm in pair]
-        if added and failed.isdisjoint(pair):
-            return added
-    return []
+    undecided = [c for c in comparisons if c.more_seeds is not None and failed.isdisjoint(c.arms)]
+    present = {(state.arm, state.seed) for state in states}
+    arms = dict.fromkeys(arm for comparison in undecided for arm in comparison.arms)
+    return [State(arm, seed) for seed in [*seeds, seeds[-1] + 1] for arm in arms if (arm, seed) not in present]
+
+
+def out_of_reach(comparisons: Sequence[Comparison], max_seeds: int) -> list[str]:
+    """A line for each undecided comparison that `max_seeds` seeds will hardly settle, by its present estimates."""
+    return [
+        f"{c.a} - {c.b}: hardly settled by --max_seeds {max_seeds}: {c.verdict.removeprefix('undecided: ')}"
+        for c in comparisons
+        if not c.decided and (c.more_seeds is None or c.seeds + c.more_seeds > max_seeds)
+    ]

@@ -1,28 +1,28 @@
 """Paired comparisons of arms over training seeds and questions, with intervals and verdicts.
 
-An arm is a set of arguments, trained with several seeds; all runs answer the same questions. Arrays: S seeds, Q questions,
-E evaluations. Nothing here reads a file.
+An arm is a set of arguments, trained with several seeds; all runs answer the same questions. Arrays: A arms, S seeds,
+Q questions, E evaluations, C contrasts. Nothing here reads a file or draws a random number.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
 import numpy as np
 from scipy import stats
-from scipy.special import digamma, polygamma
+from scipy.special import ndtr, ndtri
 
 from alignment.ablation.design import ALPHA
+from alignment.ablation.variances import seed_variances
 
 Scores = Mapping[int, np.ndarray]
 """The scores of an arm: for each seed, one score a question [Q], in the same order for all arms."""
 
-DRAWS = 4_000
 MOST_SEEDS = 200  # the largest number of further seeds that is recommended
 
 
@@ -41,7 +41,7 @@ class Comparison:
 
     kind: "greater" (one side is), "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of
     comparisons. `more_seeds` estimates the further seeds that would settle an undecided comparison; None where no number up to
-    MOST_SEEDS would, or where it is settled. Without a second seed the interval is NaN.
+    MOST_SEEDS would, or where it is settled. `arms` are the arms on both sides. Without a second seed the interval is NaN.
     """
 
     a: str
@@ -54,6 +54,7 @@ class Comparison:
     kind: Literal["greater", "tie", "undecided"]
     verdict: str
     more_seeds: int | None = None
+    arms: tuple[str, ...] = ()
 
     @property
     def decided(self) -> bool:
@@ -63,14 +64,22 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A mean difference, its standard error over seeds with degrees of freedom, and the effect of each question [Q]."""
+    """A mean difference and its variances: of a seed's difference by its own seeds, by the arms' variances with degrees of
+    freedom, and of the mean by the choice of questions."""
 
     contrast: Contrast
     seeds: int
     mean: float
-    error: float
-    dof: float
-    questions: np.ndarray
+    own: float
+    by_arms: float
+    dof: int
+    questions: float
+    unstable: tuple[str, ...]
+
+    @property
+    def largest(self) -> float:
+        """The larger variance of a seed's difference."""
+        return max(self.own, self.by_arms)
 
 
 def pairs(arms: Sequence[str]) -> list[Contrast]:
@@ -79,187 +88,223 @@ def pairs(arms: Sequence[str]) -> list[Contrast]:
 
 
 def compare(
-    arms: Mapping[str, Scores], tie: float, contrasts: Sequence[Contrast] | None = None, alpha: float = ALPHA, seed: int = 0
+    arms: Mapping[str, Scores],
+    tie: float,
+    contrasts: Sequence[Contrast] | None = None,
+    alpha: float = ALPHA,
+    groups: Sequence[Hashable] | None = None,
 ) -> list[Comparison]:
     """A comparison for every contrast (by default every pair of arms), paired by seed and question. The chance that any
-    verdict is false is at most `alpha`, half of it for differences and half for ties.
+    verdict is false is at most `alpha`, and that of a false tie at most half of it. `groups` gives a label for every question;
+    questions of one label count as one observation.
 
-    The interval is a hierarchical bootstrap. It resamples the many questions. Resampling a few seeds would make intervals far
-    too short, so it draws their mean from Student's t, the exact sampling distribution for normal seed effects, with the
-    variance of `seed_variances`. The sampling noise in the spread between questions is removed from the question level, since
-    the seed level has it already.
+    The interval is the paired t interval: the standard deviation of the contrast's own differences by seed, whatever the noise
+    of other arms, with the variance that the choice of questions adds (`question_variance`).
 
-    Verdicts: "a > b" where the test excludes zero, "tie within d" where it excludes differences of `tie` or more (two one-sided
-    tests, Schuirmann 1987), both after Holm's correction (1979, Scand. J. Stat. 6); else "undecided".
+    A verdict needs both of two tests, so that it agrees with its interval:
+    1. The contrast by itself: Student's t with its seeds less one. It bounds the errors that one unstable arm can cause.
+    2. All contrasts together: Holm's correction (1979, Scand. J. Stat. 6) of t tests with the degrees of freedom of all arms.
+    No arm's variance counts for less than the common one, nor for less than its own seeds say (`seed_variances`). Unstable arms
+    are left out of the variance that is common to the others; comparisons with and without them then share `alpha`.
+
+    Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences of `tie` or more (two
+    one-sided tests, Schuirmann 1987), else "undecided". A difference of zero makes no tie false, and one of `tie` makes no
+    winner false but the wrong one, so differences are tested at `alpha` and each side of a tie at half of it.
     Raises ValueError where two arms have different questions.
     """
     questions = {len(scores) for arm in arms.values() for scores in arm.values()}
     if len(questions) > 1:
         raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
     contrasts = pairs(list(arms)) if contrasts is None else contrasts
-    variances = seed_variances({arm: {s: float(x.mean()) for s, x in scores.items()} for arm, scores in arms.items()})
-    differences = [_differences(arms, contrast) for contrast in contrasts]
-    compared = list(zip(contrasts, differences, strict=True))
-    estimates = [_estimate(contrast, d, variances) for contrast, d in compared if len(d) > 1]
-    settled = iter(_settle(estimates, tie, alpha / 2, len(contrasts), seed))
-    return [next(settled) if len(d) > 1 else _without_interval(contrast, d) for contrast, d in compared]
+    estimates = {i: e for i, e in enumerate(_estimates(arms, contrasts, groups)) if e}
+    with_unstable = [bool(e.unstable) for e in estimates.values()]
+    if any(with_unstable) and not all(with_unstable):  # comparisons with and without unstable arms err separately
+        alpha /= 2
+    settled = dict(zip(estimates, _settle(list(estimates.values()), tie, alpha, len(contrasts)), strict=True))
+    return [settled[i] if i in settled else _without_interval(arms, contrast) for i, contrast in enumerate(contrasts)]
 
 
-def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: int, seed: int) -> list[Comparison]:
-    """The comparisons of estimates. The chance of a false difference is at most `alpha`, and so is that of a false tie."""
+# --- estimates --------------------------------------------------------------------------------------------------
+
+
+def shared_seeds(arms: Mapping[str, Scores], contrast: Contrast) -> tuple[int, ...]:
+    """The seeds that all arms of the contrast have."""
+    return tuple(sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights))))
+
+
+def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups: Sequence[Hashable] | None):
+    """An estimate for each contrast; None where its arms share fewer than two seeds."""
+    means = {arm: {seed: float(x.mean()) for seed, x in by_seed.items()} for arm, by_seed in arms.items()}
+    variances = seed_variances(means)
+    stable = {arm: by_seed for arm, by_seed in means.items() if arm not in variances.unstable}
+    of_stable = seed_variances(stable) if variances.unstable else variances
+    moments = functools.lru_cache(maxsize=None)(lambda seeds: _moments(arms, seeds, groups))
+    for contrast in contrasts:
+        seeds, unstable = shared_seeds(arms, contrast), tuple(variances.unstable & set(contrast.weights))
+        if len(seeds) < 2:
+            yield None
+            continue
+        names, mean_A, between_seeds_AA, between_questions_AA = moments(seeds)
+        weights_A = np.array([contrast.weights.get(name, 0.0) for name in names])
+        chosen = variances if unstable else of_stable
+        yield _Estimate(
+            contrast,
+            len(seeds),
+            float(weights_A @ mean_A),
+            float(weights_A @ between_seeds_AA @ weights_A),
+            sum(weight**2 * chosen.by_arm[arm] for arm, weight in contrast.weights.items()),
+            chosen.dof,
+            max(0.0, float(weights_A @ between_questions_AA @ weights_A)),
+            unstable,
+        )
+
+
+def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequence[Hashable] | None):
+    """The arms that have all `seeds`, their means [A], and two covariances [A, A]: of their means between seeds, and what the
+    choice of questions adds to the covariance of their means over seeds and questions.
+
+    The spread between questions has the sampling noise of S answers a question, which the spread between seeds has already:
+    it is subtracted. A mean of Q right or wrong answers moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding
+    error's variance, 1 / 12 of a squared step for the difference of two arms, is added.
+    """
+    names = [name for name, by_seed in arms.items() if set(seeds) <= set(by_seed)]
+    answers_ASQ = np.array([[arms[name][seed] for seed in seeds] for name in names], dtype=float)
+    y_ASQ = _group_means(answers_ASQ, groups)
+    count, questions = y_ASQ.shape[1:]
+    mean_A, by_seed_AS, by_question_AQ = y_ASQ.mean((1, 2)), y_ASQ.mean(2), y_ASQ.mean(1)
+    centred_AQ = by_question_AQ - mean_A[:, None]
+    residuals = (y_ASQ - by_seed_AS[:, :, None] - centred_AQ[:, None, :]).reshape(len(names), -1)
+    rounding_AA = np.eye(len(names)) / (24 * answers_ASQ.shape[2] ** 2)
+    between_seeds_AA = np.cov(by_seed_AS).reshape(len(names), -1) + rounding_AA
+    freedom = max(1, questions - 1)
+    noise_AA = residuals @ residuals.T / ((count - 1) * freedom)
+    return names, mean_A, between_seeds_AA, (centred_AQ @ centred_AQ.T / freedom - noise_AA / count) / questions
+
+
+def _group_means(y_ASQ: np.ndarray, groups: Sequence[Hashable] | None) -> np.ndarray:
+    """One value a group of questions, with the mean over groups that the questions have: [A, S, groups]."""
+    if groups is None:
+        return y_ASQ
+    places = {label: place for place, label in enumerate(dict.fromkeys(groups))}
+    member_QG = np.eye(len(places))[[places[label] for label in groups]]
+    mean = y_ASQ.mean(axis=2, keepdims=True)
+    return mean + (y_ASQ - mean) @ member_QG * (member_QG.shape[1] / member_QG.shape[0])
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------
+
+
+def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: int) -> list[Comparison]:
+    """The comparisons of estimates, of a family of `family` contrasts."""
     if not estimates:
         return []
-    rng, weights = np.random.default_rng(seed), _resampled_questions(len(estimates[0].questions), seed)
-    by_question = (weights @ np.stack([e.questions for e in estimates], axis=1)).T
-    resampled = list(zip(estimates, by_question, strict=True))
-    p = holm([2 * min(_tail(e, effects, 0), _tail(e, effects, 0, above=False)) for e, effects in resampled])
-    p_tie = holm([max(_tail(e, effects, -tie), _tail(e, effects, tie, above=False)) for e, effects in resampled])
-    # Even quantiles in random order are draws of t without chance in the number of extreme ones.
-    quantiles = (np.arange(DRAWS) + 0.5) / DRAWS
-    draws = [e.mean + effects + rng.permutation(stats.t.ppf(quantiles, e.dof)) * e.error for e, effects in resampled]
-    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, draws, p, p_tie, strict=True)]
+    seeds, mean, own, by_arms, dof, questions, largest = (
+        np.array([getattr(e, name) for e in estimates], dtype=float)
+        for name in ("seeds", "mean", "own", "by_arms", "dof", "questions", "largest")
+    )
+
+    def p_values(distance: np.ndarray) -> np.ndarray:
+        together = holm(2 * tail(distance, by_arms / seeds, dof, questions))
+        return np.maximum(together, np.minimum(1, 2 * tail(distance, largest / seeds, seeds - 1, questions)))
+
+    half = half_width(own / seeds, seeds - 1, questions)
+    p, p_tie = p_values(np.abs(mean)), p_values(tie - np.abs(mean))
+    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, half, p, p_tie, strict=True)]
 
 
-def _differences(arms: Mapping[str, Scores], contrast: Contrast) -> np.ndarray:
-    """The weighted sum of the arms' scores [S, Q], for the seeds that all arms of the contrast have."""
-    shared = sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights)))
-    rows = [sum(weight * arms[arm][seed] for arm, weight in contrast.weights.items()) for seed in shared]
-    return np.stack(rows) if rows else np.empty((0, 0))
+def tail(distance_C: np.ndarray, variance_C: np.ndarray, dof_C: np.ndarray, questions_C: np.ndarray) -> np.ndarray:
+    """The probability that an error exceeds `distance_C`. The error is Student's t times the root of `variance_C`, plus a
+    normal error of variance `questions_C`: given the chi square of its variance, a normal one."""
+    result = np.empty(len(distance_C))
+    for dof in set(dof_C.tolist()):
+        rows = dof_C == dof
+        inflation, weights = _inverse_chi_square(dof)
+        scale = np.sqrt(variance_C[rows, None] * inflation + questions_C[rows, None])
+        result[rows] = ndtr(-distance_C[rows, None] / np.maximum(scale, 1e-12)) @ weights
+    return result
 
 
-@functools.lru_cache(maxsize=2)
-def _resampled_questions(questions: int, seed: int) -> np.ndarray:
-    """The weight of each question in each resample, float32 [DRAWS, Q]; the same resamples for all contrasts pair them."""
-    counts = np.random.default_rng((seed, questions)).multinomial(questions, np.full(questions, 1 / questions), size=DRAWS)
-    return (counts / questions).astype(np.float32)
+@functools.lru_cache(maxsize=256)
+def _inverse_chi_square(dof: float) -> tuple[np.ndarray, np.ndarray]:
+    """Values of dof / chi square and their weights: the trapezoidal rule in the logarithm of chi square."""
+    log = np.linspace(*np.log([stats.chi2.ppf(1e-10, dof), stats.chi2.isf(1e-10, dof)]), 161)
+    weights = np.exp(stats.chi2.logpdf(np.exp(log), dof) + log)
+    return dof / np.exp(log), weights / weights.sum()
 
 
-def _estimate(contrast: Contrast, differences_SQ: np.ndarray, variances: Mapping[str, tuple[float, float]]) -> _Estimate:
-    seeds, questions = differences_SQ.shape
-    mean, by_seed, by_question = differences_SQ.mean(), differences_SQ.mean(axis=1), differences_SQ.mean(axis=0)
-    residual = differences_SQ - by_seed[:, None] - by_question[None, :] + mean
-    noise = (residual**2).sum() / ((seeds - 1) * max(1, questions - 1))
-    spread = by_question.var(ddof=1) if questions > 1 else 0.0
-    share = math.sqrt(max(0.0, 1 - noise / (seeds * spread))) if spread > 0 else 0.0
-    effects = (share * (by_question - mean)).astype(np.float32)
-    terms = [(weight**2 * variances[arm][0], variances[arm][1]) for arm, weight in contrast.weights.items()]
-    total = sum(variance for variance, _ in terms)
-    # Satterthwaite 1946, Biometrics Bulletin 2(6): the degrees of freedom of a sum of variances.
-    dof = total**2 / sum(variance**2 / dof for variance, dof in terms) if total else sum(dof for _, dof in terms)
-    return _Estimate(contrast, seeds, float(mean), math.sqrt(total / seeds), dof, effects)
+def half_width(variance_C: np.ndarray, dof_C: np.ndarray, questions_C: np.ndarray, level: float = 0.05) -> np.ndarray:
+    """Half the length of the interval that `tail` leaves with a probability of `level`, by bisection."""
+    by_seeds, by_questions = stats.t.isf(level / 2, dof_C) * np.sqrt(variance_C), -ndtri(level / 2) * np.sqrt(questions_C)
+    low, high = np.maximum(by_seeds, by_questions), by_seeds + by_questions
+    for _ in range(15):
+        middle = (low + high) / 2
+        outside = 2 * tail(middle, variance_C, dof_C, questions_C) > level
+        low, high = np.where(outside, middle, low), np.where(outside, high, middle)
+    return (low + high) / 2
 
 
-def seed_variances(means: Mapping[str, Mapping[int, float]]) -> dict[str, tuple[float, float]]:
-    """Each arm's variance between seeds, after removing effects of a seed common to all arms, and its degrees of freedom.
-
-    The model of the means is y_as = arm + seed. The squares of its residuals add up to (1 - 1 / arms) of a variance for each
-    seed but one. These variances, of very few seeds each, are shrunk towards their common value as far as the data support one
-    (Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3(1), section 4), which makes verdicts possible at three seeds; an arm noisier
-    than the others keeps most of its own variance. The degrees of freedom are the arm's own or, where larger, at most half of
-    those of all residuals, an arm's share in the difference of two.
-    """
-    seeds = sorted({seed for by_seed in means.values() for seed in by_seed})
-    centred = {arm: {s: y - float(np.mean(list(by.values()))) for s, y in by.items()} for arm, by in means.items() if by}
-    present = {seed: [by[seed] for by in centred.values() if seed in by] for seed in seeds}
-    effect = {seed: float(np.mean(values)) if len(values) > 1 else 0.0 for seed, values in present.items()}
-    raw = {}
-    for arm, by_seed in centred.items():
-        shares = [1 - 1 / len(present[seed]) for seed in by_seed if len(present[seed]) > 1]
-        dof = sum(shares) * (len(by_seed) - 1) / len(by_seed)
-        squares = sum((y - effect[seed]) ** 2 for seed, y in by_seed.items() if len(present[seed]) > 1)
-        raw[arm] = (squares / dof, dof) if dof > 0 else (0.0, 0.0)
-    pooled = sum(dof for _, dof in raw.values())
-    prior_dof, prior = common_variance([v for v, _ in raw.values()], [d for _, d in raw.values()])
-    return {
-        arm: (_shrunk(variance, dof, prior, prior_dof), min(dof + prior_dof, max(dof, pooled / 2)))
-        for arm, (variance, dof) in raw.items()
-    }
-
-
-def _shrunk(variance: float, dof: float, prior: float, prior_dof: float) -> float:
-    if math.isinf(prior_dof):
-        return prior
-    return (prior_dof * prior + dof * variance) / (prior_dof + dof) if prior_dof + dof else 0.0
-
-
-def common_variance(variances: Sequence[float], dofs: Sequence[float]) -> tuple[float, float]:
-    """Degrees of freedom and value of the variance that many estimates share (Smyth 2004, section 6.2).
-
-    (0, 0) for fewer than three estimates; infinite degrees, and the pooled variance, where the estimates differ no more than
-    by chance.
-    """
-    known = [(v, d) for v, d in zip(variances, dofs, strict=True) if v > 0 and d > 0]
-    if len(known) < 3:
-        return 0.0, 0.0
-    variance, dof = np.array(known).T
-    logs = np.log(variance) - digamma(dof / 2) + np.log(dof / 2)
-    excess = logs.var(ddof=1) - polygamma(1, dof / 2).mean()
-    if excess <= 0:
-        return math.inf, float((variance * dof).sum() / dof.sum())
-    prior_dof = 2 * _inverse_trigamma(excess)
-    return prior_dof, float(np.exp(logs.mean() + digamma(prior_dof / 2) - np.log(prior_dof / 2)))
-
-
-def _inverse_trigamma(value: float) -> float:
-    """x with trigamma(x) = value, by Newton's method on 1/trigamma, which is nearly linear (Smyth 2004, appendix)."""
-    x = 0.5 + 1 / value
-    for _ in range(50):
-        trigamma = polygamma(1, x)
-        x += trigamma * (1 - trigamma / value) / polygamma(2, x)
-    return float(x)
-
-
-def _tail(e: _Estimate, by_question: np.ndarray, value: float, above: bool = True) -> float:
-    """The probability that the difference is at most `value`, or with `above` false, at least."""
-    distance = (e.mean + by_question - value) * (1 if above else -1)
-    if e.error == 0:
-        return float((distance <= 0).mean())
-    return float(stats.t.sf(distance / e.error, e.dof).mean())
-
-
-def _verdict(e: _Estimate, draws: np.ndarray, p: float, p_tie: float, tie: float, alpha: float, family: int) -> Comparison:
-    low, high = np.quantile(draws, [0.025, 0.975])
+def _verdict(e: _Estimate, half: float, p: float, p_tie: float, tie: float, alpha: float, family: int) -> Comparison:
     a, b = e.contrast.a, e.contrast.b
     more, kind = None, "undecided"
     if p < alpha:
         kind, verdict = "greater", f"{a} > {b}" if e.mean > 0 else f"{b} > {a}"
     elif p_tie < alpha:
         kind, verdict = "tie", f"tie within {tie:g}"
-    elif more := _seeds_to_settle(e, tie, alpha / family):
-        verdict = f"undecided: about {more} more seed{'s' if more > 1 else ''}"
     else:
-        verdict = "undecided: more questions are needed, not more seeds"
-    return Comparison(a, b, e.seeds, e.mean, float(low), float(high), p, kind, verdict, more)
+        more = _seeds_to_settle(e, tie, alpha, family)
+        needs = f"about {more} more seed{'s' if more > 1 else ''}" if more else _lacking(e, tie, alpha, family)
+        reason = f"{e.seeds} seeds cannot bear an arm as unstable as {' and '.join(sorted(e.unstable))}; " if e.unstable else ""
+        verdict = f"undecided: {reason}{needs}"
+    low, high = float(e.mean - half), float(e.mean + half)
+    return Comparison(a, b, e.seeds, e.mean, low, high, float(p), kind, verdict, more, tuple(e.contrast.weights))
 
 
-def _seeds_to_settle(e: _Estimate, tie: float, alpha: float) -> int | None:
+def _seeds_to_settle(e: _Estimate, tie: float, alpha: float, family: int) -> int | None:
     """The number of further seeds that would settle the comparison at the present estimates; None above MOST_SEEDS."""
-    by_questions = stats.norm.isf(alpha / 2) * float(e.questions.std()) / math.sqrt(len(e.questions))
-    more = np.arange(1, MOST_SEEDS + 1)
-    errors = e.error * np.sqrt(e.seeds / (e.seeds + more))
-    half = np.hypot(stats.t.isf(alpha / 2, e.dof * (1 + more / e.seeds)) * errors, by_questions)
+    together, alone = _quantiles(e.seeds, e.dof, alpha, family)
+    seeds = e.seeds + np.arange(1, MOST_SEEDS + 1)
+    by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
+    errors = np.maximum(together * math.sqrt(e.by_arms), alone * math.sqrt(e.largest)) / np.sqrt(seeds)
+    half = np.hypot(errors, by_questions)
     enough = (abs(e.mean) > half) | (abs(e.mean) + half < tie)
-    return int(more[enough][0]) if enough.any() else None
+    return int(seeds[enough][0]) - e.seeds if enough.any() else None
 
 
-def _without_interval(contrast: Contrast, differences: np.ndarray) -> Comparison:
-    nan, seeds = math.nan, differences.shape[0]
-    mean = float(differences.mean()) if differences.size else nan
-    verdict = f"undecided: {seeds} shared seed{'' if seeds == 1 else 's'}, 2 are needed"
-    return Comparison(contrast.a, contrast.b, seeds, mean, nan, nan, 1.0, "undecided", verdict, 2 - seeds)
+def _lacking(e: _Estimate, tie: float, alpha: float, family: int) -> str:
+    by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
+    by_seeds = abs(e.mean) > by_questions or abs(e.mean) + by_questions < tie
+    return f"more than {MOST_SEEDS} more seeds" if by_seeds else "more questions are needed, not more seeds"
+
+
+@functools.lru_cache(maxsize=256)
+def _quantiles(seeds: int, dof: int, alpha: float, family: int) -> tuple[np.ndarray, np.ndarray]:
+    """Quantiles of t of both tests for 1 to MOST_SEEDS further seeds; the degrees of freedom grow with the seeds."""
+    more = np.arange(1, MOST_SEEDS + 1)
+    return stats.t.isf(alpha / family / 2, dof * (1 + more / (seeds - 1))), stats.t.isf(alpha / 2, seeds - 1 + more)
+
+
+def _without_interval(arms: Mapping[str, Scores], contrast: Contrast) -> Comparison:
+    nan, seeds = math.nan, shared_seeds(arms, contrast)
+    mean = (
+        sum(w * float(np.mean([arms[arm][seed].mean() for seed in seeds])) for arm, w in contrast.weights.items())
+        if seeds
+        else nan
+    )
+    verdict = f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
+    names = tuple(contrast.weights)
+    return Comparison(contrast.a, contrast.b, len(seeds), mean, nan, nan, 1.0, "undecided", verdict, 2 - len(seeds), names)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """p values adjusted for their number: the k-th smallest of m times m - k + 1, never falling (Holm 1979)."""
-    order = np.argsort(p_values, kind="stable")
-    adjusted, running = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(order):
-        running = max(running, min(1.0, float(p_values[i]) * (len(p_values) - rank)))
-        adjusted[i] = running
-    return adjusted
+    p = np.asarray(p_values, dtype=float)
+    order = np.argsort(p, kind="stable")
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.maximum.accumulate(np.minimum(1, p[order] * np.arange(len(p), 0, -1)))
+    return adjusted.tolist()
 
 
-# --- scores and planning --------------------------------------------------------------------------------------
+# --- scores -----------------------------------------------------------------------------------------------------
 
 
 def area_under_curve(steps: Sequence[int], scores_EQ: np.ndarray) -> np.ndarray:
@@ -272,19 +317,3 @@ def area_under_curve(steps: Sequence[int], scores_EQ: np.ndarray) -> np.ndarray:
 def interquartile_mean(scores: Sequence[float]) -> float:
     """The mean of the middle half (Agarwal et al. 2021, arXiv:2108.13264), for scores of many tasks or runs."""
     return float(stats.trim_mean(np.asarray(scores, dtype=float), 0.25))
-
-
-def detectable_difference(
-    arms: int, seeds: int, questions: int, seed_std: float, accuracy: float = 0.5, alpha: float = ALPHA, power: float = 0.8
-) -> float:
-    """The smallest difference between two of `arms` arms that would get a verdict with a chance of `power`.
-
-    `seed_std` is the standard deviation of an arm's accuracy between seeds, questions aside; each question has one answer.
-    Differences between arms that vary from question to question, alike in all seeds, are not known beforehand and left out.
-    Infinite with one seed.
-    """
-    if seeds < 2 or arms < 2:
-        return math.inf
-    error = math.sqrt(2 * (seed_std**2 + accuracy * (1 - accuracy) / questions) / seeds)
-    dof = (arms - 1) * (seeds - 1)
-    return error * float(stats.t.isf(alpha / (arms * (arms - 1)), dof) + stats.t.isf(1 - power, dof))

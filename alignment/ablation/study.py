@@ -77,10 +77,9 @@ def _read_sweep(folder: Path) -> Study:
         expected.add((arm, int(seed)))
         if (path / "args.json").exists() and (run := read_run(path)).finished:
             arms[arm][int(seed)] = run
-    differing = [name for name in next(iter(planned.values())) if len({json.dumps(a.get(name)) for a in planned.values()}) > 1]
     return Study(
         arms=arms,
-        varied={arm: {name: args.get(name) for name in differing} for arm, args in planned.items()},
+        varied=varied_values(planned),
         missing=tuple(f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm]),
         tie=facts["tie"],
         hold=facts["hold"],
@@ -88,6 +87,12 @@ def _read_sweep(folder: Path) -> Study:
         command=shell(["", *map(str, facts["command"])]),
         alpha=facts["alpha"],
     )
+
+
+def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
+    """For each arm, its values of the arguments in which arms differ."""
+    names = [name for name in next(iter(arms.values())) if len({json.dumps(arm.get(name)) for arm in arms.values()}) > 1]
+    return {arm: {name: values.get(name) for name in names} for arm, values in arms.items()}
 
 
 def shell(command: Sequence[str]) -> str:

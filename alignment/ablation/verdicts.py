@@ -56,26 +56,55 @@ def over_tasks(study: Study) -> dict[str, float]:
     return {arm: interquartile_mean(values) for arm, values in pooled.items() if values}
 
 
-def decide_factors(study: Study) -> dict[str, list[Comparison]]:
-    """Comparisons of each varied argument's values, each value by the mean of its arms; {} unless the arms form a full grid of
-    one task with runs in every cell."""
-    scores = final_scores(study)
-    arms = {arm: values for arm, values in study.varied.items() if not arm.startswith("control_")}
+def factor_contrasts(varied: Mapping[str, Mapping[str, object]]) -> dict[str, list[Contrast]]:
+    """For each varied argument the contrasts of its values, each value by the mean of its arms; {} unless the arms, negative
+    controls aside, form a full grid of one task."""
+    arms = {arm: values for arm, values in varied.items() if not arm.startswith("control_")}
     names = choices(arms)
     levels = {name: list(dict.fromkeys(_level(name, values[name]) for values in arms.values())) for name in names}
     cells = {tuple(_level(name, values[name]) for name in names) for values in arms.values()}
     full = len(cells) == len(arms) == math.prod(map(len, levels.values()))
-    if len(names) < 2 or not full or "task" in names or not all(scores[arm] for arm in arms):
+    if len(names) < 2 or not full or "task" in names:
         return {}
-    comparisons = {}
+    contrasts: dict[str, list[Contrast]] = {}
     for name in names:
         members = {level: [arm for arm in arms if _level(name, arms[arm][name]) == level] for level in levels[name]}
-        contrasts = [
+        contrasts[name] = [
             Contrast(a, b, {arm: 1 / len(members[a]) for arm in members[a]} | {arm: -1 / len(members[b]) for arm in members[b]})
             for a, b in combinations(levels[name], 2)
         ]
-        comparisons[name] = compare({arm: scores[arm] for arm in arms}, study.tie, contrasts, study.alpha)
-    return comparisons
+    return contrasts
+
+
+def decide_factors(study: Study) -> dict[str, list[Comparison]]:
+    """Comparisons of each varied argument's values (`factor_contrasts`); {} where an arm has no run."""
+    contrasts, scores = factor_contrasts(study.varied), final_scores(study)
+    arms = {arm: scores[arm] for arm in study.arms if not arm.startswith("control_")}
+    if not all(arms.values()):
+        return {}
+    return {name: compare(arms, study.tie, several, study.alpha) for name, several in contrasts.items()}
+
+
+def decide_question(study: Study, question: Sequence[str]) -> list[Comparison]:
+    """The comparisons that answer `question`: every pair of arms without one, the values of one argument, or the pair of two
+    arms or two values."""
+    if not question:
+        return decide(study)
+    factors = decide_factors(study)
+    if len(question) == 1:
+        return factors[question[0]] if question[0] in factors else decide(study)
+    return [c for c in [*decide(study), *sum(factors.values(), [])] if {c.a, c.b} == set(question)]
+
+
+def refuse_unknown_question(varied: Mapping[str, Mapping[str, object]], question: Sequence[str]) -> None:
+    """Raise `UserError` where no comparison of the arms answers `question`."""
+    factors = factor_contrasts(varied)
+    names = list(factors) or choices(varied)
+    values = [{c.a, c.b} for contrasts in factors.values() for c in contrasts]
+    known = question[0] in names if len(question) == 1 else set(question) <= set(varied) or set(question) in values
+    if question and (not known or len(set(question)) < len(question)):
+        several = sorted(set().union(*values, varied))
+        raise UserError(f"--question {' '.join(question)}: give one of {', '.join(names)}, or two of {', '.join(several)}")
 
 
 def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:

@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from alignment.ablation.power import power
 from alignment.ablation.statistics import (
     Contrast,
     area_under_curve,
-    common_variance,
     compare,
-    detectable_difference,
+    half_width,
     holm,
     interquartile_mean,
-    seed_variances,
+    tail,
 )
+from alignment.ablation.variances import seed_variances
 
 # --- hand-worked ----------------------------------------------------------------------------------------
 
@@ -47,37 +48,67 @@ def test_interquartile_mean():
     assert interquartile_mean([7]) == 7
 
 
-def test_variances_that_differ_by_chance_only_are_taken_for_one():
-    prior_dof, variance = common_variance([0.8, 1.0, 1.2], [4, 4, 2])
-    assert math.isinf(prior_dof)
-    assert variance == pytest.approx((0.8 * 4 + 1.0 * 4 + 1.2 * 2) / 10)
-
-
 def test_what_a_seed_does_to_all_arms_is_taken_away():
     # Means a: 1, 3; b: 1, 3.4. Without the arms' own means -1, 1 and -1.2, 1.2; seeds -1.1, 1.1; residuals +-0.1 for both.
-    # Squares 0.02 for each arm, over (1/2 + 1/2) * 1/2 degrees of freedom.
+    # Squares 0.04 over one degree of freedom (4 runs less 2 arms less 1 seed).
     found = seed_variances({"a": {0: 1.0, 1: 3.0}, "b": {0: 1.0, 1: 3.4}})
-    assert found["a"] == pytest.approx((0.04, 0.5)) and found["b"] == pytest.approx((0.04, 0.5))
+    assert found.common == pytest.approx(0.04) and found.dof == 1
     # So the variance of a difference is that of the differences 0 and -0.4 themselves.
-    assert found["a"][0] + found["b"][0] == pytest.approx(np.var([0.0, -0.4], ddof=1))
+    assert found.by_arm["a"] + found.by_arm["b"] == pytest.approx(np.var([0.0, -0.4], ddof=1))
+
+
+def test_each_arm_has_its_own_variance_but_no_less_than_the_common_one():
+    # Differences over seeds 0, 1: a - b: 0, 0 (variance 0); a - c and b - c: 0, -2 (variance 2). So a and b have 0, c has 2.
+    # Residuals: c -2/3 and 2/3, a and b half as much: squares 8/9 + 4 * 1/9 = 4/3 over 2 degrees of freedom.
+    found = seed_variances({"a": {0: 0.0, 1: 0.0}, "b": {0: 5.0, 1: 5.0}, "c": {0: 1.0, 1: 3.0}})
+    assert found.common == pytest.approx(2 / 3) and found.dof == 2
+    assert found.by_arm == pytest.approx({"a": 2 / 3, "b": 2 / 3, "c": 2.0})
+    # c's sum of squares is its 2 times 2/3 of a degree of freedom, which is all there is: F is infinite.
+    assert found.unstable == {"c"}
+
+
+def test_runs_that_are_missing_are_missing_from_both_variances():
+    # b has no seed 2. The pairs a - b over seeds 0, 1 (differences 0, 2: variance 2) and a - c over 0, 1, 2 (0, 0, 3: 3).
+    # Least squares with weights 1 and 2 can fit b - c too: differences 0, -2 (variance 2), weight 1.
+    # a + b = 2, a + c = 3, b + c = 2: a = 1.5, b = 0.5, c = 1.5.
+    means = {"a": {0: 0.0, 1: 2.0, 2: 3.0}, "b": {0: 0.0, 1: 0.0}, "c": {0: 0.0, 1: 2.0, 2: 0.0}}
+    found = seed_variances(means)
+    assert found.dof == 3  # 8 runs less 3 arms less 2 seeds
+    assert found.by_arm["a"] == pytest.approx(1.5) and found.by_arm["c"] == pytest.approx(1.5)
+    assert found.by_arm["b"] == found.common < 1.5
 
 
 def test_an_arm_without_a_second_seed_has_no_variance():
-    assert seed_variances({"a": {0: 1.0}, "b": {0: 1.0}}) == {"a": (0.0, 0.0), "b": (0.0, 0.0)}
-    assert seed_variances({"a": {}, "b": {0: 1.0, 1: 2.0}})["b"] == (0.0, 0.0)  # beside which seed effects cannot be told
+    assert seed_variances({"a": {0: 1.0}, "b": {0: 1.0}}).by_arm == {"a": 0.0, "b": 0.0}
+    assert seed_variances({"a": {}, "b": {0: 1.0, 1: 2.0}}).by_arm["b"] == 0.0  # beside which seed effects cannot be told
 
 
-def test_shrinkage_finds_the_scaled_f_distribution_that_variances_come_from():
+def test_equal_arms_are_rarely_called_unstable_and_a_wild_one_often():
     rng = np.random.default_rng(0)
-    true = 8 * 0.04 / rng.chisquare(8, 20_000)  # prior with 8 degrees of freedom around 0.04
-    sampled = true * rng.chisquare(3, 20_000) / 3
-    prior_dof, variance = common_variance(sampled, np.full(20_000, 3))
-    assert prior_dof == pytest.approx(8, rel=0.1)
-    assert variance == pytest.approx(0.04, rel=0.03)
+    flagged = {}
+    for spread in (1, 10):
+        found = [
+            seed_variances({str(a): dict(enumerate(rng.normal(scale=spread if a == 0 else 1, size=3))) for a in range(4)})
+            for _ in range(500)
+        ]
+        flagged[spread] = np.mean(["0" in f.unstable for f in found]), np.mean([bool(f.unstable) for f in found])
+    assert flagged[1][1] < 0.1 and flagged[10][0] > 0.6
 
 
-def test_too_few_variances_say_nothing_of_a_common_one():
-    assert common_variance([1.0, 2.0], [2, 2]) == (0.0, 0.0)
+@given(st.floats(0.05, 40), st.sampled_from([1, 2, 5, 11, 44]))
+def test_without_a_choice_of_questions_the_error_is_students_t(distance, dof):
+    (p,) = tail(np.array([distance]), np.array([0.25]), np.array([dof]), np.zeros(1))
+    assert p == pytest.approx(stats.t.sf(2 * distance, dof), rel=1e-4, abs=1e-9)
+
+
+def test_a_tail_of_seeds_and_questions_is_that_of_their_sum():
+    rng = np.random.default_rng(0)
+    draws = 0.3 * rng.standard_t(2, 400_000) + 0.5 * rng.normal(size=400_000)
+    for distance in (0.0, 0.4, 1.5, 4.0):
+        (p,) = tail(np.array([distance]), np.array([0.09]), np.array([2.0]), np.array([0.25]))
+        assert p == pytest.approx((draws > distance).mean(), abs=0.002)
+    (half,) = half_width(np.array([0.09]), np.array([2.0]), np.array([0.25]))
+    assert half == pytest.approx(np.quantile(np.abs(draws), 0.95), rel=0.01)
 
 
 # --- comparisons ----------------------------------------------------------------------------------------
@@ -153,6 +184,51 @@ def test_a_contrast_of_several_arms_is_the_difference_of_their_means():
     assert c.high - c.low < pair.high - pair.low  # four arms say more than two
 
 
+def test_an_unstable_arm_is_named_where_it_leaves_a_comparison_undecided():
+    rng = np.random.default_rng(2)
+    arms = {name: {s: np.full(100, 0.5 + rng.normal(0, 0.01)) for s in range(3)} for name in "abcd"}
+    arms["wild"] = {0: np.full(100, 0.2), 1: np.full(100, 0.9), 2: np.full(100, 0.6)}
+    found = {(c.a, c.b): c for c in compare(arms, tie=0.03)}
+    assert found["a", "wild"].verdict.startswith(
+        "undecided: 3 seeds cannot bear an arm as unstable as wild; more than 200 more"
+    )
+    assert "wild" not in found["a", "b"].verdict
+    (alone,) = (c for c in compare({name: arms[name] for name in "abcd"}, tie=0.03) if (c.a, c.b) == ("a", "b"))
+    assert (found["a", "b"].low, found["a", "b"].high) == (alone.low, alone.high)  # intervals know nothing of other arms
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 5), st.integers(2, 6), st.floats(0, 0.2))
+def test_a_verdict_never_contradicts_its_interval(seed, arms, seeds, spread):
+    rng = np.random.default_rng(seed)
+    scores = {str(a): noisy(rng, rng.choice([0.5, 0.6]), seeds, 60, rng.choice([0.0, spread])) for a in range(arms)}
+    for c in compare(scores, tie=0.15):
+        if c.kind == "greater":
+            assert c.low > 0 or c.high < 0
+        if c.kind == "tie":
+            assert -0.15 < c.low and c.high < 0.15
+
+
+def test_copies_of_a_question_add_nothing():
+    """Every question four times, with the same answers: by group, the interval is that of the questions once."""
+    rng = np.random.default_rng(6)
+    once = {name: noisy(rng, 0.5, 3, 50) for name in "ab"}
+    copied = {name: {s: np.repeat(x, 4) for s, x in arm.items()} for name, arm in once.items()}
+    (c,), (d,) = compare(once, 0.03), compare(copied, 0.03, groups=[q // 4 for q in range(200)])
+    assert (d.low, d.high) == pytest.approx((c.low, c.high), abs=1e-3)  # a finer rounding error
+    (ungrouped,) = compare(copied, 0.03)
+    assert ungrouped.high - ungrouped.low < c.high - c.low
+
+
+def test_seeds_that_agree_by_rounding_do_not_make_an_interval_a_point():
+    # Both seeds differ by one answer of 100. Only rounding, 1 / 12 of a squared step, is left: 12.706 * 0.01 * sqrt(1/24).
+    a = {seed: np.arange(100) < 3 for seed in (0, 1)}
+    b = {seed: np.arange(100) < 2 for seed in (0, 1)}
+    a, b = ({s: np.roll(x, 7 * s).astype(float) for s, x in arm.items()} for arm in (a, b))
+    (c,) = compare({"a": a, "b": b}, 0.05)
+    assert c.high - c.difference >= 12.706 * 0.01 * math.sqrt(1 / 24) - 1e-6
+
+
 def test_arms_with_other_questions_are_refused():
     with pytest.raises(ValueError, match="questions"):
         compare({"a": constant(1, 2, 5), "b": constant(1, 2, 5), "c": constant(1, 2, 6)}, tie=0.03)
@@ -168,53 +244,24 @@ def test_names_and_order_of_arms_do_not_matter(seed):
     assert (one.low, one.high) == pytest.approx((-other.high, -other.low), abs=0.02)
 
 
-# --- rates by simulation (1,000 and more replications: benchmarks/ablation_rates.py) -------------------------
-
-
-def rates(arms: list[float], seeds: int, repeats: int, questions: int = 256) -> tuple[float, float]:
-    """Share of families with a false verdict, and share of intervals that hold the true difference."""
-    rng = np.random.default_rng(4)
-    false, held, compared = 0, 0, 0
-    for _ in range(repeats):
-        difficulty = rng.uniform(-0.3, 0.3, questions)
-        scores = {
-            str(i): {s: (rng.random(questions) < p + difficulty + rng.normal(0, 0.02)).astype(float) for s in range(seeds)}
-            for i, p in enumerate(arms)
-        }
-        found = compare(scores, tie=0.02)
-        true = {(c.a, c.b): arms[int(c.a)] - arms[int(c.b)] for c in found}
-        held += sum(c.low <= true[c.a, c.b] <= c.high for c in found)
-        compared += len(found)
-        false += any(_is_false(c, true[c.a, c.b]) for c in found)
-    return false / repeats, held / compared
-
-
-def _is_false(c, true: float) -> bool:
-    if ">" in c.verdict:
-        winner = c.verdict.split(" > ")[0]
-        return true == 0 or (winner == c.a) != (true > 0)
-    return c.verdict.startswith("tie") and abs(true) >= 0.02
-
-
-def test_without_a_difference_false_verdicts_are_rare():
-    false, held = rates([0.5, 0.5, 0.5, 0.5], seeds=3, repeats=200)
-    assert false <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
-    assert held >= 0.93
-
-
-def test_a_known_difference_is_in_the_interval_as_often_as_stated():
-    false, held = rates([0.5, 0.5, 0.6], seeds=3, repeats=200)
-    assert false <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
-    assert held >= 0.93
-
-
 # --- planning ---------------------------------------------------------------------------------------------
 
 
-def test_detectable_difference():
-    # Two arms, 3 seeds, 500 questions: error sqrt(2 * (0.0004 + 0.25 / 500) / 3); t with 2 degrees of freedom.
+def test_the_power_of_two_arms_is_that_of_students_t():
+    # Two arms, 3 seeds, 500 questions: error sqrt(2 * (0.0004 + 0.25 / 500) / 3); noncentral t with 2 degrees of freedom.
     error = math.sqrt(2 * (0.0004 + 0.0005) / 3)
-    expected = error * (stats.t.isf(0.025, 2) + stats.t.isf(0.2, 2))
-    assert detectable_difference(2, 3, 500, 0.02) == pytest.approx(expected, rel=1e-12)
-    assert math.isinf(detectable_difference(2, 1, 500, 0.02))
-    assert detectable_difference(2, 6, 500, 0.02) < expected
+    difference = power(2, 3, 500, 0.02, tie=0.03).difference
+    assert stats.nct.sf(stats.t.isf(0.025, 2), 2, difference / error) == pytest.approx(0.8, abs=0.02)
+    assert math.isinf(power(2, 1, 500, 0.02, tie=0.03).difference)
+    assert power(2, 6, 500, 0.02, tie=0.03).difference < difference
+
+
+def test_looks_share_the_error_rate_and_seeds_win_it_back():
+    once, looks = power(2, 3, 500, 0.02, tie=0.03), power(2, 3, 500, 0.02, tie=0.03, last_seeds=10)
+    assert looks.difference < once.difference  # more seeds
+    assert looks.difference > power(2, 10, 500, 0.02, tie=0.03).difference  # but eight looks
+
+
+def test_a_tie_needs_seeds():
+    chances = [power(2, seeds, 2000, 0.005, tie=0.03).tie for seeds in (2, 3, 5, 10)]
+    assert chances == sorted(chances) and chances[0] < 0.3 and chances[-1] > 0.95

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from rich.console import Console
 from alignment import sweep
 from alignment.ablation.executors import LOST, Job, LocalExecutor, RayExecutor, make_executor
 from alignment.ablation.report import write_report
-from alignment.ablation.schedule import State, next_runs, run_all
+from alignment.ablation.schedule import State, next_runs, out_of_reach, run_all
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import read_study
 from alignment.ablation.verdicts import decide
@@ -295,22 +296,48 @@ def test_more_than_a_machine_has_is_refused():
 # --- until it is decided ----------------------------------------------------------------------------------
 
 
-def test_seeds_are_added_to_the_pair_that_needs_the_fewest(done, warm):
-    folder, _ = done
-    flags = ["--loss_type", "no_baseline", "grpo_clip", "--seed", "0", "1", "--num_steps", "2", "--sweep_name", "small"]
-    design = make_design(arguments(warm, folder.parent, *flags))
-    states = [State(arm, seed, "done") for seed in (0, 1) for arm in design.arms]
+def undecided(a: str, b: str, more: int | None = 3) -> Comparison:
+    kind = "undecided" if more else "greater"
+    return Comparison(a, b, 2, 0.1, -0.1, 0.3, 0.2, kind, "undecided: about 3 more seeds" if more else "", more, (a, b))
 
-    def found(more: int | None) -> list[Comparison]:
-        return [Comparison("no_baseline", "grpo_clip", 2, 0.1, -0.1, 0.3, 0.2, "undecided" if more else "greater", "", more)]
 
-    added = next_runs(states, found(3), max_seeds=3)
-    assert [(state.arm, state.seed) for state in added] == [("no_baseline", 2), ("grpo_clip", 2)]
-    assert next_runs(states, found(3), max_seeds=2) == []
-    (lacking,) = next_runs([*states, State("grpo_clip", 5, "done")], found(3), max_seeds=9)
-    assert (lacking.arm, lacking.seed) == ("no_baseline", 5)  # first the seeds that the other has
-    assert next_runs([*states[:-1], State("grpo_clip", 1, "failed")], found(3), max_seeds=9) == []
-    assert next_runs(states, found(None), max_seeds=9) == []
+def test_every_undecided_pair_gets_a_seed_until_none_is_left():
+    states = [State(arm, seed, "done") for seed in (0, 1) for arm in "abc"]
+
+    def names(states, comparisons, max_seeds):
+        return [(state.arm, state.seed) for state in next_runs(states, comparisons, max_seeds)]
+
+    assert names(states, [undecided("a", "b")], 3) == [("a", 2), ("b", 2)]
+    assert names(states, [undecided("a", "b"), undecided("b", "c")], 3) == [("a", 2), ("b", 2), ("c", 2)]
+    assert names(states, [undecided("a", "b")], 2) == []
+    # An arm that is behind gets the seeds that it lacks and the next one, so that each look has one seed more than the last.
+    assert names([*states, State("b", 5, "done")], [undecided("a", "b")], 9) == [("a", 5), ("a", 6), ("b", 6)]
+    assert names([*states[:-1], State("b", 1, "failed")], [undecided("a", "b")], 9) == []
+    assert names(states, [undecided("a", "b", None)], 9) == []
+
+
+def test_there_are_no_more_looks_than_share_the_error_rate():
+    states, looks = [State(arm, seed, "done") for seed in (0, 1) for arm in "abcd"], 1
+    rng = random.Random(0)
+    while added := next_runs(states, [undecided(*rng.sample("abcd", 2))], 8):
+        states, looks = [*states, *(State(s.arm, s.seed, "done") for s in added)], looks + 1
+    assert looks == 7  # 2, 3, 4, 5, 6, 7 and 8 seeds
+
+
+def test_a_pair_out_of_reach_is_named_before_seeds_are_spent_on_it():
+    assert out_of_reach([undecided("a", "b")], max_seeds=5) == []
+    assert out_of_reach([undecided("a", "b", None)], max_seeds=4) == []
+    assert out_of_reach([undecided("a", "b")], max_seeds=4) == ["a - b: hardly settled by --max_seeds 4: about 3 more seeds"]
+
+
+def test_a_question_is_two_arms_two_values_or_an_argument(warm, tmp_path):
+    grid = ["--loss_type", "no_baseline", "grpo_clip", "--group_size", "2", "4", "--seed", "0", "1"]
+    for question in (["loss_type"], ["no_baseline", "grpo_clip"], ["group_size 4", "group_size 2"],
+                     ["no_baseline_group_size2", "grpo_clip_group_size4"]):  # fmt: skip
+        assert make_design(arguments(warm, tmp_path, *grid, "--question", *question)).alpha == 0.05
+    for question in (["seed"], ["no_baseline", "group_size 2"], ["no_baseline", "no_baseline"]):
+        with pytest.raises(UserError, match=f"--question {' '.join(question)}: give one of loss_type, group_size, or two of"):
+            make_design(arguments(warm, tmp_path, *grid, "--question", *question))
 
 
 def test_looking_again_is_paid_for(warm, tmp_path):

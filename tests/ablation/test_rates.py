@@ -1,0 +1,51 @@
+"""The stated rates, by simulation in small (in full: benchmarks/ablation_rates.py)."""
+
+import math
+
+import pytest
+
+from benchmarks.ablation_rates import Setting, found_pairs, printed_power, rates
+
+QUIET, TABLES = 0.01, 400
+
+
+def setting(arms: int, seeds: int, noise: tuple[float, ...], **other) -> Setting:
+    return Setting("", other.pop("accuracies", (0.5,) * arms), seeds, noise, questions=256, **other)
+
+
+SETTINGS = {
+    "2 arms": setting(2, 3, (0.02,) * 2),
+    "4 arms": setting(4, 3, (0.02,) * 4),
+    "one arm 8 x": setting(4, 3, (QUIET,) * 3 + (8 * QUIET,)),
+    "8 arms, one 8 x": setting(8, 3, (QUIET,) * 7 + (8 * QUIET,)),
+    "2 seeds, one arm 20 x": setting(4, 2, (QUIET,) * 3 + (20 * QUIET,)),
+    "half 4 x": setting(6, 5, (QUIET, 4 * QUIET) * 3),
+    "heavy tails": setting(4, 5, (0.02,) * 4, shape="heavy tails"),
+    "a factor of a grid": setting(4, 2, (0.02,) * 4, grid=(2, 2)),
+    "few right answers": setting(2, 3, (0.002,) * 2, accuracies=(0.02,) * 2),
+    "missing runs": setting(4, 5, (0.02,) * 4, missing=0.1),
+    "known groups of questions": setting(3, 5, (0.01,) * 3, cluster=4, taste=0.12, clusters_known=True),
+    "until decided": setting(2, 2, (0.02,) * 2, last_seeds=8),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_false_tables_are_at_most_one_in_twenty_and_intervals_hold_the_truth(name):
+    false, false_tie, coverage, of_noisy_arm, *_ = rates(SETTINGS[name], TABLES, seed=1)
+    assert false <= 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / TABLES)
+    assert false_tie <= 0.025 + 2.5 * math.sqrt(0.025 * 0.975 / TABLES)
+    margin = 2.5 * math.sqrt(0.05 * 0.95 / TABLES)
+    if not SETTINGS[name].last_seeds:  # the last look is one that the data chose
+        assert 0.93 - margin <= coverage <= 0.98 + margin
+        assert math.isnan(of_noisy_arm) or 0.93 - margin <= of_noisy_arm <= 0.98 + margin
+
+
+def test_a_difference_at_the_margin_is_seldom_called_a_tie():
+    at_margin = setting(3, 5, (0.004, 0.004, 0.03), accuracies=(0.485, 0.485, 0.515))
+    assert rates(at_margin, TABLES, seed=2)[1] <= 0.025 + 2.5 * math.sqrt(0.025 * 0.975 / TABLES)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 5])
+def test_the_printed_power_is_the_power(index):
+    _, at_smallest_difference, _ = list(printed_power())[index]
+    assert abs(found_pairs(at_smallest_difference, TABLES, seed=3) - 0.8) <= 0.05 + 2 * math.sqrt(0.16 / TABLES)
