@@ -71,13 +71,12 @@ def make_design(args: SweepOptions) -> Design:
     warnings = tuple(lint(arms, seeds))
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(map(str, warnings))}")
+    design = Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings)
     if args.question:
-        from alignment.ablation.study import varied_values
         from alignment.ablation.verdicts import refuse_unknown_question
 
-        facts = {name: dataclasses.asdict(arm) for name, arm in arms.items()}
-        refuse_unknown_question(varied_values(facts), args.question)
-    return Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings)
+        refuse_unknown_question(design.varied, args.question)
+    return design
 
 
 def looks(seeds: int, args: SweepOptions) -> int:
@@ -125,24 +124,23 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
 
 
 def print_power(design: Design, args: SweepOptions, console: Console) -> None:
-    """Print the smallest difference that the seeds would show, and whether they could show a tie."""
-    from alignment.ablation.power import power
+    """Print the smallest differences that the seeds would show, and whether they could show a tie."""
+    from alignment.ablation.power import power, score_std
+    from alignment.ablation.statistics import pairs
+    from alignment.ablation.verdicts import factor_contrasts
 
-    seeds = len(design.seeds)
-    last = seeds + looks(seeds, args) - 1
-    questions = next(iter(design.arms.values())).max_problems
-    difference, tie = power(len(design.arms), seeds, questions or 1000, SEED_STD, tie=design.tie, last_seeds=last)
-    until = f", added until they decide, up to {last}," if last > seeds else ""
-    console.print(
-        f"smallest difference of accuracies that {seeds} seeds{until} and {questions or 'all'} questions would show with"
-        f" a chance of 80 %: {'none' if math.isinf(difference) else f'{difference:.3f}'} (assuming a standard deviation of"
-        f" {SEED_STD} between seeds)",
-        soft_wrap=True,
-    )
-    if seeds > 1:
+    seeds, questions = len(design.seeds), next(iter(design.arms.values())).max_problems
+    after = range(seeds, seeds + looks(seeds, args))
+    until = f", added until they decide, up to {after[-1]}," if len(after) > 1 else ""
+    console.print(f"{seeds} seeds{until} and {questions or 'all'} questions, a standard deviation of {SEED_STD} between seeds:")
+    tables = {f"two values of {name}": contrasts for name, contrasts in factor_contrasts(design.varied).items()}
+    for sides, contrasts in (tables or {"two arms": pairs(list(design.arms))}).items():
+        weights = [contrasts[0].weights.get(arm, 0.0) for arm in design.arms] if contrasts else []
+        difference, tie = power(weights, len(contrasts), after, score_std(SEED_STD, questions or 1000), design.tie)
         console.print(
-            f"two arms that are alike would be called a tie within {design.tie:g} with a chance of {tie:.0%}"
-            + (": more seeds, more questions or a larger --tie would be needed" if tie < 0.5 else ""),
+            f"- smallest difference of {sides} that they would show with a chance of 80 %:"
+            f" {'none' if math.isinf(difference) else f'{difference:.3f}'}; equal ones would be called a tie within"
+            f" {design.tie:g} with a chance of {tie:.0%}",
             soft_wrap=True,
         )
 

@@ -20,7 +20,7 @@ import tyro
 from scipy import stats
 
 from alignment.ablation.design import ALPHA
-from alignment.ablation.power import power
+from alignment.ablation.power import power, score_std
 from alignment.ablation.schedule import State, next_runs
 from alignment.ablation.statistics import Comparison, Contrast, Scores, area_under_curve, compare, holm, pairs
 
@@ -285,18 +285,29 @@ def other_settings() -> Iterator[Setting]:
 
 
 def printed_power() -> Iterator[tuple[str, Setting, float]]:
-    """Settings of two arms that differ by the smallest difference of the printed design, and that difference."""
+    """Settings whose first contrast is the smallest difference that the design prints, and that difference."""
     for arms, seeds, last in ((2, 3, 3), (4, 3, 3), (4, 5, 5), (12, 3, 3), (12, 5, 5), (2, 2, 8), (3, 3, 10)):
-        difference = power(arms, seeds, 512, 2 * BASE, last_seeds=last, tie=TIE).difference
+        weights, family, looks = (1, -1) + (0,) * (arms - 2), arms * (arms - 1) // 2, range(seeds, last + 1)
+        difference = power(weights, family, looks, score_std(2 * BASE, 512), TIE).difference
         accuracies = (0.5 + difference / 2,) + (0.5 - difference / 2,) * (arms - 1)
-        setting = Setting("", accuracies, seeds, (2 * BASE,) * arms, taste=0, last_seeds=last if last > seeds else 0)
-        yield f"{arms} arms, {seeds} to {last} seeds" if last > seeds else f"{arms} arms, {seeds} seeds", setting, difference
+        until = f" to {last}" if last > seeds else ""
+        setting = Setting("", accuracies, seeds, (2 * BASE,) * arms, taste=0, last_seeds=last if until else 0)
+        yield f"{arms} arms, {seeds}{until} seeds", setting, difference
+    for grid, seeds in (((2, 2), 3), ((3, 4), 3), ((2, 2, 2), 5)):
+        arms = int(np.prod(grid))
+        setting = Setting("", (0.5,) * arms, seeds, (2 * BASE,) * arms, taste=0, grid=grid)
+        compared = contrasts(setting)
+        weights = [compared[0].weights.get(str(a), 0.0) for a in range(arms)]
+        difference = power(weights, len(compared), range(seeds, seeds + 1), score_std(2 * BASE, 512), TIE).difference
+        accuracies = tuple(0.5 + difference * (a % grid[-1] == 0) for a in range(arms))
+        yield f"grid {' x '.join(map(str, grid))}, {seeds} seeds", replace(setting, accuracies=accuracies), difference
 
 
 def found_pairs(setting: Setting, tables: int, seed: int) -> float:
-    """How often arms 0 and 1 get a verdict that 0 is greater."""
+    """How often the first contrast gets a verdict that its side a is greater."""
     rng = np.random.default_rng(seed)
-    return float(np.mean([ours(sample(rng, setting), setting)[0][0].verdict == "0 > 1" for _ in range(tables)]))
+    found = [ours(sample(rng, setting), setting)[0][0] for _ in range(tables)]
+    return float(np.mean([c.kind == "greater" and c.difference > 0 for c in found]))
 
 
 def main(tables: int = 5000, only: str = "", seed: int = 0, processes: int = 1, with_power: bool = True) -> None:

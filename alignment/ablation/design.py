@@ -49,10 +49,21 @@ class Design:
     """Chance that any verdict is false; with --until_decided, the share of that chance for each interim analysis."""
     warnings: tuple[LintWarning, ...]
 
+    @property
+    def varied(self) -> dict[str, dict[str, object]]:
+        """For each arm, its values of the arguments in which arms differ."""
+        return varied_values({name: dataclasses.asdict(args) for name, args in self.arms.items()})
+
     def facts(self) -> dict[str, object]:
         """The part of sweep.json that must stay the same when a sweep is continued: all but the seeds."""
         arms = {name: dataclasses.asdict(args) for name, args in self.arms.items()}
         return json.loads(json.dumps({"hold": self.hold, "tie": self.tie, "alpha": self.alpha, "arms": arms}))
+
+
+def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
+    """For each arm, its values of the arguments in which arms differ."""
+    names = [name for name in next(iter(arms.values())) if len({json.dumps(arm.get(name)) for arm in arms.values()}) > 1]
+    return {arm: {name: values.get(name) for name in names} for arm, values in arms.items()}
 
 
 # --- arms -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,54 +12,58 @@ from scipy import optimize, stats
 from alignment.ablation.design import ALPHA
 
 DRAWS = 4_000
+CHANCE = 0.8
 
 
 class Power(NamedTuple):
-    """The smallest difference of two arms that would be found with the stated chance, infinite with one seed, and the chance
-    that two arms alike would be called a tie."""
+    """The smallest difference that would be found with a chance of CHANCE, infinite with one seed, and the chance that no
+    difference would be called a tie."""
 
     difference: float
     tie: float
 
 
-def power(
-    arms: int, seeds: int, questions: int, seed_std: float, *, accuracy: float = 0.5, tie: float, last_seeds: int = 0,
-    chance: float = 0.8,
-) -> Power:  # fmt: skip
-    """The power of `arms` arms with `seeds` seeds, or with a look after every seed up to `last_seeds`, which share the error
-    rate.
+def score_std(seed_std: float, questions: int, accuracy: float = 0.5) -> float:
+    """The standard deviation of a run's accuracy on `questions` questions, with that of its luck in training, `seed_std`."""
+    return math.sqrt(seed_std**2 + accuracy * (1 - accuracy) / questions)
 
-    `seed_std` is the standard deviation of an arm's accuracy between seeds, questions aside; each question has one answer.
-    Effects of an arm on single questions, alike in all seeds, are not known beforehand and left out.
+
+def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
+    """The power of a contrast with these weights of all arms, one of `family` contrasts, after each number of seeds in `looks`,
+    which share the error rate.
+
+    `std` is `score_std`, alike for all arms. Effects of an arm on single questions, alike in all seeds, are left out:
+    nobody knows them beforehand.
     """
-    if seeds < 2 or arms < 2:
+    if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
-    looks = range(seeds, max(seeds, last_seeds) + 1)
-    std = math.sqrt(seed_std**2 + accuracy * (1 - accuracy) / questions)
-    scores_NAS = np.random.default_rng(0).normal(scale=std, size=(DRAWS, arms, looks[-1]))
-    errors_LN, halves_LN = zip(*(_look(scores_NAS[:, :, :count], ALPHA / len(looks)) for count in looks), strict=True)
-    errors, halves = np.array(errors_LN), np.array(halves_LN)
+    scores_NAS = np.random.default_rng(0).normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
+    alpha, weights = ALPHA / len(looks), np.array(weights_A)
+    errors, halves = np.array([_look(scores_NAS[:, :, :seeds], weights, family, alpha) for seeds in looks]).swapaxes(0, 1)
 
     def shortfall(difference: float) -> float:
-        return float(((errors + difference) > halves).any(axis=0).mean()) - chance
+        return float((errors + difference > halves).any(axis=0).mean()) - CHANCE
 
-    upper = float(halves.max() - errors.min())
-    return Power(optimize.brentq(shortfall, 0.0, upper, xtol=1e-6), float((np.abs(errors) + halves < tie).any(axis=0).mean()))
+    found = optimize.brentq(shortfall, 0.0, float(halves.max() - errors.min()), xtol=1e-6)
+    return Power(found, float((np.abs(errors) + halves < tie).any(axis=0).mean()))
 
 
-def _look(scores_NAS: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray]:
-    """For N simulated tables, the error of the difference of the first two arms, and half the length of the interval on which
-    its verdict rests: that of `statistics.compare` for the pair with the smallest p value, where no run is missing."""
+def _look(scores_NAS: np.ndarray, weights_A: np.ndarray, family: int, alpha: float) -> tuple[np.ndarray, np.ndarray]:
+    """For N simulated tables, the error of the contrast and how large a difference must be for a verdict: the rule of
+    `statistics.compare` for the contrast with the smallest p value, where no run is missing."""
     arms, seeds = scores_NAS.shape[1:]
     residuals = scores_NAS - scores_NAS.mean(1, keepdims=True) - scores_NAS.mean(2, keepdims=True)
-    residuals += scores_NAS.mean((1, 2), keepdims=True)
-    squares_NA = (residuals**2).sum(2)
+    squares_NA = ((residuals + scores_NAS.mean((1, 2), keepdims=True)) ** 2).sum(2)
     dof = (arms - 1) * (seeds - 1)
-    common_N = squares_NA.sum(1) / dof
-    own_N2 = (arms * squares_NA[:, :2] / (seeds - 1) - common_N[:, None]) / (arms - 2) if arms > 2 else common_N[:, None]
-    by_arms_N = np.broadcast_to(np.maximum(own_N2, common_N[:, None]), (len(common_N), 2)).sum(1)
-    difference_NS = scores_NAS[:, 0] - scores_NAS[:, 1]
-    largest_N = np.maximum(by_arms_N, difference_NS.var(1, ddof=1))
-    together = stats.t.isf(alpha / (arms * (arms - 1)), dof) * np.sqrt(by_arms_N / seeds)
-    alone = stats.t.isf(alpha / 2, seeds - 1) * np.sqrt(largest_N / seeds)
-    return difference_NS.mean(1), np.maximum(together, alone)
+    common_N1 = squares_NA.sum(1, keepdims=True) / dof
+    own_NA = np.maximum(0, (arms * squares_NA / (seeds - 1) - common_N1) / (arms - 2)) if arms > 2 else common_N1
+    sides_2A = np.stack([np.clip(weights_A, 0, None), np.clip(weights_A, None, 0)]) ** 2
+    by_arms_N2 = np.broadcast_to(own_NA, squares_NA.shape) @ sides_2A.T
+    by_sides_N = np.maximum(by_arms_N2, common_N1 * sides_2A.sum(1)).sum(1)
+    contrast_NS = np.einsum("nas,a->ns", scores_NAS, weights_A)
+    error_N, own_N = contrast_NS.mean(1), contrast_NS.var(1, ddof=1)
+    alone = stats.t.isf(alpha / 2, seeds - 1)
+    if family == 1:
+        return error_N, alone * np.sqrt(own_N / seeds)
+    together_N = stats.t.isf(alpha / family / 2, dof) * np.sqrt(by_sides_N / seeds)
+    return error_N, np.maximum(together_N, alone * np.sqrt(np.maximum(by_sides_N, own_N) / seeds))

@@ -18,7 +18,7 @@ from scipy import stats
 from scipy.special import ndtr, ndtri
 
 from alignment.ablation.design import ALPHA
-from alignment.ablation.variances import seed_variances
+from alignment.ablation.variances import seed_variances, variance_of_sides
 
 Scores = Mapping[int, np.ndarray]
 """The scores of an arm: for each seed, one score a question [Q], in the same order for all arms."""
@@ -71,7 +71,7 @@ class _Estimate:
     seeds: int
     mean: float
     own: float
-    by_arms: float
+    by_sides: float
     dof: int
     questions: float
     unstable: tuple[str, ...]
@@ -79,7 +79,7 @@ class _Estimate:
     @property
     def largest(self) -> float:
         """The larger variance of a seed's difference."""
-        return max(self.own, self.by_arms)
+        return max(self.own, self.by_sides)
 
 
 def pairs(arms: Sequence[str]) -> list[Contrast]:
@@ -98,14 +98,15 @@ def compare(
     verdict is false is at most `alpha`, and that of a false tie at most half of it. `groups` gives a label for every question;
     questions of one label count as one observation.
 
-    The interval is the paired t interval: the standard deviation of the contrast's own differences by seed, whatever the noise
-    of other arms, with the variance that the choice of questions adds (`question_variance`).
+    The interval is the paired t interval: from the standard deviation of the contrast's own differences by seed, whatever the
+    noise of other arms, and the variance that the choice of questions adds (`_moments`).
 
-    A verdict needs both of two tests, so that it agrees with its interval:
+    The verdict on a single contrast rests on the t test of that interval. One of several needs both of two tests:
     1. The contrast by itself: Student's t with its seeds less one. It bounds the errors that one unstable arm can cause.
     2. All contrasts together: Holm's correction (1979, Scand. J. Stat. 6) of t tests with the degrees of freedom of all arms.
-    No arm's variance counts for less than the common one, nor for less than its own seeds say (`seed_variances`). Unstable arms
-    are left out of the variance that is common to the others; comparisons with and without them then share `alpha`.
+    Neither side's variance then counts for less than the one common to all arms, nor for less than its own seeds say
+    (`seed_variances`), so a verdict never contradicts its interval. Unstable arms are left out of the variance that is common
+    to the others; comparisons with and without them then share `alpha`.
 
     Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences of `tie` or more (two
     one-sided tests, Schuirmann 1987), else "undecided". A difference of zero makes no tie false, and one of `tie` makes no
@@ -152,7 +153,7 @@ def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups
             len(seeds),
             float(weights_A @ mean_A),
             float(weights_A @ between_seeds_AA @ weights_A),
-            sum(weight**2 * chosen.by_arm[arm] for arm, weight in contrast.weights.items()),
+            variance_of_sides(chosen, contrast.weights),
             chosen.dof,
             max(0.0, float(weights_A @ between_questions_AA @ weights_A)),
             unstable,
@@ -198,13 +199,15 @@ def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: in
     """The comparisons of estimates, of a family of `family` contrasts."""
     if not estimates:
         return []
-    seeds, mean, own, by_arms, dof, questions, largest = (
+    seeds, mean, own, by_sides, dof, questions, largest = (
         np.array([getattr(e, name) for e in estimates], dtype=float)
-        for name in ("seeds", "mean", "own", "by_arms", "dof", "questions", "largest")
+        for name in ("seeds", "mean", "own", "by_sides", "dof", "questions", "largest")
     )
 
     def p_values(distance: np.ndarray) -> np.ndarray:
-        together = holm(2 * tail(distance, by_arms / seeds, dof, questions))
+        if family == 1:
+            return np.minimum(1, 2 * tail(distance, own / seeds, seeds - 1, questions))
+        together = holm(2 * tail(distance, by_sides / seeds, dof, questions))
         return np.maximum(together, np.minimum(1, 2 * tail(distance, largest / seeds, seeds - 1, questions)))
 
     half = half_width(own / seeds, seeds - 1, questions)
@@ -264,7 +267,8 @@ def _seeds_to_settle(e: _Estimate, tie: float, alpha: float, family: int) -> int
     together, alone = _quantiles(e.seeds, e.dof, alpha, family)
     seeds = e.seeds + np.arange(1, MOST_SEEDS + 1)
     by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
-    errors = np.maximum(together * math.sqrt(e.by_arms), alone * math.sqrt(e.largest)) / np.sqrt(seeds)
+    of_family = np.maximum(together * math.sqrt(e.by_sides), alone * math.sqrt(e.largest))
+    errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(seeds)
     half = np.hypot(errors, by_questions)
     enough = (abs(e.mean) > half) | (abs(e.mean) + half < tie)
     return int(seeds[enough][0]) - e.seeds if enough.any() else None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from alignment.ablation.design import ALPHA
+from alignment.ablation.design import ALPHA, varied_values
 from alignment.runs.run_records import Run, read_run
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
@@ -87,12 +87,6 @@ def _read_sweep(folder: Path) -> Study:
         command=shell(["", *map(str, facts["command"])]),
         alpha=facts["alpha"],
     )
-
-
-def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-    """For each arm, its values of the arguments in which arms differ."""
-    names = [name for name in next(iter(arms.values())) if len({json.dumps(arm.get(name)) for arm in arms.values()}) > 1]
-    return {arm: {name: values.get(name) for name in names} for arm, values in arms.items()}
 
 
 def shell(command: Sequence[str]) -> str:

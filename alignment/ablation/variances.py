@@ -12,7 +12,7 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class SeedVariances:
-    """The variance of an arm's mean score between seeds: common to all arms, and by arm, never below the common one.
+    """The variance of an arm's mean score between seeds: common to all arms, and an unbiased estimate by arm, 0 or more.
 
     `unstable` names the arms whose variance is larger than the others' by more than chance.
     """
@@ -49,8 +49,15 @@ def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
     own_A = np.linalg.lstsq(sums, np.nanvar(differences, axis=1, ddof=1) * root, rcond=None)[0]
     share_A = (np.sum(~np.isnan(y_AS), axis=1) - 1) * (1 - 1 / len(names))
     unstable = _unstable(own_A, share_A, common, dof) if len(names) > 2 else []
-    by_arm = {name: max(float(own), common) for name, own in zip(names, own_A, strict=True)}
+    by_arm = {name: max(0.0, float(own)) for name, own in zip(names, own_A, strict=True)}
     return SeedVariances(common, dof, dict.fromkeys(means, common) | by_arm, frozenset(names[k] for k in unstable))
+
+
+def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) -> float:
+    """The variance of a seed's weighted sum over arms, where neither side of the contrast counts for less than with the common
+    variance."""
+    sides = [[(w**2, arm) for arm, w in weights.items() if w * sign > 0] for sign in (1, -1)]
+    return sum(max(sum(w * variances.by_arm[arm] for w, arm in s), variances.common * sum(w for w, _ in s)) for s in sides)
 
 
 def _unstable(own_A: np.ndarray, share_A: np.ndarray, common: float, dof: int) -> np.ndarray:

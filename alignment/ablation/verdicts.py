@@ -99,12 +99,14 @@ def decide_question(study: Study, question: Sequence[str]) -> list[Comparison]:
 def refuse_unknown_question(varied: Mapping[str, Mapping[str, object]], question: Sequence[str]) -> None:
     """Raise `UserError` where no comparison of the arms answers `question`."""
     factors = factor_contrasts(varied)
-    names = list(factors) or choices(varied)
+    names = list(factors) or choices(varied)[:1] * (len(choices(varied)) == 1)
     values = [{c.a, c.b} for contrasts in factors.values() for c in contrasts]
     known = question[0] in names if len(question) == 1 else set(question) <= set(varied) or set(question) in values
     if question and (not known or len(set(question)) < len(question)):
         several = sorted(set().union(*values, varied))
-        raise UserError(f"--question {' '.join(question)}: give one of {', '.join(names)}, or two of {', '.join(several)}")
+        raise UserError(
+            f"--question {' '.join(question)}: give {', '.join(names)}{' or ' if names else ''}two of {', '.join(several)}"
+        )
 
 
 def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:

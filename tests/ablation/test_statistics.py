@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from alignment.ablation.power import power
+from alignment.ablation.power import Power, power, score_std
 from alignment.ablation.statistics import (
     Contrast,
     area_under_curve,
@@ -18,7 +18,7 @@ from alignment.ablation.statistics import (
     interquartile_mean,
     tail,
 )
-from alignment.ablation.variances import seed_variances
+from alignment.ablation.variances import seed_variances, variance_of_sides
 
 # --- hand-worked ----------------------------------------------------------------------------------------
 
@@ -57,12 +57,16 @@ def test_what_a_seed_does_to_all_arms_is_taken_away():
     assert found.by_arm["a"] + found.by_arm["b"] == pytest.approx(np.var([0.0, -0.4], ddof=1))
 
 
-def test_each_arm_has_its_own_variance_but_no_less_than_the_common_one():
+def test_each_arm_has_its_own_variance_and_no_side_less_than_the_common_one():
     # Differences over seeds 0, 1: a - b: 0, 0 (variance 0); a - c and b - c: 0, -2 (variance 2). So a and b have 0, c has 2.
     # Residuals: c -2/3 and 2/3, a and b half as much: squares 8/9 + 4 * 1/9 = 4/3 over 2 degrees of freedom.
     found = seed_variances({"a": {0: 0.0, 1: 0.0}, "b": {0: 5.0, 1: 5.0}, "c": {0: 1.0, 1: 3.0}})
     assert found.common == pytest.approx(2 / 3) and found.dof == 2
-    assert found.by_arm == pytest.approx({"a": 2 / 3, "b": 2 / 3, "c": 2.0})
+    assert found.by_arm == pytest.approx({"a": 0.0, "b": 0.0, "c": 2.0}, abs=1e-12)
+    assert variance_of_sides(found, {"a": 1, "b": -1}) == pytest.approx(2 / 3 + 2 / 3)
+    assert variance_of_sides(found, {"a": 1, "c": -1}) == pytest.approx(2 / 3 + 2)
+    # The mean of a and c: (0 + 2) / 4, which is more than 2/3 * (1 + 1) / 4.
+    assert variance_of_sides(found, {"a": 0.5, "c": 0.5, "b": -1}) == pytest.approx(0.5 + 2 / 3)
     # c's sum of squares is its 2 times 2/3 of a degree of freedom, which is all there is: F is infinite.
     assert found.unstable == {"c"}
 
@@ -74,8 +78,7 @@ def test_runs_that_are_missing_are_missing_from_both_variances():
     means = {"a": {0: 0.0, 1: 2.0, 2: 3.0}, "b": {0: 0.0, 1: 0.0}, "c": {0: 0.0, 1: 2.0, 2: 0.0}}
     found = seed_variances(means)
     assert found.dof == 3  # 8 runs less 3 arms less 2 seeds
-    assert found.by_arm["a"] == pytest.approx(1.5) and found.by_arm["c"] == pytest.approx(1.5)
-    assert found.by_arm["b"] == found.common < 1.5
+    assert found.by_arm == pytest.approx({"a": 1.5, "b": 0.5, "c": 1.5})
 
 
 def test_an_arm_without_a_second_seed_has_no_variance():
@@ -247,21 +250,32 @@ def test_names_and_order_of_arms_do_not_matter(seed):
 # --- planning ---------------------------------------------------------------------------------------------
 
 
+def two_arms(seeds: int, last: int = 0, std: float = 0.03, tie: float = 0.03) -> Power:
+    return power((1, -1), 1, range(seeds, max(seeds, last) + 1), std, tie)
+
+
 def test_the_power_of_two_arms_is_that_of_students_t():
-    # Two arms, 3 seeds, 500 questions: error sqrt(2 * (0.0004 + 0.25 / 500) / 3); noncentral t with 2 degrees of freedom.
-    error = math.sqrt(2 * (0.0004 + 0.0005) / 3)
-    difference = power(2, 3, 500, 0.02, tie=0.03).difference
-    assert stats.nct.sf(stats.t.isf(0.025, 2), 2, difference / error) == pytest.approx(0.8, abs=0.02)
-    assert math.isinf(power(2, 1, 500, 0.02, tie=0.03).difference)
-    assert power(2, 6, 500, 0.02, tie=0.03).difference < difference
+    # 0.0004 between seeds and 0.25 / 500 for questions: 0.03. The error of a difference over 3 seeds is 0.03 * sqrt(2 / 3);
+    # noncentral t with 2 degrees of freedom.
+    assert score_std(0.02, 500) == pytest.approx(0.03, abs=1e-12)
+    noncentrality = two_arms(3).difference / (0.03 * math.sqrt(2 / 3))
+    assert stats.nct.sf(stats.t.isf(0.025, 2), 2, noncentrality) == pytest.approx(0.8, abs=0.02)
+    assert math.isinf(two_arms(1).difference)
+    assert two_arms(6).difference < two_arms(3).difference
+
+
+def test_a_mean_of_two_arms_a_side_is_easier_to_tell_apart_than_an_arm():
+    alone, averaged = (
+        power((1, -1, 0, 0), 6, range(5, 6), 0.03, 0.03),
+        power((0.5, 0.5, -0.5, -0.5), 1, range(5, 6), 0.03, 0.03),
+    )
+    assert averaged.difference < alone.difference / math.sqrt(2)
 
 
 def test_looks_share_the_error_rate_and_seeds_win_it_back():
-    once, looks = power(2, 3, 500, 0.02, tie=0.03), power(2, 3, 500, 0.02, tie=0.03, last_seeds=10)
-    assert looks.difference < once.difference  # more seeds
-    assert looks.difference > power(2, 10, 500, 0.02, tie=0.03).difference  # but eight looks
+    assert two_arms(10).difference < two_arms(3, last=10).difference < two_arms(3).difference
 
 
 def test_a_tie_needs_seeds():
-    chances = [power(2, seeds, 2000, 0.005, tie=0.03).tie for seeds in (2, 3, 5, 10)]
-    assert chances == sorted(chances) and chances[0] < 0.3 and chances[-1] > 0.95
+    chances = [two_arms(seeds, std=0.012).tie for seeds in (2, 3, 5, 10)]
+    assert chances == sorted(chances) and chances[0] < 0.3 and chances[-1] > 0.9

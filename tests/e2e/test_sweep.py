@@ -336,7 +336,7 @@ def test_a_question_is_two_arms_two_values_or_an_argument(warm, tmp_path):
                      ["no_baseline_group_size2", "grpo_clip_group_size4"]):  # fmt: skip
         assert make_design(arguments(warm, tmp_path, *grid, "--question", *question)).alpha == 0.05
     for question in (["seed"], ["no_baseline", "group_size 2"], ["no_baseline", "no_baseline"]):
-        with pytest.raises(UserError, match=f"--question {' '.join(question)}: give one of loss_type, group_size, or two of"):
+        with pytest.raises(UserError, match=f"--question {' '.join(question)}: give loss_type, group_size or two of"):
             make_design(arguments(warm, tmp_path, *grid, "--question", *question))
 
 
