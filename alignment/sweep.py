@@ -134,8 +134,9 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     until = f", added until they decide, up to {after[-1]}," if len(after) > 1 else ""
     console.print(f"{seeds} seeds{until} and {questions or 'all'} questions, a standard deviation of {SEED_STD} between seeds:")
     tables = {f"two values of {name}": contrasts for name, contrasts in factor_contrasts(design.varied).items()}
-    for sides, contrasts in (tables or {"two arms": pairs(list(design.arms))}).items():
-        weights = [contrasts[0].weights.get(arm, 0.0) for arm in design.arms] if contrasts else []
+    arms = [arm for arm in design.arms if not (tables and arm.startswith("control_"))]
+    for sides, contrasts in (tables or {"two arms": pairs(arms)}).items():
+        weights = [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
         difference, tie = power(weights, len(contrasts), after, score_std(SEED_STD, questions or 1000), design.tie)
         console.print(
             f"- smallest difference of {sides} that they would show with a chance of 80 %:"

@@ -62,7 +62,7 @@ def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) ->
 
 def _unstable(own_A: np.ndarray, share_A: np.ndarray, common: float, dof: int) -> np.ndarray:
     """Indices of the arms with too large a variance, where each has `share_A` of the degrees of freedom of the common one."""
-    others = np.maximum((common * dof - own_A * share_A) / np.maximum(dof - share_A, 1e-9), 1e-12 * common)
+    others = np.maximum((common * dof - own_A * share_A) / np.maximum(dof - share_A, 1e-9), 1e-12 * common + 1e-300)
     known = (share_A > 0) & (dof > share_A)
     p = stats.f.sf(own_A / others, np.maximum(share_A, 1e-9), np.maximum(dof - share_A, 1e-9))
     return np.flatnonzero(known & (p < 0.025 / len(own_A)))
