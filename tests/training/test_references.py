@@ -62,5 +62,3 @@ def test_the_reference_keeps_the_weights_that_training_began_with(policy, sample
         reports.append(update(policy, rollout, config, step).report)
         sampler.load_weights(policy.weights(), version=step)
     assert reports[0]["kl"] == pytest.approx(0, abs=1e-6) and reports[1]["kl"] > 1e-4
-
-
