@@ -209,7 +209,7 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
     # No `if __name__ == "__main__"`: the script must not run a second time in the worker.
     script = tmp_path / "command.py"
     script.write_text(
-        "from alignment.samplers.vllm import VLLMSampler\n"
+        "from alignment.sampling.vllm import VLLMSampler\n"
         f"print('begun', file=open({str(tmp_path / 'log')!r}, 'a'))\n"
         f"path = {model_path!r}\n"
         "VLLMSampler(path, None, device='cpu', dtype='float32', context=64, gpu_memory_utilization=0.5)\n"
