@@ -14,7 +14,7 @@ from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import check_parallelism
 from alignment.rewards.reward import find_reward
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
-from alignment.sampling.sampler import find_engine
+from alignment.sampling.sampler import find_engine, named_engine
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
 
@@ -84,7 +84,7 @@ def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
         reference_model_device=args.reference_model_device,
         eval_device=args.eval_device,
         policy_devices=args.policy_devices,
-        vllm=find_engine(args.sampler).claims_gpu,
+        vllm=named_engine(args.sampler).claims_gpu,
     )
 
 
