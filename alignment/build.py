@@ -166,7 +166,7 @@ def make_reference(args: RLArgs, run: Run, start: str) -> Reference:
 def make_rollouts(
     args: RLArgs, run: Run, base: str, source: RolloutSource, policy: Policy, eval_sampler: Sampler
 ) -> SyncRollouts:
-    """Rollouts that are sampled between the updates: by the evaluation's sampler where they share a device, else by their own."""
+    """Rollouts that are sampled between the updates, by the evaluation's sampler where both share a device."""
     roles, sampler = roles_of(args), eval_sampler
     if roles.sample != roles.eval or args.sampler_url:
         config = sampler_config(

@@ -12,12 +12,11 @@ import torch
 from rich.console import Console
 
 from alignment.args import RLArgs, SFTArgs, as_command, refuse_missing_warm_start
-from alignment.checks import check, resolve_model, roles_of
+from alignment.checks import SFTInputs, check_sft, resolve_model, roles_of
 from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
-from alignment.data.tasks import Task, jsonl
-from alignment.evaluation.accuracy import Evaluation, eval_problems, evaluate_vllm
+from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.models import eval_sampling, make_policy, make_sampler
 from alignment.policy.loading import context_length, load_config, load_tokenizer
 from alignment.policy.policy import Policy
@@ -30,27 +29,22 @@ from alignment.system.files import atomic_folder
 from alignment.system.terminal import progress_line
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
 
-Demonstrations = Sequence[tuple[Problem, str]]
 
-
-def run_sft(args: SFTArgs, console: Console) -> Evaluation:
+def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
     """Fine-tune --model and save it whole to --sft_base; returns its evaluation on the test problems.
 
-    Raises `UserError` where --sft_base exists already: nothing is ever overwritten.
+    Raises `UserError` where --sft_base has come to exist meanwhile: nothing is ever overwritten.
     """
-    target = Path(args.sft_base)
-    refuse_existing(target)
-    task = check(args)
-    problems = eval_problems(task, args.dataset_path, args.max_problems)
-    demonstrations = {split: demonstrations_of(task, args, split) for split in ("train", "test")}
+    target, task = Path(args.sft_base), inputs.task
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
     tokenizer, context = load_tokenizer(base), context_length(load_config(base))
     template = args.prompt or task.prompt
-    problems = prompted(problems, template, tokenizer)
+    problems = prompted(inputs.problems, template, tokenizer)
     policy = make_policy(args, base)
     train, validation = (
-        tokenise(with_prompts(demonstrations[split], template, tokenizer), tokenizer, context) for split in ("train", "test")
+        tokenise(with_prompts(inputs.demonstrations[split], template, tokenizer), tokenizer, context)
+        for split in ("train", "test")
     )
     # Says that a test problem is too long before it trains.
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
@@ -68,20 +62,7 @@ def run_sft(args: SFTArgs, console: Console) -> Evaluation:
     return evaluation
 
 
-def refuse_existing(target: Path) -> None:
-    """Raise `UserError` where the folder that SFT is to write exists."""
-    if target.exists():
-        raise UserError(f"--sft_base {target} exists already: delete it, or name another folder")
-
-
-def demonstrations_of(task: Task, args: SFTArgs, split: str) -> Demonstrations:
-    """Problems with responses: those of --demonstrations, or the task's own."""
-    if args.demonstrations:
-        return jsonl.demonstrations(args.demonstrations, split, args.seed)
-    return task.demonstrations(split, args.dataset_path, args.seed)
-
-
-def with_prompts(demonstrations: Demonstrations, template: str, tokenizer) -> list[tuple[str, str]]:
+def with_prompts(demonstrations: Sequence[tuple[Problem, str]], template: str, tokenizer) -> list[tuple[str, str]]:
     """(prompt, response) pairs; a demonstration without a question has its prompt already."""
     filled = iter(prompted([problem for problem, _ in demonstrations if problem.question], template, tokenizer))
     problems = [next(filled) if problem.question else problem for problem, _ in demonstrations]
@@ -134,7 +115,8 @@ def warm_start(args: RLArgs, console: Console) -> str:
         console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
         # One warm start for every run, whatever the seed of the one that happens to come first.
         try:
-            run_sft(dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed), console)
+            sft_args = dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed)
+            run_sft(sft_args, check_sft(sft_args), console)
         except MadeMeanwhile:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)

@@ -25,7 +25,7 @@ settings.load_profile("no deadline")
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
-    """The embedded model as it is built, which any reward can be learnt from."""
+    """The folder of the embedded model, untrained: it can learn from any reward."""
     from alignment.data.embedded import build_tiny
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
@@ -34,9 +34,29 @@ def tiny_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def policy(tiny_folder):
+    """The tiny model as a policy on the CPU."""
+    from rollout_helpers import open_tiny
+
+    return open_tiny(tiny_folder)
+
+
+@pytest.fixture
+def sampler(tiny_folder):
+    """A sampler with weights of its own, as on another device."""
+    import torch
+
+    from alignment.policy.loading import load_model, load_tokenizer
+    from alignment.sampling.transformers import TransformersSampler
+
+    model = load_model(str(tiny_folder), ("cpu",), torch.float32)
+    return TransformersSampler(model, load_tokenizer(str(tiny_folder)), context=256)
+
+
 @pytest.fixture(scope="session")
 def wait_for():
-    """A function that waits until something is so."""
+    """A function that waits until a condition is true."""
 
     def waiting(condition, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds

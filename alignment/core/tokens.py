@@ -1,4 +1,4 @@
-"""From text and token ids to padded batches, and means over masks. Pure."""
+"""From text and token ids to padded batches, and from batches to micro-batches."""
 
 from __future__ import annotations
 
@@ -68,17 +68,18 @@ def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
     for row in sorted(range(len(rows)), key=lambda row: -len(rows[row][1])):
         prompt_groups.setdefault(rows[row][0], []).append(row)
     pieces: list[list[int]] = []
-    room = 0
+    budget = 0
     for prompt, members in prompt_groups.items():
-        unpaid = len(prompt)
-        together = packed_tokens([rows[row] for row in members])
+        prompt_cost = len(prompt)  # 0 once the current piece holds the prompt
+        group_tokens = packed_tokens([rows[row] for row in members])
         for row in members:
             tokens = len(rows[row][1])
-            if not pieces or unpaid + tokens > room or (unpaid and room < together <= most_tokens):
+            group_fits_elsewhere = prompt_cost and budget < group_tokens <= most_tokens
+            if not pieces or prompt_cost + tokens > budget or group_fits_elsewhere:
                 pieces.append([])
-                room, unpaid = most_tokens, len(prompt)
+                budget, prompt_cost = most_tokens, len(prompt)
             pieces[-1].append(row)
-            room, unpaid = room - unpaid - tokens, 0
+            budget, prompt_cost = budget - prompt_cost - tokens, 0
     return pieces
 
 

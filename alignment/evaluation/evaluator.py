@@ -33,7 +33,7 @@ class Evaluator:
         self.config, self.sampler, self.run, self.policy, self.check = config, sampler, run, policy, check
 
     def run_if_due(self, step: int) -> None:
-        """Evaluate after `step` steps, unless that is logged already: a run may have stopped between a step and its evaluation."""
+        """Evaluate after `step` steps, unless that is logged already: a run may stop between a step and its evaluation."""
         off_interval = step % self.config.interval and step < self.config.num_steps
         if step in self.run.folder.evaluated or off_interval:
             return

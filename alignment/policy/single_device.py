@@ -22,7 +22,7 @@ from alignment.system.files import full_disk_is_an_os_error
 
 
 class SingleDevicePolicy:
-    """A `Policy` of one process, on the one device of its configuration. Raises `UserError` for weights that cannot be loaded."""
+    """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be loaded."""
 
     def __init__(self, config: PolicyConfig):
         self.settings = config

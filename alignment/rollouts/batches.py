@@ -15,7 +15,7 @@ from alignment.rollouts.config import RolloutConfig
 
 
 def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id: int) -> Rollout:
-    """All completions as one padded batch, with their rewards, the penalty of overlong ones included, and without advantages."""
+    """All completions as one padded batch with their rewards, length penalties included, and without advantages."""
     completions = [completion for group in groups for completion in group.completions]
     batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id)
     rewards_B1 = torch.tensor([[score["reward"]] for group in groups for score in group.scores], dtype=torch.float32)

@@ -161,7 +161,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of the last step, and drop old ones; the one this run began from may start a lost sampler again."""
+        """Write a checkpoint of the last step, and drop old ones, but not the one from which a lost sampler starts again."""
         self.folder.flush()
         ahead = self._rollouts.sampled_ahead(self.step)
         save_checkpoint(checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead)

@@ -105,12 +105,15 @@ def engine_name(sampler: str) -> str:
     return "vllm" if _is_installed("vllm") else "transformers"
 
 
-def find_engine(sampler: str) -> SamplerEngine:
-    """The engine that --sampler names: "auto", one of `SAMPLERS`, or an engine of the user's own, package.module:name.
+def named_engine(sampler: str) -> SamplerEngine:
+    """The engine that --sampler names: "auto", one of `SAMPLERS`, or an engine of the user's own, package.module:name; installed
+    or not. Raises `UserError` for other names."""
+    return find("--sampler", engine_name(sampler), SAMPLERS, wrap=SamplerEngine)
 
-    Raises `UserError` for other names, and for an engine whose package is not installed.
-    """
-    engine = find("--sampler", engine_name(sampler), SAMPLERS, wrap=SamplerEngine)
+
+def find_engine(sampler: str) -> SamplerEngine:
+    """As `named_engine`. Raises `UserError` for an engine whose package is not installed, too."""
+    engine = named_engine(sampler)
     if engine.package and not _is_installed(engine.package):
         raise UserError(
             "the vllm sampler needs vLLM: start the command with `uv run --extra vllm ...` on NVIDIA GPUs or"

@@ -47,7 +47,7 @@ def find(
 
 
 def import_object(flag: str, path: str) -> object:
-    """The object that `path`, written as `package.module:name`, imports. Raises `UserError`, whose message begins with `flag`."""
+    """The object that `path`, written as `package.module:name`, imports. Raises `UserError` that begins with `flag`."""
     module, _, attribute = path.rpartition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -46,7 +46,7 @@ def samplers_of(pid: int) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "alignment.rollouts.ahead:serve" in (process.info["cmdline"] or []) and process.info["cmdline"][-1] == str(pid)
+        if {"alignment.rollouts.ahead:serve", str(pid)} <= set(process.info["cmdline"] or [])
     ]
 
 
