@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ import tyro
 from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
 from alignment.core.importance_weights import CORRECTIONS
 from alignment.core.kl import KL_ESTIMATORS
-from alignment.core.losses import LOSSES, Loss, LossConfig
+from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig
 from alignment.data.tasks import find_task
@@ -298,8 +299,9 @@ class RLArgs(Args):
             "learning_rate", "max_grad_norm", "eval_interval", "save_interval", "max_sampler_mismatch",
             "sampling_temperature",
         )  # fmt: skip
+        loss = self.loss  # raises `UserError` for an unknown one
         _require(
-            self.group_size > 1 or self.loss.weight == "raw_rewards",
+            self.group_size > 1 or loss.weight == "raw_rewards",
             "--group_size", self.group_size,
             "at least 2: with one sample a prompt the group's mean is the reward itself and its std is undefined"
             " (only --loss_type no_baseline works with 1)",
@@ -313,7 +315,7 @@ class RLArgs(Args):
         _require(self.max_prompt_tokens >= 0, "--max_prompt_tokens", self.max_prompt_tokens, "0 (any length) or more")
         _require(self.max_refills >= 0, "--max_refills", self.max_refills, "0 (never) or more")
         _require(
-            self.max_refills == 0 or self.loss.weight != "raw_rewards", "--max_refills", self.max_refills,
+            self.max_refills == 0 or loss.weight != "raw_rewards", "--max_refills", self.max_refills,
             f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too",
         )  # fmt: skip
         buffer = self.overlong_buffer
@@ -376,7 +378,7 @@ class RLArgs(Args):
     @property
     def loss(self) -> Loss:
         """The loss that --loss_type names. Raises `UserError` for an unknown one."""
-        return find("--loss_type", self.loss_type, LOSSES, wrap=lambda function: Loss(function, weight=None, uses_ratio=True))
+        return find("--loss_type", self.loss_type, LOSSES, wrap=_loss_of_function)
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -566,6 +568,11 @@ def command_line(args: Args) -> list[str]:
 def _fields(args: Args, cls: type) -> dict[str, object]:
     """The arguments that a configuration has fields for."""
     return {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}
+
+
+def _loss_of_function(function: Callable) -> Loss:
+    """The entry of a user's own function, of which nothing is known: it may use the ratio, and every argument."""
+    return Loss(function, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
 
 
 def _require(condition: bool, flag: str, value, wanted: str) -> None:

@@ -31,7 +31,8 @@ from alignment.rollouts.sync import Rollouts, SyncRollouts
 from alignment.runs.checkpoint import OPTIMIZER, load_rollouts
 from alignment.runs.health import HealthLimits
 from alignment.runs.run import Run, RunConfig
-from alignment.sampling.sampler import SAMPLERS, Sampler, encode_prompts, engine_name, find_engine, open_sampler
+from alignment.sampling.open import open_sampler
+from alignment.sampling.sampler import SAMPLERS, Sampler, encode_prompts, engine_name, find_engine
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import printable

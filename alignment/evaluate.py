@@ -46,7 +46,7 @@ def main() -> None:
         resolve_model(model, args.output_dir)  # says what is wrong with the second before an hour is spent on the first
     evaluations = [evaluate_model(args, model, console) for model in models]
     names = list(map(label, models))
-    default = "_".join(["compare" if args.compare else "evaluate", *names, args.task])[:150]
+    default = "_".join(["compare" if args.compare else "evaluate", *names, args.task.replace(":", ".")])[:150]
     path = claim_run_folder(
         args.output_dir,
         args.run_name,

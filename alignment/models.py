@@ -8,7 +8,8 @@ from alignment.core.records import SamplingConfig
 from alignment.policy.loading import compute_dtype, load_config
 from alignment.policy.placement import ModelShape, partition_layers
 from alignment.policy.policy import Policy, PolicyConfig, open_policy, policy_kind
-from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine, open_sampler
+from alignment.sampling.open import open_sampler
+from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
 
 
 def make_policy(args: Args, base: str) -> Policy:

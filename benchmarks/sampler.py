@@ -91,12 +91,11 @@ def main(
 
 def make_vllm(path: str, tokenizer, device: str, dtype: str):
     """Our vLLM sampler, its engine in a process of its own, as runs have it."""
+    from alignment.sampling.sampler import SamplerConfig
     from alignment.sampling.vllm import VLLMSampler
 
-    return VLLMSampler(
-        path, tokenizer, device=device, dtype=dtype, context=min(1024, context_length(load_config(path))),
-        gpu_memory_utilization=0.4, timeout=3600.0, policy_version=0,
-    )  # fmt: skip
+    config = SamplerConfig(path, device, dtype, timeout=3600.0, memory_share=0.4)
+    return VLLMSampler(config, tokenizer, min(1024, context_length(load_config(path))))
 
 
 if __name__ == "__main__":

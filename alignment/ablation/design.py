@@ -73,7 +73,7 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
         arm = dataclasses.replace(base, **chosen)
         if hold == "rollouts" and "group_size" in chosen and "prompts_per_rollout" not in chosen:
             arm = dataclasses.replace(arm, prompts_per_rollout=_prompts(base.rollout_size, arm.group_size))
-        name = "_".join(_label(key, value) for key, value in chosen.items()) or base.loss_type
+        name = "_".join(_label(key, value) for key, value in chosen.items()) or _label("loss_type", base.loss_type)
         if name in arms:
             raise UserError(f"two arms would be called {name}: give them names of their own in a --sweep_file")
         arms[name] = arm
@@ -136,7 +136,7 @@ def _label(key: str, value) -> str:
     """A value's part of an arm's name, fit for a folder: `grpo_clip`, `group_size4`, `no_normalize_by_std`."""
     if isinstance(value, bool):
         return key if value else f"no_{key}"
-    text = str(value).replace("/", "-")
+    text = str(value).replace("/", "-").replace(":", ".")
     return text if isinstance(value, str) and value else f"{key}{text}"
 
 

@@ -117,7 +117,7 @@ def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: in
     # Even quantiles in random order are draws of t without chance in the number of extreme ones.
     quantiles = (np.arange(DRAWS) + 0.5) / DRAWS
     draws = [e.mean + effects + rng.permutation(stats.t.ppf(quantiles, e.dof)) * e.error for e, effects in resampled]
-    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, draws, p, p_tie, strict=True)]
+    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, draws, zip(p, p_tie, strict=True), strict=True)]
 
 
 def _differences(arms: Mapping[str, Scores], contrast: Contrast) -> np.ndarray:
@@ -217,7 +217,10 @@ def _tail(e: _Estimate, by_question: np.ndarray, value: float, above: bool = Tru
     return float(stats.t.sf(distance / e.error, e.dof).mean())
 
 
-def _verdict(e: _Estimate, draws: np.ndarray, p: float, p_tie: float, tie: float, alpha: float, family: int) -> Comparison:
+def _verdict(
+    e: _Estimate, draws: np.ndarray, p_values: tuple[float, float], tie: float, alpha: float, family: int
+) -> Comparison:
+    p, p_tie = p_values
     low, high = np.quantile(draws, [0.025, 0.975])
     a, b = e.contrast.a, e.contrast.b
     more, kind = None, "undecided"
@@ -274,17 +277,15 @@ def interquartile_mean(scores: Sequence[float]) -> float:
     return float(stats.trim_mean(np.asarray(scores, dtype=float), 0.25))
 
 
-def detectable_difference(
-    arms: int, seeds: int, questions: int, seed_std: float, accuracy: float = 0.5, alpha: float = ALPHA, power: float = 0.8
-) -> float:
-    """The smallest difference between two of `arms` arms that would get a verdict with a chance of `power`.
+def detectable_difference(arms: int, seeds: int, questions: int, seed_std: float) -> float:
+    """The smallest difference between two of `arms` arms that would get a verdict with a chance of 80 %.
 
-    `seed_std` is the standard deviation of an arm's accuracy between seeds, questions aside; each question has one answer.
-    Differences between arms that vary from question to question, alike in all seeds, are not known beforehand and left out.
+    `seed_std` is the standard deviation of an arm's accuracy between seeds, questions aside; each question has one answer, which is
+    right half the time. Differences between arms that vary from question to question, alike in all seeds, are not known beforehand and left out.
     Infinite with one seed.
     """
     if seeds < 2 or arms < 2:
         return math.inf
-    error = math.sqrt(2 * (seed_std**2 + accuracy * (1 - accuracy) / questions) / seeds)
+    error = math.sqrt(2 * (seed_std**2 + 0.25 / questions) / seeds)
     dof = (arms - 1) * (seeds - 1)
-    return error * float(stats.t.isf(alpha / (arms * (arms - 1)), dof) + stats.t.isf(1 - power, dof))
+    return error * float(stats.t.isf(ALPHA / (arms * (arms - 1)), dof) + stats.t.isf(0.2, dof))

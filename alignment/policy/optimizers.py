@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from alignment.system.registry import load
+from alignment.system.registry import import_object
 
 if TYPE_CHECKING:
     import torch
@@ -49,4 +49,4 @@ def make_optimizer(
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return load("--optimizer", entry.path)(groups, lr=learning_rate, betas=BETAS, **entry.options)
+    return import_object("--optimizer", entry.path)(groups, lr=learning_rate, betas=BETAS, **entry.options)

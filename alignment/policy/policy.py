@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from alignment.core.records import Batch, Distribution
-from alignment.system.registry import find, load
+from alignment.system.registry import find, import_object
 
 if TYPE_CHECKING:
     import torch
@@ -152,4 +152,4 @@ def open_policy(kind: str, config: PolicyConfig) -> Policy:
 
     Raises `UserError` for weights that are missing or damaged, and for a name that cannot be imported.
     """
-    return load("--policy_parallelism", POLICIES.get(kind, kind))(config)
+    return import_object("--policy_parallelism", POLICIES.get(kind, kind))(config)

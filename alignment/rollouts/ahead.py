@@ -32,7 +32,8 @@ from alignment.rollouts.batches import collate_groups
 from alignment.rollouts.config import RolloutConfig, Schedule
 from alignment.rollouts.source import open_source
 from alignment.rollouts.sync import check_staleness
-from alignment.sampling.sampler import SamplerConfig, find_engine, open_sampler
+from alignment.sampling.open import open_sampler
+from alignment.sampling.sampler import SamplerConfig, find_engine
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.background import run_in_background
 from alignment.system.clock import Clock

@@ -45,7 +45,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import context_length, load_config, load_model
+from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
@@ -80,47 +80,36 @@ SHAPE = (
 
 
 class VLLMServerSampler:
-    """A `Sampler` that draws from the vLLM server at `url`, started as the module says, with the weights of `model_path`.
+    """A `Sampler` that draws from the vLLM server at `config.url`, started as the module says.
 
-    `context` is in tokens. `weights_folder` is where weights are written on their way, one version at a time and each
-    only until the server has loaded it; the server must see it under the same name. `token` is the server's key. In
-    bfloat16 a completion also depends on what shares its batch, as it does within a process.
+    `context` is in tokens; None: the model's own. `config.weights_folder` is where weights are written on their way, one
+    version at a time and each only until the server has loaded it; the server must see it under the same name. `token` is the
+    server's key. In bfloat16 a completion also depends on what shares its batch, as it does within a process.
 
-    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `timeout` seconds,
+    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout` seconds,
     answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
     `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model_path: str,
-        tokenizer,
-        *,
-        context: int,
-        dtype: str,
-        weights_folder: str | Path,
-        timeout: float,
-        token: str | None = None,
-        policy_version: int = 0,
-    ):
+    def __init__(self, config: SamplerConfig, tokenizer, context: int | None = None, token: str | None = None):
+        model_path, dtype = config.model_path, config.dtype
+        model_config = load_config(model_path)
+        text_config = model_config.get_text_config()
         self.tokenizer = tokenizer
-        self.context = context
-        self.policy_version = policy_version
+        self.context = context or context_length(model_config)
+        self.policy_version = config.policy_version
         self.restarts = 0
-        self._timeout = timeout
+        self._timeout = config.timeout
         self._dtype = getattr(torch, dtype)
-        self._weights_folder = Path(weights_folder).resolve()
-        self._client = _JSONClient(url, token)
-        config = load_config(model_path).get_text_config()
-        self._vocabulary = config.vocab_size
-        command = _command(model_path, dtype, context)
+        self._weights_folder = Path(config.weights_folder).resolve()
+        self._client = _JSONClient(config.url, token)
+        self._vocabulary = text_config.vocab_size
+        command = _command(model_path, dtype, self.context)
         self._model = self._served_model()
-        self._refuse_unfit({key: getattr(config, key, None) for key in SHAPE}, dtype, command)
+        self._refuse_unfit({key: getattr(text_config, key, None) for key in SHAPE}, dtype, command)
         try:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
-            weights = load_model(model_path, ("cpu",), self._dtype).named_parameters()
-            self._reload(weights, max(self._timeout, START_SECONDS))
+            self._reload(load_weights(model_path, self._dtype), max(self._timeout, START_SECONDS))
         except SamplerLost as error:
             raise UserError(
                 f"--sampler_url: {error}. It has to see {self._weights_folder}, where weights are written: let both machines"
@@ -465,14 +454,4 @@ class Guard:
 
 def open_vllm_server(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMServerSampler:
     """The server at `config.url`; its key is in the environment variable ALIGNMENT_SAMPLER_TOKEN."""
-    return VLLMServerSampler(
-        config.url,
-        config.model_path,
-        tokenizer,
-        context=context_length(load_config(config.model_path)),
-        dtype=config.dtype,
-        weights_folder=config.weights_folder,
-        timeout=config.timeout,
-        token=os.environ.get("ALIGNMENT_SAMPLER_TOKEN"),
-        policy_version=config.policy_version,
-    )
+    return VLLMServerSampler(config, tokenizer, token=os.environ.get("ALIGNMENT_SAMPLER_TOKEN"))

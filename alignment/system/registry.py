@@ -37,7 +37,7 @@ def find(
         hint = f" (did you mean {nearest[0]}?)" if nearest else ""
         noun = flag.lstrip("-").replace("_", " ")
         raise UserError(f"{flag} {name}: there is no such {noun}; {choose} {', '.join(table)}, or name {own}{hint}")
-    found = load(flag, name)
+    found = import_object(flag, name)
     if isinstance(found, kind):
         return found
     if not (takes_functions and callable(found)):
@@ -46,7 +46,7 @@ def find(
     return wrap(found) if wrap else found
 
 
-def load(flag: str, path: str) -> object:
+def import_object(flag: str, path: str) -> object:
     """The object that `path`, written as `package.module:name`, imports. Raises `UserError` that begins with `flag`."""
     module, _, attribute = path.rpartition(":")
     try:

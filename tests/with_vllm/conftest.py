@@ -59,10 +59,11 @@ def model_path(tmp_path_factory, policy, tokenizer) -> str:
 @pytest.fixture(scope="session")
 def start_sampler(model_path, tokenizer):
     """Starts a sampler of the tiny Llama on the CPU."""
+    from alignment.sampling.sampler import SamplerConfig
     from alignment.sampling.vllm import VLLMSampler
 
     def start(model_path: str = model_path) -> VLLMSampler:
-        return VLLMSampler(model_path, tokenizer, device="cpu", dtype="float32", context=CONTEXT, gpu_memory_utilization=0.5)
+        return VLLMSampler(SamplerConfig(model_path, "cpu", "float32", memory_share=0.5), tokenizer, CONTEXT)
 
     return start
 

@@ -209,10 +209,10 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
     # No `if __name__ == "__main__"`: the script must not run a second time in the worker.
     script = tmp_path / "command.py"
     script.write_text(
-        "from alignment.sampling.vllm import VLLMSampler\n"
+        "from alignment.sampling.vllm import SamplerConfig, VLLMSampler\n"
         f"print('begun', file=open({str(tmp_path / 'log')!r}, 'a'))\n"
         f"path = {model_path!r}\n"
-        "VLLMSampler(path, None, device='cpu', dtype='float32', context=64, gpu_memory_utilization=0.5)\n"
+        "VLLMSampler(SamplerConfig(path, 'cpu', 'float32', memory_share=0.5), None, 64)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = psutil.Popen([sys.executable, str(script)], env=environment)

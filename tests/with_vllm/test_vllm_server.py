@@ -17,7 +17,8 @@ import torch
 from transformers import AutoConfig
 
 from alignment.core.records import SamplingConfig
-from alignment.sampling.sampler import RestartingSampler, SamplerLost
+from alignment.sampling.restarts import RestartingSampler
+from alignment.sampling.sampler import SamplerConfig, SamplerLost
 from alignment.sampling.vllm_server import VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 from tests.with_vllm.conftest import CONTEXT, VOCABULARY, tiny_llama
@@ -77,9 +78,10 @@ def server(starting, sampler):
 
 @pytest.fixture
 def connect(server, model_path, tokenizer, tmp_path):
-    def connecting(model_path: str = model_path, **options) -> VLLMServerSampler:
-        options = {"context": CONTEXT, "timeout": 120.0, "token": KEY, "weights_folder": tmp_path / "weights"} | options
-        return VLLMServerSampler(f"http://127.0.0.1:{server}", model_path, tokenizer, dtype="float32", **options)
+    def connecting(model_path: str = model_path, context: int = CONTEXT, token: str = KEY, **options) -> VLLMServerSampler:
+        url, folder = f"http://127.0.0.1:{server}", str(tmp_path / "weights")
+        options = {"timeout": 120.0, "url": url, "weights_folder": folder} | options
+        return VLLMServerSampler(SamplerConfig(model_path, "cpu", "float32", **options), tokenizer, context, token)
 
     return connecting
 
