@@ -325,7 +325,7 @@ class _JSONClient:
         return self._ask("GET", path, [None], until, ANSWER_BYTES)[0]
 
     def post(self, path: str, bodies: Sequence[dict | None], until: float, most: int = ANSWER_BYTES) -> list[dict]:
-        """The answers, of at most `most` bytes each, to POSTs that are sent side by side, in order, by the clock's time `until`.
+        """The answers, of at most `most` bytes each, to POSTs that are sent side by side, in order, before the time `until`.
 
         Raises `SamplerLost` for the first that fails. Cuts off the others then, and the server drops them.
         """
