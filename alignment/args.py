@@ -103,7 +103,7 @@ class Args:
     language_consistency, signed_format, signed_accuracy, the negative controls random, format_only and inverted, and functions
     of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
     prompt: str = ""
-    """Prompt template (alignment/prompts/): r1_zero, tiny, countdown_en, countdown_zh; empty: the task's own."""
+    """Prompt template (alignment/data/prompts/): r1_zero, tiny, countdown_en, countdown_zh; empty: the task's own."""
     dataset_path: str = ""
     """Folder of the task's files; empty: where the task's download command puts them."""
     model: str = "tiny"
