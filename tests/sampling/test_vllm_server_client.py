@@ -18,7 +18,8 @@ import torch
 from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_config, load_model, load_tokenizer
 from alignment.sampling import vllm_server
-from alignment.sampling.sampler import RestartingSampler, SamplerLost
+from alignment.sampling.restarts import RestartingSampler
+from alignment.sampling.sampler import SamplerLost
 from alignment.sampling.vllm_server import SHAPE, Guard, VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 

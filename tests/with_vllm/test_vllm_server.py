@@ -17,7 +17,8 @@ import torch
 from transformers import AutoConfig
 
 from alignment.core.records import SamplingConfig
-from alignment.sampling.sampler import RestartingSampler, SamplerLost
+from alignment.sampling.restarts import RestartingSampler
+from alignment.sampling.sampler import SamplerLost
 from alignment.sampling.vllm_server import VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 from tests.with_vllm.conftest import CONTEXT, VOCABULARY, tiny_llama
