@@ -25,7 +25,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.core.records import Batch, Distribution
 from alignment.core.rollout import Rollout
 from alignment.core.tokens import collate
-from alignment.policy import reference_client, reference_service
+from alignment.policy import frozen, reference_client, reference_service
 from alignment.policy.loading import load_model
 from alignment.policy.placement import Roles
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
