@@ -101,9 +101,9 @@ def lines_of(file: Path) -> list[tuple[int, str]]:
 
 def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
     """Each distinct pair with the verdicts of the three graders."""
+    from alignment.rewards.grading.ask_math_verify import math_verify_many
     from alignment.rewards.grading.cascade import grade_many
     from alignment.rewards.grading.reference import reference_verdict
-    from alignment.rewards.grading.workers import math_verify_many
 
     counts = Counter(pairs)
     ours = [(verdict.equal, verdict.stage) for verdict in grade_many(*zip(*counts, strict=True))] if counts else []

@@ -111,7 +111,7 @@ def _run(args: RLArgs, kill_in_step: int | None = None) -> None:
 def main() -> None:
     args = parse(VerifyResumeArgs)
     if not verify(args, make_console()):
-        raise RunStopped("the resumed run is not the undisturbed one. On GPUs see --deterministic and what README says of vLLM")
+        raise RunStopped("the resumed run is not the undisturbed one. On GPUs see --deterministic, and docs/faults.md on vLLM")
 
 
 if __name__ == "__main__":

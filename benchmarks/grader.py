@@ -1,6 +1,6 @@
 """Our grader beside math-verify and the published reference rule, on the same pairs in one run: right, and how fast.
 
-uv run -m benchmarks.grader                                    # the labelled pairs of tests/grading
+uv run -m benchmarks.grader                                    # the labelled pairs of tests/rewards/grading
 uv run -m benchmarks.grader --gsm8k dataset/gsm8k --golds 500  # and GSM8K's answers in 20 spellings each
 """
 

@@ -46,11 +46,9 @@ class RemoteReference:
         self.url, self.token, self.timeout = url, token, timeout
         # No proxy (trust_env) and no redirect (httpx follows none): the token goes nowhere else. A connection serves one
         # request, so none can break while it is idle.
-        limits, headers = httpx.Limits(max_keepalive_connections=0), {"Accept-Encoding": "identity"}
-        headers |= {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.Client(
-            headers=headers, trust_env=False, verify=False, limits=limits
-        )  # http:// needs no certificates
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(headers=headers, trust_env=False, verify=False, limits=limits)  # http:// has no certificates
         self.info = self._get_info()
         if self.info["vocabulary"] != vocabulary:
             raise UserError(
@@ -199,7 +197,9 @@ class ReferenceProcess:
         self._child.close()
 
     def _start(self, port: int) -> None:
-        self._child = ChildProcess("reference model's process", "alignment.policy.reference_service:serve", os.environ)
+        self._child = ChildProcess(
+            "reference model's process", "alignment.policy.reference_service:serve", os.environ, grace_seconds=0
+        )
         with self._child.time_limit(max(self._timeout, PROCESS_START_SECONDS)):
             try:
                 self._child.connection.send((self._model, self.token, port))

@@ -7,7 +7,6 @@ cause above", and leaves one process to end instead of a tree. Everything crosse
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import random

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.rewards.reward import CONTROLS, RULES
+from alignment.rewards.controls import CONTROLS
+from alignment.rewards.rules import RULES
 from alignment.runs.checkpoint import last_whole_step
 from alignment.system.errors import run_command
 from alignment.system.files import damage, lock_run_folder, read_jsonl
@@ -139,13 +140,13 @@ def test_a_second_signal_ends_even_what_is_held():
     """A second signal within a moment is the same one, as it reaches a process group; a later one means it."""
     script = """if True:
         import os, signal, time
-        from alignment import interrupts
-        with interrupts.interruptible():
-            interrupts.hold()
+        from alignment.system import signals
+        with signals.interruptible():
+            signals.defer_signals()
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             print("held", flush=True)
-            time.sleep(interrupts.AGAIN + 0.1)
+            time.sleep(signals.REPEAT_SECONDS + 0.1)
             os.kill(os.getpid(), signal.SIGINT)
             print("not reached", flush=True)
     """

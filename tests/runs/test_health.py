@@ -1,10 +1,10 @@
 """Warnings and lost causes, by hand-made numbers."""
 
 import pytest
+from alignment.training.health import GRADER_WINDOW, WINDOW, Watch, health_warnings, slowness, stop_if_hopeless
 
 from alignment.args import RLArgs, from_preset
 from alignment.system.errors import RunStopped
-from alignment.training.health import GRADER_WINDOW, WINDOW, Watch, health_warnings, slowness, stop_if_hopeless
 
 ARGS = from_preset(RLArgs, "tiny", max_bad_steps=2, max_grader_failures=0.05)
 FINE = {

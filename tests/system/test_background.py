@@ -5,8 +5,8 @@ import time
 from functools import partial
 
 import pytest
-
 from alignment.runs.clock import Clock
+
 from alignment.system.background import run_in_background
 from alignment.system.errors import RunStopped
 
