@@ -365,7 +365,7 @@ class RLArgs(Args):
 
     @property
     def trusts_sampler(self) -> bool:
-        """Whether the sampler's log-probs serve as the old policy's: where that is asked for, or where they are of stale
+        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or where they are of stale
         weights, which nobody else has any more."""
         return self.loss.uses_ratio and (self.staleness > 0 or self.old_log_probs == "sampler")
 

@@ -119,7 +119,7 @@ class VLLMServerSampler:
         most = ANSWER_BYTES + n * (sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0))
         requests = _completion_requests(self._model, encoded, sampling, n)
         answers = self._client.post("/v1/completions", requests, until, most)
-        # Afterwards, as a server that dies meanwhile answers none of the requests.
+        # Checked after the answers have come: a server that is lost before gives none.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
             raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
         drawn = [

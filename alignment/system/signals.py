@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """A signal asked the command to end. No subclass of Exception, so that code that handles errors does not catch it."""
+    """A signal ended the command. No subclass of Exception, so that code that handles errors does not catch it."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
