@@ -13,6 +13,8 @@ FINE = {
     "finished": 1.0,
     "updates": 2,
     "bad_updates": 0,
+    "grading_failed": 0,
+    "seconds": 1.0,
     "responses": 10,
 }
 
