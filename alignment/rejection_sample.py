@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from alignment.args import RejectionArgs, parse
 from alignment.checks import check, check_model_path, resolve_model, roles_of
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
-from alignment.system.terminal import make_console
+from alignment.system.terminal import make_console, make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,13 +45,9 @@ def main() -> None:
         raise UserError(f"nothing was kept of {answers} answers: {dict(rejected)}; nothing is written")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    table = Table(title=f"{len(groups)} problems x {args.num_samples} answers of {args.model}")
-    table.add_column("")
-    table.add_column("answers", justify="right")
-    table.add_row("kept", str(len(rows)))
-    for reason in REASONS:
-        table.add_row(f"rejected: {reason}", str(rejected[reason]))
-    console.print(table)
+    title = f"{len(groups)} problems x {args.num_samples} answers of {args.model}"
+    counts = [("kept", str(len(rows))), *((f"rejected: {reason}", str(rejected[reason])) for reason in REASONS)]
+    console.print(make_table(title, ("", "answers"), counts, numbers=("answers",)))
     solved = len({row["id"] for row in rows})
     console.print(f"{output}: {len(rows)} answers to {solved} of {len(groups)} problems", markup=False, soft_wrap=True)
 

@@ -248,7 +248,7 @@ def test_a_body_that_ends_too_early_is_never_computed(server):
         connection.shutdown(socket.SHUT_WR)
         with connection.makefile("rb") as file:
             assert b" 202 " not in file.read()
-    assert ask(server, path="/get?key=short")[0] == 404
+    assert request(server, path="/get?key=short")[0] == 404
 
 
 @pytest.mark.parametrize("head", [b"GET /", b"GET /info HTTP/1.1\r\nX: ", b"GET /info HTTP/1.1\r\n"])
@@ -259,7 +259,7 @@ def test_a_head_without_end_is_refused(server, head):
             for _ in range(1 << 10):
                 connection.sendall(b"a: a\r\n" * 1000 if head.endswith(b"\n") else b"a" * 6000)
                 time.sleep(0.001)
-    assert ask(server)[0] == 200
+    assert request(server)[0] == 200
 
 
 def altered(**changes):
