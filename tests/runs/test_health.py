@@ -1,7 +1,6 @@
 """Warnings and hopeless runs, by hand-made numbers."""
 
 import pytest
-from alignment.training.health import GRADER_WINDOW, WINDOW, Watch, health_warnings, slowness, stop_if_hopeless
 
 from alignment.runs.health import GRADER_WINDOW, WINDOW, Health, HealthLimits, health_warnings, slowness
 from alignment.system.errors import RunStopped
