@@ -78,8 +78,8 @@ class VLLMServerSampler:
     version at a time and each only until the server has loaded it; the server must see it under the same name. `token` is the
     server's key. In bfloat16 a completion also depends on what shares its batch, as it does within a process.
 
-    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout` seconds,
-    answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
+    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
+    seconds, answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
     `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back.
     """
 
