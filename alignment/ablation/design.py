@@ -115,7 +115,7 @@ def _arm(preset: str, values: Mapping[str, object], place: str = "") -> RLArgs:
         if name not in hints or name in NOT_SWEPT | {"seed"}:
             raise UserError(f"{place}{name} is no argument of an arm")
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        if name == "loss_type" and ":" not in str(value):  # a loss of the user's own is package.module:name
+        if place and name == "loss_type" and ":" not in str(value):  # with a colon it is the path of the user's own
             choices = tuple(LOSSES)
         kind = next((kind for kind in get_args(hints[name]) if kind in _KINDS), hints[name])
         if choices and value not in choices:
