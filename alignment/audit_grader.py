@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,26 +77,30 @@ def completion_files(place: str) -> list[Path]:
 
 def read_completions(file: Path) -> list[tuple[str, str]]:
     """The (response, ground truth) of each line. Raises `UserError`, naming file and line, for a line without them."""
-    completions = []
-    for number, line in lines_of(file):
-        try:
-            record = json.loads(line)
-            text, truth = record["text"], record["ground_truth"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f'{file}:{number}: not a completion; a line needs "text" and "ground_truth"') from None
-        if not (isinstance(text, str) and isinstance(truth, str)):
-            raise UserError(f'{file}:{number}: "text" and "ground_truth" must be text')
-        completions.append((text, truth))
-    return completions
+    rows = rows_of(file, "text", 'not a completion; a line needs "text" and "ground_truth"')
+    return [(row["text"], row["ground_truth"]) for _, row in rows]
 
 
-def lines_of(file: Path) -> list[tuple[int, str]]:
-    """The lines that are not blank, with their numbers. Raises `UserError` if the file is not text."""
+def rows_of(file: Path, key: str, malformed: str) -> Iterator[tuple[int, dict]]:
+    """The objects of the lines that are not blank, with their numbers; each has a text `key` and a "ground_truth".
+
+    Raises `UserError` for a file that is not text, and for other lines; the message names file and line.
+    """
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            texts = row[key], row["ground_truth"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{file}:{number}: {malformed}") from None
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f'{file}:{number}: "{key}" and "ground_truth" must be text')
+        yield number, row
 
 
 def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
@@ -131,18 +135,12 @@ def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
 def read_labels(file: Path) -> dict[Pair, bool]:
     """The labels that a person has set in a file. Raises `UserError`, naming file and line, for a malformed line."""
     labels = {}
-    for number, line in lines_of(file):
-        try:
-            row = json.loads(line)
-            pair, label = (row["answer"], row["ground_truth"]), row.get("label")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f'{file}:{number}: needs "answer", "ground_truth" and "label"') from None
-        if not all(isinstance(text, str) for text in pair):
-            raise UserError(f'{file}:{number}: "answer" and "ground_truth" must be text')
+    for number, row in rows_of(file, "answer", 'needs "answer", "ground_truth" and "label"'):
+        label = row.get("label")
         if label not in (True, False, None):
             raise UserError(f'{file}:{number}: "label" must be true, false or null')
         if label is not None:
-            labels[pair] = bool(label)
+            labels[row["answer"], row["ground_truth"]] = bool(label)
     return labels
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,3 +50,9 @@ class Rollout:
     def trained_rows(self) -> list[int]:
         """The rows that updates are made from."""
         return self.counted_B1.squeeze(1).nonzero().squeeze(1).tolist()
+
+    def response_values(self, values_BT: torch.Tensor, rows: Iterable[int]) -> Iterable[list[float]]:
+        """Each row's values at its response tokens; none for rows that are not among `rows`."""
+        chosen = set(rows)
+        masked = enumerate(zip(values_BT, self.batch.response_mask, strict=True))
+        return (values[mask].tolist() if row in chosen else [] for row, (values, mask) in masked)

@@ -71,7 +71,8 @@ class Run:
         self.step = 0
         """The last step that is done."""
         self.resumed_at = 0
-        self._started = False
+        self.started = False
+        """Whether there is something to save."""
 
     @property
     def checkpoint(self) -> Path | None:
@@ -113,7 +114,7 @@ class Run:
         self._policy, self._tokenizer, self._rollouts, self._count_restarts = policy, tokenizer, rollouts, restarts
         self._restarts = 0
         self._progress = self.closing.enter_context(progress_line("RL", config.num_steps, self.console))
-        self._started = True
+        self.started = True
 
     def _write_args(self, folder: Path) -> None:
         write_args(folder, self.config.arguments, self.config.seeds)
@@ -126,11 +127,7 @@ class Run:
 
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Write the step's completions with the trainer's log-probs, and the batches for which no update could be made."""
-        mask_BT, chosen = rollout.batch.response_mask, set(result.rows_with_gradient)
-        trainer = (
-            log_probs[mask].tolist() if row in chosen else []
-            for row, (log_probs, mask) in enumerate(zip(result.trainer_log_probs_BT, mask_BT, strict=True))
-        )
+        trainer = rollout.response_values(result.trainer_log_probs_BT, result.rows_with_gradient)
         self.folder.log_completions("rollout", sampled.step, sampled.groups, trainer)
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 
@@ -193,11 +190,6 @@ class Run:
             step, _ = last_whole_step(self.path)
             kept = f"its checkpoint of step {step} is whole" if step else kept
         return RunStopped(f"{error}. The run {self.path} has stopped; {kept}: go on with --resume when that is mended")
-
-    @property
-    def started(self) -> bool:
-        """Whether there is something to save."""
-        return self._started
 
 
 @contextmanager
