@@ -1,7 +1,5 @@
 """The loss of one micro-batch: the policy-gradient loss, weighted, plus the KL penalty, summed over tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from alignment.core.importance_weights import sampler_weights

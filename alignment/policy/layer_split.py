@@ -1,7 +1,5 @@
 """A policy whose layers are split over several devices by the hand-built device map."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

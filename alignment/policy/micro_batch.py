@@ -1,7 +1,5 @@
 """One micro-batch on its way through a policy's model: hidden states, then log-probs and loss, then the gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

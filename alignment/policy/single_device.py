@@ -1,7 +1,5 @@
 """A policy that sits whole on one device, and what every policy of one process shares."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 

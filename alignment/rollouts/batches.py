@@ -1,7 +1,5 @@
 """From groups of completions to the batch that updates are made from."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 

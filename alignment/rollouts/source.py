@@ -1,7 +1,5 @@
 """Sampling and scoring one step: prompts to groups, with refills for groups of equal rewards."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,10 +67,7 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
 
 
 def refilled_groups(
-    problems: Sequence[Problem],
-    config: RolloutConfig,
-    step: int,
-    sample: Callable[[Sequence[Problem], int], Sequence[Group]],
+    problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable[[Sequence[Problem], int], Sequence[Group]]
 ) -> tuple[list[Group], list[Group]]:
     """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores.
 

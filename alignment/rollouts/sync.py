@@ -1,7 +1,5 @@
 """Rollouts that are sampled between the updates, by a sampler that has each step's weights."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

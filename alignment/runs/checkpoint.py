@@ -4,8 +4,6 @@ All randomness of a run is a function of its seed and the step number, so a resu
 weights, optimiser, and the rollouts that older weights have sampled ahead.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """A run's folder: arguments, metrics, evaluations, completions, TensorBoard, and the learning-curve picture."""
 
-from __future__ import annotations
-
 import errno
 import html
 import itertools

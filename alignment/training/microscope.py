@@ -1,7 +1,5 @@
 """Gradients of different estimators on one frozen set of rollouts, by the very code that updates are made with."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The check that what is trained is what was sampled: the sampler's log-probs against the trainer's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Old and reference log-probs of a rollout: the other policies that a loss compares with."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """The optimiser updates made on one rollout."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
