@@ -9,6 +9,7 @@ import time
 
 import torch
 import tyro
+from alignment.rollouts.collect import rollout_sampling
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -20,7 +21,6 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.policy.loading import load_model, load_tokenizer, make_optimizer, resolve_model
 from alignment.rollouts.batches import make_rollout
-from alignment.rollouts.collect import rollout_sampling
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training.update import update
 

@@ -24,8 +24,7 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
-from alignment.core.records import SamplingConfig
-from alignment.core.rollout import Rollout
+from alignment.core.records import Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
 from alignment.core.train_step import grpo_microbatch_train_step, loss_denominator
 from alignment.data.tasks import find_task

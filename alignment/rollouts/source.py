@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from alignment.core.advantages import group_statistics
-from alignment.core.records import Completion, Group, Problem
-from alignment.core.rollout import SampledStep
+from alignment.core.records import Completion, Group, Problem, SampledStep
 from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
 from alignment.rewards.reward import Reward, find_reward, graded_ahead, grading_report

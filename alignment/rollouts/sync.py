@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from alignment.core.rollout import SampledStep
+from alignment.core.records import SampledStep
 from alignment.policy.policy import Policy
 from alignment.rollouts.source import RolloutSource
 from alignment.sampling.sampler import Sampler

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from alignment.core.records import Completion, Group, Problem, Score
-from alignment.core.rollout import SampledStep
+from alignment.core.records import Completion, Group, Problem, SampledStep, Score
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, damage, full_disk_is_an_os_error, manifested, read_jsonl
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alignment.core.rollout import Rollout, SampledStep
+from alignment.core.records import Rollout, SampledStep
 from alignment.runs.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
@@ -126,11 +126,7 @@ class Run:
 
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Write the step's completions with the trainer's log-probs, and the batches for which no update could be made."""
-        mask_BT, chosen = rollout.batch.response_mask, set(result.rows_with_gradient)
-        trainer = (
-            log_probs[mask].tolist() if row in chosen else []
-            for row, (log_probs, mask) in enumerate(zip(result.trainer_log_probs_BT, mask_BT, strict=True))
-        )
+        trainer = rollout.response_values(result.trainer_log_probs_BT, result.rows_with_gradient)
         self.folder.log_completions("rollout", sampled.step, sampled.groups, trainer)
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 

@@ -12,8 +12,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from alignment.core.records import Group
-from alignment.core.rollout import Rollout
+from alignment.core.records import Group, Rollout
 from alignment.system.errors import UserError
 from alignment.system.files import (
     atomic_folder,

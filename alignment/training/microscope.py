@@ -10,7 +10,7 @@ import torch
 
 from alignment.core.losses import LOSSES
 from alignment.core.normalization import NORMALIZATIONS
-from alignment.core.rollout import Rollout
+from alignment.core.records import Rollout
 from alignment.policy.policy import Policy
 from alignment.rollouts.batches import with_advantages
 from alignment.system.errors import UserError

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from alignment.core.records import Distribution
-from alignment.core.rollout import Rollout
+from alignment.core.records import Distribution, Rollout
 from alignment.policy.policy import MicroBatchResult, Policy
 from alignment.system.errors import RunStopped
 

@@ -5,8 +5,7 @@ from typing import Protocol
 
 import torch
 
-from alignment.core.records import Batch, Distribution
-from alignment.core.rollout import Rollout
+from alignment.core.records import Batch, Distribution, Rollout
 from alignment.policy.frozen import FrozenModel
 from alignment.policy.policy import Policy
 from alignment.system.clock import Clock

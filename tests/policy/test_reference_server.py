@@ -22,8 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
-from alignment.core.records import Batch, Distribution
-from alignment.core.rollout import Rollout
+from alignment.core.records import Batch, Distribution, Rollout
 from alignment.core.tokens import collate
 from alignment.policy import frozen, reference_client, reference_service
 from alignment.policy.loading import load_model
