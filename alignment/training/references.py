@@ -21,7 +21,6 @@ class Reference(Protocol):
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
         """Log-probs [B, T] of a batch's responses; `key` names the batch."""
-        ...
 
 
 class LocalReference:
@@ -33,7 +32,6 @@ class LocalReference:
         self.model = model
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        """See `Reference.log_probs`."""
         return self.model.log_probs(batch, distribution, micro_batch_tokens)
 
 
