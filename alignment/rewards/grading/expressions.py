@@ -45,18 +45,7 @@ _COMMANDS = {
     *GREEK,
     *CAPITALS,
     *FUNCTIONS,
-    "pi",
-    "frac",
-    "binom",
-    "degree",
-    "overline",
-    "lfloor",
-    "rfloor",
-    "lceil",
-    "rceil",
-    "ihat",
-    "jhat",
-    "khat",
+    *"pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split(),
 }
 # Names that need no backslash.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}

@@ -96,8 +96,6 @@ _CHARACTERS = str.maketrans(
         "，": ", ",
         "∠": r"\angle ",
         "…": "...",
-    }
-    | {
         "⌊": r"\lfloor ",
         "⌋": r"\rfloor ",
         "⌈": r"\lceil ",
