@@ -16,8 +16,7 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 import tyro
 
 from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
-from alignment.core.importance_weights import CORRECTIONS
-from alignment.core.kl import KL_ESTIMATORS
+from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig

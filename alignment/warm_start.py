@@ -1,7 +1,5 @@
 """Supervised fine-tuning from arguments: what `sft` runs, and what `train_rl` runs first where the warm start is not there."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 from collections.abc import Iterator, Sequence

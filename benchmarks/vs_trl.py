@@ -25,8 +25,7 @@ from rich.table import Table
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
 from alignment.core.normalization import loss_denominator
-from alignment.core.records import Distribution, SamplingConfig
-from alignment.core.rollout import Rollout
+from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
 from alignment.core.train_step import grpo_microbatch_train_step
 from alignment.data.tasks import find_task

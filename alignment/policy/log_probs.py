@@ -1,7 +1,5 @@
 """Log-probabilities of sampled tokens, and entropy, without logits of every position in memory at once."""
 
-from __future__ import annotations
-
 import torch
 
 from alignment.core.records import Distribution

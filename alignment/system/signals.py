@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: the first signal stops a command where nothing is half done, the second one at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
