@@ -549,15 +549,19 @@ def refuse_missing_warm_start(args: RLArgs) -> None:
 
 def command_line(args: Args) -> list[str]:
     """The flags that give these arguments on top of their preset."""
-    preset, flags = from_preset(type(args), args.preset), ["--preset", args.preset]
-    for f in dataclasses.fields(args):
-        value = getattr(args, f.name)
-        if f.name == "preset" or value == getattr(preset, f.name):
-            continue
+    preset = vars(from_preset(type(args), args.preset))
+    changed = {name: value for name, value in vars(args).items() if value != preset[name]}
+    return flags_of({"preset": args.preset, **changed})
+
+
+def flags_of(values: Mapping[str, object]) -> list[str]:
+    """The words of a command line that give these arguments; several values are a tuple or a list."""
+    flags: list[str] = []
+    for name, value in values.items():
         if isinstance(value, bool):
-            flags.append(f"--{f.name}" if value else f"--no_{f.name}")
+            flags.append(f"--{name}" if value else f"--no_{name}")
         else:
-            flags += [f"--{f.name}", *map(str, value if isinstance(value, tuple) else (value,))]
+            flags += [f"--{name}", *map(str, value if isinstance(value, tuple | list) else (value,))]
     return flags
 
 
@@ -703,16 +707,6 @@ class ReportArgs:
     """Folder to write to; empty: the first of --runs."""
     tie: float = 0.03
     """Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own."""
-
-
-@dataclass(frozen=True)
-class AuditArgs:
-    """Grade logged completions with our grader, math-verify and the reference rule, and show where they disagree."""
-
-    completions: str
-    """A run's folder, its completions folder, or one file of completions."""
-    labels: str = ""
-    """The file of disagreements in which a person has set "label"; empty: grader_disagreements.jsonl in the run's folder."""
 
 
 @dataclass(frozen=True)

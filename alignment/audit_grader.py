@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from alignment.system.errors import UserError, run_command
-from alignment.system.terminal import make_console
+from alignment.system.terminal import make_console, make_table, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -149,7 +149,7 @@ def read_labels(file: Path) -> dict[Pair, bool]:
 def audit(args: AuditArgs, console: Console) -> Path:
     """Print the audit and write the disagreements to a file, which keeps the labels that it had. Returns the file."""
     from alignment.rewards.r1_zero import extract_answer
-    from alignment.system.files import write_atomically
+    from alignment.system.files import write_jsonl
 
     files = completion_files(args.completions)
     completions = {file: read_completions(file) for file in files}
@@ -169,7 +169,7 @@ def audit(args: AuditArgs, console: Console) -> Path:
     # A label is a person's work: the file keeps it, even for a pair that is no longer disputed or not in this audit.
     listed = {(row["answer"], row["ground_truth"]) for row in rows}
     kept = [{"answer": a, "ground_truth": t, "label": label} for (a, t), label in labels.items() if (a, t) not in listed]
-    write_atomically(target, "".join(json.dumps(row) + "\n" for row in [*rows, *kept]))
+    write_jsonl(target, [*rows, *kept])
     _print_accuracy(answers, {(pair.answer, pair.ground_truth): pair.verdicts for pair in graded}, console)
     _print_disagreements(rows, console)
     _print_rates([row for row in rows if row["label"] is not None], console)
@@ -181,18 +181,6 @@ def audit(args: AuditArgs, console: Console) -> Path:
     return target
 
 
-def _print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool) -> None:
-    """Print a table; with `numbers`, all columns but the first are aligned to the right."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if numbers and i else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
 def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mapping[str, bool]], console: Console) -> None:
     """Print the accuracy under each grader, of each evaluation and of all rollouts together."""
     groups = {file.stem: pairs for file, pairs in answers.items() if file.stem.startswith("eval")}
@@ -202,12 +190,11 @@ def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mappin
     for name, pairs in groups.items():
         accepted = [sum(pair[0] is not None and verdicts[pair][grader] for pair in pairs) for grader in GRADERS]
         rows.append((name, str(len(pairs)), *(f"{count / max(1, len(pairs)):.4f}" for count in accepted)))
-    _print_table(console, "accuracy as each grader reads it", ("", "completions", *GRADERS), rows, numbers=True)
+    columns = ("completions", *GRADERS)
+    console.print(make_table("accuracy as each grader reads it", ("", *columns), rows, numbers=columns))
 
 
 def _print_disagreements(rows: Sequence[Mapping], console: Console) -> None:
-    from alignment.system.terminal import printable
-
     cells = []
     for row in rows[:MAX_ROWS]:
         verdicts = (f"{'right' if row['verdicts'][grader] else 'wrong'} ({row['reasons'][grader]})" for grader in GRADERS)
@@ -215,7 +202,7 @@ def _print_disagreements(rows: Sequence[Mapping], console: Console) -> None:
         cells.append([text.replace("[", r"\[") for text in texts])
     if rows:
         title = f"disagreements, the most frequent {len(cells)} of {len(rows)}"
-        _print_table(console, title, ("answer", "ground truth", "times", *GRADERS), cells, numbers=False)
+        console.print(make_table(title, ("answer", "ground truth", "times", *GRADERS), cells))
 
 
 def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
@@ -225,7 +212,8 @@ def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
         rows.append((grader, *(f"{count} of {of} ({count / of:.0%})" if of else "no such label" for count, of in errors)))
     if labelled:
         title = f"errors on {len(labelled)} labelled disagreements"
-        _print_table(console, title, ("grader", "false accepts", "false rejects"), rows, numbers=True)
+        columns = ("false accepts", "false rejects")
+        console.print(make_table(title, ("grader", *columns), rows, numbers=columns))
 
 
 def main() -> None:

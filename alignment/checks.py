@@ -12,6 +12,7 @@ from alignment.data.prompts import check_template
 from alignment.data.tasks import Task, find_task, jsonl
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import check_parallelism
+from alignment.policy.reference_protocol import check_url
 from alignment.rewards.reward import find_reward
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import find_engine, named_engine
@@ -36,6 +37,8 @@ def check_rl(args: RLArgs) -> None:
     """As `check`, and for a reward, a warm start, or a run to resume that is not there, and for data that cannot be read."""
     task = check(args)
     find_reward(args.reward, task.rules)
+    if args.reference_url:
+        check_url(args.reference_url)
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:

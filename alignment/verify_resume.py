@@ -14,13 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from alignment.args import RLArgs, VerifyResumeArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
 from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import read_jsonl
 from alignment.system.processes import end_command, last_line, start_command
-from alignment.system.terminal import make_console
+from alignment.system.terminal import make_console, make_table
 
 TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured times
 
@@ -78,13 +77,12 @@ def verify(args: VerifyResumeArgs, console: Console) -> bool:
         with console.status(f"training the other {k} steps"):
             _run(dataclasses.replace(rl, resume=True))
         straight, killed = (digests(Path(folder) / name) for name in ("straight", "killed"))
-    table = Table(title=f"{2 * k} steps straight, and {k} + kill + {k}")
-    for heading in ("SHA-256 of", "straight", "killed and resumed", ""):
-        table.add_column(heading)
-    for name, digest in straight.items():
-        same = "same" if digest == killed[name] else "[red]differs[/red]"
-        table.add_row(name, digest[:16], killed[name][:16], same)
-    console.print(table)
+    rows = [
+        (name, digest[:16], killed[name][:16], "same" if digest == killed[name] else "[red]differs[/red]")
+        for name, digest in straight.items()
+    ]
+    title = f"{2 * k} steps straight, and {k} + kill + {k}"
+    console.print(make_table(title, ("SHA-256 of", "straight", "killed and resumed", ""), rows))
     return straight == killed
 
 

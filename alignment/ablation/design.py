@@ -115,6 +115,8 @@ def _arm(preset: str, values: Mapping[str, object], place: str = "") -> RLArgs:
         if name not in hints or name in NOT_SWEPT | {"seed"}:
             raise UserError(f"{place}{name} is no argument of an arm")
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
+        if place and name == "loss_type" and ":" not in str(value):  # with a colon it is the path of the user's own
+            choices = tuple(LOSSES)
         kind = next((kind for kind in get_args(hints[name]) if kind in _KINDS), hints[name])
         if choices and value not in choices:
             raise UserError(f"{place}{name} = {value!r}: choose one of {', '.join(map(str, choices))}")

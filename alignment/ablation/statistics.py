@@ -280,8 +280,9 @@ def interquartile_mean(scores: Sequence[float]) -> float:
 def detectable_difference(arms: int, seeds: int, questions: int, seed_std: float) -> float:
     """The smallest difference between two of `arms` arms that would get a verdict with a chance of 80 %.
 
-    `seed_std` is the standard deviation of an arm's accuracy between seeds, questions aside; each question has one answer, which is
-    right half the time. Differences between arms that vary from question to question, alike in all seeds, are not known beforehand and left out.
+    `seed_std` is the standard deviation of an arm's accuracy between seeds, questions aside; each question has one answer,
+    which is right half the time. Differences between arms that vary from question to question, alike in all seeds, are not
+    known beforehand and left out.
     Infinite with one seed.
     """
     if seeds < 2 or arms < 2:

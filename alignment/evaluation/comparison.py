@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import jinja2
 import torch
 
 from alignment.core.records import Group
-from alignment.system.files import write_atomically
+from alignment.system.files import write_atomically, write_jsonl
 
 SHOWN = 200  # problems of each kind on the page
 
@@ -90,7 +89,7 @@ def write_comparison(comparison: PairedDifference, names: Sequence[str], folder:
     """Write comparison.jsonl, a line for each problem won or lost, and comparison.html, which is returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
     records = [{"outcome": kind, **vars(outcome)} for kind, outcomes in kinds for outcome in outcomes]
-    write_atomically(folder / "comparison.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(folder / "comparison.jsonl", records)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )

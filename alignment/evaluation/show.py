@@ -10,26 +10,23 @@ from rich.text import Text
 
 from alignment.evaluation.accuracy import CATEGORIES, Evaluation
 from alignment.evaluation.comparison import PairedDifference
-from alignment.system.terminal import printable
+from alignment.system.terminal import make_table, printable
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     """Print the averages with their intervals, the categories, and pass@k and maj@k where samples allow."""
-    table = Table(title=f"{len(evaluation.groups)} problems in {evaluation.seconds:.1f} s")
-    for heading in ("", "value", "95 % interval"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name, value in evaluation.averages.items():
-        low, high = evaluation.intervals[name]
-        table.add_row(name, f"{value:.4f}", f"{low:.4f} .. {high:.4f}")
+    rows = [
+        (name, f"{value:.4f}", "{:.4f} .. {:.4f}".format(*evaluation.intervals[name]))
+        for name, value in evaluation.averages.items()
+    ]
     samples = len(evaluation.groups[0].completions)
     if samples > 1:
-        for k, value in evaluation.pass_at_k.items():
-            table.add_row(f"pass@{k}", f"{value:.4f}", "")
-        table.add_row(f"maj@{samples}", f"{evaluation.maj_at_k:.4f}", "")
-    for name in CATEGORIES:
-        table.add_row(name, str(evaluation.categories.get(name, 0)), "")
-    table.add_row("mean response tokens", f"{evaluation.response_length:.1f}", "")
-    console.print(table)
+        rows += [(f"pass@{k}", f"{value:.4f}") for k, value in evaluation.pass_at_k.items()]
+        rows += [(f"maj@{samples}", f"{evaluation.maj_at_k:.4f}")]
+    rows += [(name, str(evaluation.categories.get(name, 0))) for name in CATEGORIES]
+    rows += [("mean response tokens", f"{evaluation.response_length:.1f}")]
+    title, numbers = f"{len(evaluation.groups)} problems in {evaluation.seconds:.1f} s", ("value", "95 % interval")
+    console.print(make_table(title, ("", *numbers), rows, numbers))
 
 
 def print_comparison(comparison: PairedDifference, names: Sequence[str], console: Console) -> None:

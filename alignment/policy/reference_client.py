@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import secrets
 import sys
 import time
@@ -17,7 +16,7 @@ import safetensors.torch
 import torch
 
 from alignment.core.records import Batch, Distribution
-from alignment.policy.reference_protocol import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, ServedModel
+from alignment.policy.reference_protocol import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, ServedModel, check_url
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.processes import START_SECONDS as PROCESS_START_SECONDS
 from alignment.system.processes import ChildProcess
@@ -40,9 +39,7 @@ class RemoteReference:
     restarts = 0
 
     def __init__(self, url: str, token: str, vocabulary: int, timeout: float):
-        match = re.fullmatch(r"http://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})/?", url)
-        if match is None or not 0 < int(match[1]) < 65536:
-            raise UserError(f"--reference_url {printable(url)}: must be http://HOST:PORT, as the reference server prints it")
+        check_url(url)
         self.url, self.token, self.timeout = url, token, timeout
         # No proxy (trust_env) and no redirect (httpx follows none): the token goes nowhere else. A connection serves one
         # request, so none can break while it is idle.

@@ -24,7 +24,8 @@ from alignment.system.files import (
     read_jsonl,
     read_records,
     remove_unfinished,
-    write_atomically,
+    write_json,
+    write_jsonl,
 )
 from alignment.system.terminal import printable
 
@@ -58,7 +59,7 @@ class RunFolder:
 
     def _keep(self, name: str, last_step: int) -> list[dict]:
         kept = [record for record in read_records(self.path / name) if record["step"] <= last_step]
-        write_atomically(self.path / name, "".join(json.dumps(record) + "\n" for record in kept))
+        write_jsonl(self.path / name, kept)
         return kept
 
     def log_step(self, record: Record) -> None:
@@ -76,7 +77,7 @@ class RunFolder:
         """Write completions/<kind>_<step>.jsonl: one completion a line, with its score and, where known, the trainer's
         log-probabilities (one list for each completion, in order) beside the sampler's."""
         trainers = iter(log_probs) if log_probs is not None else None
-        lines = []
+        records = []
         for group in groups:
             for completion, score in zip(group.completions, group.scores, strict=True):
                 record = {
@@ -88,10 +89,10 @@ class RunFolder:
                 }
                 if trainers is not None:
                     record["trainer_log_probs"] = next(trainers)
-                lines.append(json.dumps(record) + "\n")
-        write_atomically(self.path / "completions" / f"{kind}_{step:06d}.jsonl", "".join(lines))
+                records.append(record)
+        write_jsonl(self.path / "completions" / f"{kind}_{step:06d}.jsonl", records)
         if kind == "eval":
-            self._sample(step, json.loads(lines[0]))
+            self._sample(step, records[0])
 
     def save_bad_batches(self, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
         """Keep the mini-batches that had no finite loss or gradient, as tensors, in bad_batches/."""
@@ -118,7 +119,7 @@ class RunFolder:
 
     def log_summary(self, summary: Record) -> None:
         """Write summary.json."""
-        write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_json(self.path / "summary.json", summary)
 
     def close(self) -> None:
         """Flush TensorBoard; what a full disk keeps of it is made anew when the run is resumed."""
@@ -180,7 +181,7 @@ def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str
         "command": [Path(sys.executable).name, *sys.argv],
         "versions": versions(),
     }
-    write_atomically(folder / "args.json", json.dumps(facts, indent=2) + "\n")
+    write_json(folder / "args.json", facts)
 
 
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from alignment.runs.learning_curve import plot_learning_curve
-from alignment.system.files import read_jsonl, write_atomically
-from alignment.system.terminal import printable
+from alignment.system.files import read_jsonl, write_json
+from alignment.system.terminal import make_table, printable
 
 
 def write_summary(path: Path, title: str, console: Console) -> None:
@@ -23,14 +21,14 @@ def write_summary(path: Path, title: str, console: Console) -> None:
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after = evals[0], evals[-1]
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
-    table = Table(title=f"{path.name}: {after['problems']} held-out problems, {title}")
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("accuracy", *(_with_interval(e) for e in (before, after)))
-    table.add_row("format rate", *(f"{e['avg_format_rewards']:.3f}" for e in (before, after)))
-    table.add_row("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after)))
-    table.add_row("seconds of RL", "", f"{sum(m['seconds'] for m in metrics):.0f}")
-    console.print(table)
+    rows = [
+        ("accuracy", *(_with_interval(e) for e in (before, after))),
+        ("format rate", *(f"{e['avg_format_rewards']:.3f}" for e in (before, after))),
+        ("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after))),
+        ("seconds of RL", "", f"{sum(m['seconds'] for m in metrics):.0f}"),
+    ]
+    heading, sides = f"{path.name}: {after['problems']} held-out problems, {title}", ("before", "after")
+    console.print(make_table(heading, ("", *sides), rows, numbers=sides))
     console.print(f"of these seconds: {', '.join(f'{name} {share:.1%}' for name, share in phase_shares(metrics))}")
     first, last = (read_jsonl(path / "completions" / f"eval_{e['step']:06d}.jsonl") for e in (before, after))
     pairs = list(zip(first, last, strict=True))
@@ -48,7 +46,7 @@ def write_summary(path: Path, title: str, console: Console) -> None:
         "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }
-    write_atomically(path / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_json(path / "summary.json", summary)
 
 
 def phase_shares(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -54,6 +54,16 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a whole JSON file, or nothing."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_jsonl(path: Path, records: Iterable[object]) -> None:
+    """Write a whole file of one JSON value a line, or nothing."""
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _temporary_path(path: Path) -> Path:

@@ -142,10 +142,9 @@ def _equal_at(a: Node, b: Node, point: dict[str, Fraction], field: type) -> bool
 def _evaluate(node: Node, point: dict[str, Fraction], field: type) -> _Value | None:
     """The value at a point; None where it is undefined in the field or beyond the bounds."""
     try:
-        value = _value(node, point, field)
+        return _value(node, point, field)
     except (Refused, ArithmeticError, OverflowError):
         return None
-    return value if isinstance(value, fmpq) or value.is_finite() else None
 
 
 def _value(node: Node, point: dict[str, Fraction], field: type) -> _Value:
@@ -258,18 +257,8 @@ _OPERATIONS: dict[str, Callable[..., _Value]] = {
     "abs": lambda field, x: abs(x),
     "floor": _rounding("floor"),
     "ceil": _rounding("ceil"),
-    "exp": _method("exp"),
     "ln": _method("log"),
-    "sin": _method("sin"),
-    "cos": _method("cos"),
-    "tan": _method("tan"),
-    "cot": _reciprocal("tan"),
-    "sec": _reciprocal("cos"),
-    "csc": _reciprocal("sin"),
-    "arcsin": _method("asin"),
-    "arccos": _method("acos"),
-    "arctan": _method("atan"),
-    "sinh": _method("sinh"),
-    "cosh": _method("cosh"),
-    "tanh": _method("tanh"),
+    **{name: _method(name) for name in ("exp", "sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    **{f"arc{name}": _method(f"a{name}") for name in ("sin", "cos", "tan")},
+    **{name: _reciprocal(inverse) for name, inverse in (("cot", "tan"), ("sec", "cos"), ("csc", "sin"))},
 }
