@@ -90,11 +90,14 @@ def parse_expression(text: str) -> Node:
     return node
 
 
+def subtrees(node: Node) -> list[Node]:
+    """The tree and every tree in it."""
+    return [node, *(subtree for part in node[1:] for subtree in subtrees(part))] if isinstance(node, tuple) else [node]
+
+
 def variables(node: Node) -> set[str]:
     """The names of a tree, constants excluded."""
-    if isinstance(node, str):
-        return {node} - {r"\pi", "e", "i"}
-    return set().union(*map(variables, node[1:])) if isinstance(node, tuple) else set()
+    return {name for name in subtrees(node) if isinstance(name, str)} - {r"\pi", "e", "i"}
 
 
 def is_rational(node: Node) -> bool:
