@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from alignment.rewards.grading.expressions import CAPITALS, FUNCTIONS, GREEK
+from alignment.rewards.grading.tables import TABLES
 from alignment.rewards.grading.text import split
 from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
@@ -24,8 +25,7 @@ WORKERS = LimitedWorkers(("math_verify", "alignment.rewards.grading.cascade"))
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
 _NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never
-_TO_LATEX = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∞": r"\infty ",
-             "±": r"\pm ", "∈": r"\in ", "→": r"\to ", "*": r"\cdot "}  # fmt: skip
+_TO_LATEX = {sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"}
 
 
 def ask_math_verify(answer: str, truth: str) -> Outcome:
