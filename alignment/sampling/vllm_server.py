@@ -155,10 +155,16 @@ class VLLMServerSampler:
 
         Refused while there are requests, such as those of a caller that has just been interrupted, so they are waited for.
         """
-        while self._client.post("/reset_prefix_cache", [None], until)[0].get("success") is not True:
-            if time.monotonic() + RETRY_SECONDS > until:
-                raise SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
+        busy = None
+        while busy is None or time.monotonic() + RETRY_SECONDS <= until:
+            try:
+                if self._client.post("/reset_prefix_cache", [None], until)[0].get("success") is True:
+                    return
+            except SamplerLost as error:
+                raise (busy if busy and time.monotonic() >= until else error) from None
+            busy = SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
             time.sleep(RETRY_SECONDS)
+        raise busy
 
     def _call(self, method: str, until: float, *arguments: str) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""
