@@ -197,6 +197,18 @@ def read_records(file: Path) -> list[dict]:
     return records
 
 
+def text_lines(file: Path) -> list[tuple[str, str]]:
+    """(place, line) of each line that is not blank, in a file of a user's; the place is "file:number".
+
+    Raises `UserError` if the file is not text.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    return [(f"{file}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
 def flush(path: Path) -> None:
     """Write a file, or a folder's list of files, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
