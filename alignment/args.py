@@ -16,8 +16,7 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 import tyro
 
 from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
-from alignment.core.importance_weights import CORRECTIONS
-from alignment.core.kl import KL_ESTIMATORS
+from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig
@@ -365,7 +364,7 @@ class RLArgs(Args):
 
     @property
     def trusts_sampler(self) -> bool:
-        """Whether the sampler's log-probs serve as the old policy's: where that is asked for, or where they are of stale
+        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or where they are of stale
         weights, which nobody else has any more."""
         return self.loss.uses_ratio and (self.staleness > 0 or self.old_log_probs == "sampler")
 

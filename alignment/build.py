@@ -1,7 +1,5 @@
 """From the arguments of `train_rl` to the objects of its loop. Below these builders nothing takes an arguments object."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from collections.abc import Callable, Sequence

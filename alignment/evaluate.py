@@ -48,10 +48,7 @@ def main() -> None:
     names = list(map(label, models))
     default = "_".join(["compare" if args.compare else "evaluate", *names, args.task.replace(":", ".")])[:150]
     path = claim_run_folder(
-        args.output_dir,
-        args.run_name,
-        default,
-        lambda folder: write_args(folder, dataclasses.asdict(args), {"all": args.seed}),
+        args.output_dir, args.run_name, default, lambda folder: write_args(folder, dataclasses.asdict(args), {"all": args.seed})
     )
     report(path, models, evaluations, console)
     console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)

@@ -1,7 +1,5 @@
 """From arguments to policies and samplers. Below these builders nothing takes an arguments object."""
 
-from __future__ import annotations
-
 from alignment.args import Args
 from alignment.checks import resolve_model, roles_of
 from alignment.core.records import SamplingConfig

@@ -1,7 +1,5 @@
 """Supervised fine-tuning from arguments: what `sft` runs, and what `train_rl` runs first where the warm start is not there."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 from collections.abc import Iterator, Sequence
@@ -33,7 +31,7 @@ from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
 def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
     """Fine-tune --model and save it whole to --sft_base; returns its evaluation on the test problems.
 
-    Raises `UserError` where --sft_base has come to exist meanwhile: nothing is ever overwritten.
+    Raises `UserError` where --sft_base appears during the training: nothing is ever overwritten.
     """
     target, task = Path(args.sft_base), inputs.task
     torch.manual_seed(args.seed)

@@ -1,7 +1,5 @@
 """Sample answers to the test problems, score them, and summarise: averages, intervals, pass@k and majority votes."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

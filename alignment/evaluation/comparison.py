@@ -1,7 +1,5 @@
 """Two evaluations of the same problems: the paired difference, and the problems won and lost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Evaluations during training: when one is due, and what is written of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 import psutil
 import torch
 
-from alignment.core.rollout import SampledStep
+from alignment.core.records import SampledStep
 from alignment.core.tokens import pad_token_id
 from alignment.policy.loading import load_config, load_tokenizer, make_deterministic
 from alignment.policy.policy import Policy

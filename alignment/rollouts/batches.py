@@ -1,15 +1,12 @@
 """From groups of completions to the batch that updates are made from."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
 import torch
 
 from alignment.core.advantages import AdvantageConfig, group_advantages, overlong_penalty
-from alignment.core.records import Completion, Group
-from alignment.core.rollout import Rollout
+from alignment.core.records import Completion, Group, Rollout
 from alignment.core.tokens import collate
 from alignment.rollouts.config import RolloutConfig
 

@@ -1,7 +1,5 @@
 """What the numbers of a run say is going wrong, while it can still be stopped."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence

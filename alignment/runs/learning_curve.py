@@ -1,7 +1,5 @@
 """The learning curve of one run, as a picture in its folder."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

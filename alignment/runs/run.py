@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alignment.core.rollout import Rollout, SampledStep
+from alignment.core.records import Rollout, SampledStep
 from alignment.runs.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,

@@ -1,7 +1,5 @@
 """A run's folder: arguments, metrics, evaluations, completions, TensorBoard, and the learning-curve picture."""
 
-from __future__ import annotations
-
 import errno
 import html
 import itertools
@@ -14,8 +12,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from alignment.core.records import Group
-from alignment.core.rollout import Rollout
+from alignment.core.records import Group, Rollout
 from alignment.system.errors import UserError
 from alignment.system.files import (
     atomic_folder,

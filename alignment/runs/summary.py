@@ -1,7 +1,5 @@
 """The end of a run: its before and after, where its time went, and summary.json."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

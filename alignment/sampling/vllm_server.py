@@ -78,8 +78,8 @@ class VLLMServerSampler:
     version at a time and each only until the server has loaded it; the server must see it under the same name. `token` is the
     server's key. In bfloat16 a completion also depends on what shares its batch, as it does within a process.
 
-    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout` seconds,
-    answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
+    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
+    seconds, answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
     `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back.
     """
 
@@ -119,7 +119,7 @@ class VLLMServerSampler:
         most = ANSWER_BYTES + n * (sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0))
         requests = _completion_requests(self._model, encoded, sampling, n)
         answers = self._client.post("/v1/completions", requests, until, most)
-        # Afterwards, as a server that dies meanwhile answers none of the requests.
+        # Checked after the answers have come: a server that is lost before gives none.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
             raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
         drawn = [

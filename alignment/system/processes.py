@@ -121,7 +121,7 @@ def start_command(
 ) -> subprocess.Popen:
     """Start `python -m module flags` in `folder`, with `threads` OpenMP threads; the file `log` gets its output appended.
 
-    Raises `Interrupted`, with nothing left running, where a signal arrives meanwhile.
+    Raises `Interrupted`, with nothing left running, where a signal arrives while it starts.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}

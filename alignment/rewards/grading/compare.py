@@ -12,7 +12,7 @@ from fractions import Fraction
 from flint import arb
 
 from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
-from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, variables
+from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.regions import as_region, same_point
 from alignment.rewards.grading.sentences import (
@@ -178,7 +178,7 @@ class Comparison:
         if equal or a.unit == t.unit:
             return equal or self._more_exact(a, t) or equal
         for unit, factor in (("%", Fraction(1, 100)), ("degree", ("/", r"\pi", Fraction(180)))):
-            if unit in (a.unit, t.unit) and (unit == "%" or _mentions_pi(a.value) or _mentions_pi(t.value)):
+            if unit in (a.unit, t.unit) and (unit == "%" or r"\pi" in subtrees(("+", a.value, t.value))):
                 scaled = [("*", q.value, factor) if q.unit == unit else q.value for q in (a, t)]
                 return self.values(*scaled)
         return self._symbol_as_unit(a, t) or self._more_exact(a, t) or equal
@@ -358,10 +358,6 @@ def _below_one(value: Node) -> bool:
         return bool(0 < abs(real_value(value)) < 1)
     except Refused:
         return False
-
-
-def _mentions_pi(node: Node) -> bool:
-    return node == r"\pi" or (isinstance(node, tuple) and any(map(_mentions_pi, node[1:])))
 
 
 def _same_time(a: Clock, t: Clock) -> bool:

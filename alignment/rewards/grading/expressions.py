@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
+from alignment.rewards.grading.tables import TABLES
+
 MAX_TOKENS = 200  # of an expression, hence also of the nodes of its tree
 MAX_DEPTH = 30  # of brackets, powers and signs inside each other
 MAX_DIGITS = 80  # of one number in the text
@@ -36,17 +38,12 @@ def fraction(sign: str, number: str, exponent: str = "") -> Fraction:
 # A number, the name of a variable or constant (a command with its backslash), or an operation with its operands.
 Node = Fraction | str | tuple
 
-GREEK = "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega".split()
-CAPITALS = "Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
+GREEK, CAPITALS = list(TABLES["greek"]), list(TABLES["greek_capitals"])
 TRIGONOMETRIC = "sin cos tan cot sec csc".split()
 _INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")}
 FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
-_COMMANDS = {
-    *GREEK,
-    *CAPITALS,
-    *FUNCTIONS,
-    *"pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split(),
-}
+_SYMBOLS = "pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split()
+_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *_SYMBOLS}
 # Names that need no backslash.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _LONGEST_FIRST = sorted(NAMES, key=len, reverse=True)
@@ -93,11 +90,14 @@ def parse_expression(text: str) -> Node:
     return node
 
 
+def subtrees(node: Node) -> list[Node]:
+    """The tree and every tree in it."""
+    return [node, *(subtree for part in node[1:] for subtree in subtrees(part))] if isinstance(node, tuple) else [node]
+
+
 def variables(node: Node) -> set[str]:
     """The names of a tree, constants excluded."""
-    if isinstance(node, str):
-        return {node} - {r"\pi", "e", "i"}
-    return set().union(*map(variables, node[1:])) if isinstance(node, tuple) else set()
+    return {name for name in subtrees(node) if isinstance(name, str)} - {r"\pi", "e", "i"}
 
 
 def is_rational(node: Node) -> bool:

@@ -8,6 +8,7 @@ from fractions import Fraction
 from alignment.rewards.grading.answers import About, Answer, Clock, Listing, Quantity
 from alignment.rewards.grading.expressions import NUMBER, TRIGONOMETRIC, NoAnswer, Node, Refused, fraction, parse_expression
 from alignment.rewards.grading.sentences import qualified
+from alignment.rewards.grading.tables import TABLES
 from alignment.rewards.grading.text import split
 from alignment.rewards.grading.units import SCALES, SYMBOLS, quantity_in_words, read_unit, without_tail
 
@@ -65,7 +66,6 @@ def read_two_units(text: str, levels: int) -> Answer | None:
     return Listing("+", parts) if units and parts[0].unit != parts[1].unit else None
 
 
-_CURRENCY = {"$": "dollar", "£": "£", "€": "euro", "¥": "yen", "₹": "rupee"}
 _MONEY = re.compile(r"([-+]?) ?(?:US|USD|CA|AU|C|A)?([$£€¥₹]) ?(?=[-0-9.\\])([^$£€¥₹]*)|([^$£€¥₹]*[0-9]) ?([$£€¥₹])")
 _MONEY_CODE = re.compile(r"(USD|EUR|GBP|INR|Rs\.?) ?([0-9].*)")
 _PERCENT = re.compile(r"([-+]?[^%+*-]*[0-9)}]) ?(?:%|percent(?:age points?)?|per cent|pct)( [a-z ]{1,30})?")
@@ -107,7 +107,7 @@ def read_quantity(text: str) -> Answer:
             r"([-+]? ?[0-9.,]*(?: ?(?:hundred|thousand|million|billion|trillion)\b)?)(.*)", text
         ).groups()
         unit, (text, per) = (
-            _CURRENCY[currency],
+            TABLES["currencies"][currency],
             (sign + amount, rest) if not re.match(r"[\\^*(+-]|/ ?[^a-z]", rest.strip()) else (sign + text, ""),
         )
         if per.strip():
@@ -170,15 +170,12 @@ def _endless(sign: str, whole: str, digits: str) -> Answer:
     return About(_number(f"{sign}{whole}.{digits}"))
 
 
-_BASE_WORDS = dict(
-    zip("two three four five six seven eight nine ten twelve sixteen".split(), (*range(2, 11), 12, 16), strict=True)
-)
 _PREFIXES = {"x": "16", "b": "2", "o": "8"}
 
 
 def _in_base(digits: str, base: str) -> Node:
     digits = digits.replace(" ", "")
-    radix = int(base) if base.isdigit() else _BASE_WORDS.get(base, 0)
+    radix = int(base) if base.isdigit() else TABLES["base_words"].get(base, 0)
     variable = (digits.isalpha() and (len(digits) == 1 or radix < 11)) or (digits != digits.upper() and radix != 16)
     if not 2 <= radix <= 36 or variable:
         return parse_expression(f"{digits}_{{{base}}}")

@@ -35,6 +35,7 @@ from alignment.rewards.grading.regions import (
     union,
 )
 from alignment.rewards.grading.sentences import plain_words, qualified, without_clause
+from alignment.rewards.grading.tables import TABLES
 from alignment.rewards.grading.text import RELATIONS, split, squeeze
 from alignment.rewards.grading.values import equal_values, is_narrow, real_value, substitute
 
@@ -71,40 +72,21 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     return read_quantity(text)
 
 
-_PHRASES = {
-    "∅": "no solution|no solutions|no real solution|no real solutions|there is no solution|there are no solutions|"
-    "no solutions exist|no solution exists|empty set|the empty set|null set|∅|none|{}|{ }|( )",
-    "dne": "dne|does not exist|doesn't exist|d.n.e",
-    "infinitely many": "infinitely many|infinitely many solutions|infinite solutions|an infinite number of solutions|"
-    "infinite number of solutions|infinite",
-    "∞": "∞|+∞|infinity|positive infinity|+infinity",
-    "-∞": "-∞|negative infinity|minus infinity|- ∞|-infinity",
-}
-_PHRASE = {phrase: name for name, phrases in _PHRASES.items() for phrase in phrases.split("|")}
+_PHRASE = {phrase: Words(name) for name, phrases in TABLES["phrases"].items() for phrase in phrases}
 _SENTENCE_OF_PHRASE = re.compile(
     r"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){0,3}? ("
     + "|".join(p for p in _PHRASE if re.fullmatch("[a-z' ]{9,}", p))
     + ")"
 )
-_EVERYTHING = {
-    "ℝ",
-    "all real numbers",
-    "all reals",
-    "real numbers",
-    "the real numbers",
-    "all real x",
-    "the set of real numbers",
-}
+_PHRASE |= dict.fromkeys(TABLES["everything"], EVERYWHERE)
 
 
 def _phrase(text: str, levels: int) -> Answer | None:
     low = text.casefold()
     if low in _PHRASE:
-        return Words(_PHRASE[low])
+        return _PHRASE[low]
     if (lead := _SENTENCE_OF_PHRASE.fullmatch(low)) and not qualified(low[: lead.start(1)]):
-        return Words(_PHRASE[lead[1]])
-    if low in _EVERYTHING:
-        return EVERYWHERE
+        return _PHRASE[lead[1]]
     return Words(words) if (words := plain_words(text)) else None
 
 

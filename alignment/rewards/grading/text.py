@@ -7,103 +7,18 @@ import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 
-# One sign for each of: at most, at least, not equal, about, element, union, intersection, difference, infinity, ...
+from alignment.rewards.grading.tables import TABLES
+
 RELATIONS = "=<>≤≥≠≈∈"
-_SIGNS = {
-    "≤": "le leq leqslant leqq",
-    "≥": "ge geq geqslant geqq",
-    "≠": "ne neq",
-    "<": "lt",
-    ">": "gt",
-    "≈": "approx simeq thickapprox doteq approxeq",
-    "∈": "in",
-    "∪": "cup bigcup",
-    "∩": "cap bigcap",
-    "∖": "setminus smallsetminus backslash",
-    "∞": "infty infin",
-    "∅": "emptyset varnothing O",
-    "ℝ": "R reals Reals real",
-    "±": "pm",
-    "∓": "mp",
-    "⟨": "langle",
-    "⟩": "rangle",
-    "|": "lvert rvert vert mid lVert rVert",
-    "{": "lbrace",
-    "}": "rbrace",
-    "[": "lbrack",
-    "]": "rbrack",
-    "→": "to rightarrow Rightarrow implies longrightarrow",
-    "*": "cdot times ast",
-    "/": "div",
-    ":": "colon",
-    "...": "ldots dots cdots dotsc",
-}
-_SIGN_OF = {name: sign for sign, names in _SIGNS.items() for name in names.split()}
-_DROPPED = (
-    "left right tiny small normalsize large Large LARGE huge Huge big Big bigg Bigg"
-    " bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle scriptstyle limits nolimits"
-)
-_OPENED = (
-    "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol bm rm bf hat vec mathtt "
-    "texttt mathcal textsf underline hbox emph boxed fbox framebox overrightarrow"
-)
-
-_VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-
-
-def _vulgar_fraction(letter: str) -> str:
-    value = Fraction(unicodedata.numeric(letter)).limit_denominator(8)
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
+_SIGN_OF = {name: sign for sign, names in TABLES["signs"].items() for name in names.split()}
 _WIDE = [chr(c) for span in ((0xFF01, 0xFF5F), (0x1D400, 0x1D800)) for c in range(*span)]
-_GREEK_LETTERS = dict(
-    zip(
-        "αβγδεζηθκλμνξρστφχψωΓΔΘΛΣΦΨΩϕϵ",
-        (
-            "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi omega"
-            " Gamma Delta Theta Lambda Sigma Phi Psi Omega phi epsilon"
-        ).split(),
-        strict=True,
-    )
-)
+_VULGAR = {c: Fraction(unicodedata.numeric(c)).limit_denominator(8) for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_GREEK = TABLES["greek"] | TABLES["greek_capitals"]
 _CHARACTERS = str.maketrans(
     {c: unicodedata.normalize("NFKC", c) for c in _WIDE}
-    | {c: _vulgar_fraction(c) for c in _VULGAR}
-    | {letter: rf"\{name} " for letter, name in _GREEK_LETTERS.items()}
-    | dict.fromkeys("−–—﹣－‐‑", "-")
-    | dict.fromkeys("×·⋅∙•", "*")
-    | dict.fromkeys("\u00a0\u2002\u2003\t\r\n\u3000", " ")
-    | dict.fromkeys("\u2009\u202f\u2006\u2005", r"\,")
-    | dict.fromkeys("\u200b\ufeff\u2060\u200e\u200f", None)
-    | dict.fromkeys("÷⁄∕", "/")
-    | dict.fromkeys("’‘′ʹ", "'")
-    | dict.fromkeys("“”″", '"')
-    | dict.fromkeys("∣｜", "|")
-    | dict.fromkeys("⩽≦", "≤")
-    | dict.fromkeys("⩾≧", "≥")
-    | dict.fromkeys("≃≅∼", "≈")
-    | dict.fromkeys("⋃", "∪")
-    | dict.fromkeys("∨", " or ")
-    | dict.fromkeys("∧", " and ")
-    | {
-        "∞": r"\infty ",
-        "π": r"\pi ",
-        "√": r"\sqrt",
-        "∛": r"\cbrt",
-        "°": r"\degree ",
-        "º": r"\degree ",
-        "，": ", ",
-        "∠": r"\angle ",
-        "…": "...",
-        "⌊": r"\lfloor ",
-        "⌋": r"\rfloor ",
-        "⌈": r"\lceil ",
-        "⌉": r"\rceil ",
-        "℃": r"\degree C",
-        "℉": r"\degree F",
-        "∘": r"\circ ",
-    }
+    | {c: rf"\frac{{{value.numerator}}}{{{value.denominator}}}" for c, value in _VULGAR.items()}
+    | {c: rf"\{name} " for name, characters in _GREEK.items() for c in characters}
+    | {c: replacement for replacement, characters in TABLES["characters"].items() for c in characters}
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ", "0123456789-+nx")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -126,7 +41,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r"^\*\*(.*)\*\*$|^\*\*([^*]*[A-Za-z][^*]*)\*\*", r"\1\2 "),  # Markdown bold
         (r"^__(.*)__$", r"\1"),
         (r"(?<=[0-9])(?:\{,\}|,?(?:\\[,!])+)(?=[0-9]{3}(?![0-9]))", ","),  # 10{,}000, 10\,000 and 10,\!000
-        (rf"\\(?:{'|'.join(_DROPPED.split())})(?![A-Za-z])\.?|(?<!\\)\\[()\[\]]", " "),
+        (rf"\\(?:{'|'.join(TABLES['sizing_commands'].split())})(?![A-Za-z])\.?|(?<!\\)\\[()\[\]]", " "),
         (r"\\(?:therefore|because)(?![A-Za-z])|(?i:\.? ?I hope (?:it|this) is correct\.?)\s*$", " "),
         (r"(?<![A-Za-z\\])(?:np|numpy|math|sp|sympy)\.(?=[A-Za-z])", ""),  # written as code
         (r"^(?:Matrix|array)\((\[.*\])\)$", r"\1"),
@@ -137,7 +52,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r"^\s*~(?=[^~]*$)", "≈"),
         (r"\\(?:mathbb|mathbf|mathrm|Bbb)\s*\{?([RZNQC])\}?(?![a-z])", lambda m: "ℝℤℕℚℂ"["RZNQC".index(m[1])]),
         (r"\\(?:mathbf|boldsymbol|hat|vec|bm|mathrm\{\\mathbf)\s*\{? ?\\?([ijk])(?:math)? ?\}?(?![A-Za-z(])", r" \\\1hat "),
-        (rf"\\(?:{'|'.join(_OPENED.split())})\s*\{{([^{{}}]*)\}}", r" \1 "),
+        (rf"\\(?:{'|'.join(TABLES['opened_commands'].split())})\s*\{{([^{{}}]*)\}}", r" \1 "),
         (r"\\(?:text)?color\{[a-z]+\}|\\[hv]?phantom\{[^{}]{0,2}\}", " "),
         (r"\\(?:arc)?(?:land|wedge)(?![A-Za-z])", " and "),
         (r"\\(?:lor|vee)(?![A-Za-z])", " or "),

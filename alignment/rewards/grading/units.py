@@ -5,42 +5,17 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-# The names of each unit, its canonical name first; names longer than two letters also have a plural in -s.
-_UNITS = """
-mm millimeter millimetre, cm centimeter centimetre 厘米, dm decimeter decimetre, m meter metre 米, km kilometer
-kilometre 千米 公里, nm nanometer, µm micrometer micron, inch inches in, foot feet ft, yard yd, mile mi, mg
-milligram, g gram gramme 克, kg kilogram kilo kilogramme 千克 公斤, ounce oz, pound lb lbs, ton tonne, ml mL
-milliliter millilitre, l L liter litre cl, cup, pint pt, quart qt, gallon gal, tablespoon tbsp, teaspoon tsp,
-ms millisecond, s second sec, minute min mins 分钟, h hour hr hrs 小时, day 天, week wk, fortnight, month, year yr
-yrs 岁 年, decade, century centuries, dollar buck usd USD, cent ¢, euro EUR, £ gbp GBP, rupee INR Rs, yen JPY,
-yuan RMB CNY 元, degree deg, radian rad, unit, person people 人, child children, man men, woman women, foot
-feet, tooth teeth, mouse mice, goose geese, fish, sheep, deer, N newton 牛, eV electronvolt, keV, MeV, GeV,
-bar, atm atmosphere, mmHg, erg, Å angstrom, dB decibel, ly lightyear, parsec pc, J joule, kJ kilojoule, W
-watt, kW kilowatt, V volt, A amp ampere, Ω ohm, Hz hertz, kHz kilohertz, Pa pascal, kPa kilopascal, K kelvin,
-mol mole, °C celsius, °F fahrenheit, acre, hectare ha, calorie cal, kcal, byte, bit, kb KB kilobyte, mb MB
-megabyte, gb GB gigabyte, knot, au, piece 个, kWh
-"""
+from alignment.rewards.grading.tables import TABLES
+
 _UNIT_NAMES = {
-    name + plural: group.split()[0]
-    for group in _UNITS.split(",")
-    for name in group.split()
+    name + plural: unit
+    for unit, names in TABLES["units"].items()
+    for name in (unit, *names.split())
     for plural in ("", "s")[: 1 + (len(name) > 2 and name.isascii())]  # "ms" is no plural of m
 }
-_SPELLED_OUT = {"mph": "mile/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s", "fps": "ft/s", "cc": "cm^3",
-                "rpm": "revolutions/minute", "mpg": "mile/gallon", "sqft": "ft^2"}  # fmt: skip
 _SHAPES = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3, "squared": 2, "cubed": 3}
 SYMBOLS = {name for name in _UNIT_NAMES if len(name) == 1}  # algebra uses these too: 5m
-
-# Words that are no unit, because they change the number before them or mean something else: 5 dozen is not 5.
-_NO_UNIT = set(
-    """ten tens dozen dozens hundred hundreds thousand thousands million millions billion billions trillion trillions lakhs
-    crores score scores pair pairs couple couples half halves third thirds quarter quarters times positives negatives inverses
-    plus minus percents sins logs this thus squares cubes versus always perhaps ones twos threes fours fives sixes sevens
-    eights nines or and not over less more than greater fewer remainder mod modulo base to by from with without if else
-    is are was were equals except but only about approximately least most between is other others either pi thousandths
-    divided multiplied added unless possibly maybe guess guesses choices options answers solutions roots is
-    plusminus reciprocals opposites basis gross grosses googol googols""".split()
-)
+_NO_UNIT = set(TABLES["no_units"].split())
 _NUMBERS = re.compile(  # as nouns: 5 sixteenths, 5 twenties, 5 quadrillion
     r"\w*(?:teen(?:th)?|tieth|(?:twen|thir|for|fif|six|seven|eigh|nine)tie|dredth|sandth|ll?ion|ll?ionth)s?|"
     r"(?:eleven|twel[fv]e?)(?:th)?s?|(?:four|fif|six|seven|eigh|nin|ten)ths?"
@@ -72,7 +47,7 @@ def read_unit(text: str) -> str:
     text = (
         re.sub(r"\\degree ?([CF])\b", r"°\1", text).replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
     )
-    text = _SPELLED_OUT.get(text.lower(), text)
+    text = TABLES["unit_abbreviations"].get(text.lower(), text)
     text = re.sub(r"(?i)\bdeg(?:ree)?s? (celsius|fahrenheit|[CF])\b", lambda m: f"°{m[1][0].upper()}", text).strip()
     above, per, below = re.sub(r" ?(?:/|\bper\b|\b(?:an?|every)\b(?= [a-z]+$)) ?", "/", text, count=1).partition("/")
     powers = _product(above)
@@ -141,14 +116,8 @@ def same_unit(a: str, b: str) -> bool:
 
 # --- number words ---------------------------------------------------------------------------------------
 
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    " eighteen nineteen"
-).split()
-_TENS = dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10), strict=True))
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
-          "ninth": 9, "tenth": 10}  # fmt: skip
+_BELOW_HUNDRED = dict(zip(TABLES["cardinals"].split(), (*range(20), *range(20, 100, 10)), strict=True))
+SCALES = TABLES["scales"]
 
 
 def number_in_words(text: str) -> Fraction | None:
@@ -185,7 +154,7 @@ def quantity_in_words(text: str) -> tuple[Fraction, str] | None:
 
 def _part(words: list[str]) -> Fraction | None:
     """The value of "a half" or "two thirds"."""
-    bottom = _PARTS.get(words[-1].removesuffix("s")) if words else None
+    bottom = TABLES["denominators"].get(words[-1].removesuffix("s")) if words else None
     if bottom is None or (len(words) == 1 and bottom != 2):
         return None
     top = Fraction(1) if words[:-1] in ([], ["a"], ["one"]) else _cardinal(words[:-1])
@@ -196,10 +165,8 @@ def _cardinal(words: list[str]) -> Fraction | None:
     """The value of a whole number in words."""
     total = current = 0
     for word in words:
-        if word in _ONES:
-            current += _ONES.index(word)
-        elif word in _TENS:
-            current += _TENS[word]
+        if word in _BELOW_HUNDRED:
+            current += _BELOW_HUNDRED[word]
         elif word in ("hundred", "dozen") and total + current:
             current *= SCALES[word]
         elif word in SCALES and current:
