@@ -3,8 +3,6 @@
 uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_baseline grpo_clip --group_size 4 8 --seed 0 1 2
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -1,7 +1,5 @@
 """Files and folders that appear whole or not at all, checksums of a folder's files, and the lock of a run folder."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

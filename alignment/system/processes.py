@@ -4,8 +4,6 @@
 Each child has a session of its own: Ctrl-C in the terminal reaches the parent only, and its process group can be killed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -7,8 +7,6 @@ A row of `train.jsonl` or `test.jsonl`:
     uv run -m alignment.download        # fetches both files into dataset/gsm8k/
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -5,8 +5,6 @@ A row has a "question", to which the run's prompt template is applied, or a whol
     {"question": "What is 2 + 3?", "response": " 2 + 3 = 5 </think> <answer> 5 </answer>"}
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence
