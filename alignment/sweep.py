@@ -13,15 +13,7 @@ from rich.console import Console
 
 from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, refuse_incomparable_arms, with_controls
 from alignment.ablation.executors import Executor, make_executor
-from alignment.ablation.schedule import (
-    State,
-    claim_folder,
-    expected_seconds,
-    next_runs,
-    refuse_other_folder,
-    run_all,
-    warm_up,
-)
+from alignment.ablation.schedule import State, claim_folder, expected_seconds, next_runs, refuse_other_folder, run_all, warm_up
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, refuse_missing_warm_start, swept_values
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder

@@ -152,11 +152,7 @@ def _kill_group(process: subprocess.Popen) -> None:
 
 
 def _start(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    output: IO | int,
-    *descriptors: int,
-    folder: Path | None = None,
+    arguments: Sequence[str], environment: Mapping[str, str], output: IO | int, *descriptors: int, folder: Path | None = None
 ) -> subprocess.Popen:
     """Start child.py with these arguments and open descriptors, output and errors in one file, and this project importable."""
     path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
