@@ -39,13 +39,13 @@ def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
     tokenizer, context = load_tokenizer(base), context_length(load_config(base))
     template = args.prompt or task.prompt
     problems = prompted(inputs.problems, template, tokenizer)
+    # Says that a test problem is too long before it trains.
+    encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
     policy = make_policy(args, base)
     train, validation = (
         tokenise(with_prompts(inputs.demonstrations[split], template, tokenizer), tokenizer, context)
         for split in ("train", "test")
     )
-    # Says that a test problem is too long before it trains.
-    encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
     data = SFTData(train, validation, pad_token_id(tokenizer))
     with refused_if_made_meanwhile(target), atomic_folder(target) as building:
         train_into(building, policy, data, args, tokenizer, console)
