@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from alignment.system.errors import UserError, run_command
+from alignment.system.files import text_lines, write_jsonl
 from alignment.system.terminal import make_console, make_table, printable
 
 if TYPE_CHECKING:
@@ -81,26 +82,20 @@ def read_completions(file: Path) -> list[tuple[str, str]]:
     return [(row["text"], row["ground_truth"]) for _, row in rows]
 
 
-def rows_of(file: Path, key: str, malformed: str) -> Iterator[tuple[int, dict]]:
-    """The objects of the lines that are not blank, with their numbers; each has a text `key` and a "ground_truth".
+def rows_of(file: Path, key: str, malformed: str) -> Iterator[tuple[str, dict]]:
+    """The objects of the lines that are not blank, with their places; each has a text `key` and a "ground_truth".
 
     Raises `UserError` for a file that is not text, and for other lines; the message names file and line.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for place, line in text_lines(file):
         try:
             row = json.loads(line)
             texts = row[key], row["ground_truth"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{file}:{number}: {malformed}") from None
+            raise UserError(f"{place}: {malformed}") from None
         if not all(isinstance(text, str) for text in texts):
-            raise UserError(f'{file}:{number}: "{key}" and "ground_truth" must be text')
-        yield number, row
+            raise UserError(f'{place}: "{key}" and "ground_truth" must be text')
+        yield place, row
 
 
 def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
@@ -135,10 +130,10 @@ def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
 def read_labels(file: Path) -> dict[Pair, bool]:
     """The labels that a person has set in a file. Raises `UserError`, naming file and line, for a malformed line."""
     labels = {}
-    for number, row in rows_of(file, "answer", 'needs "answer", "ground_truth" and "label"'):
+    for place, row in rows_of(file, "answer", 'needs "answer", "ground_truth" and "label"'):
         label = row.get("label")
         if label not in (True, False, None):
-            raise UserError(f'{file}:{number}: "label" must be true, false or null')
+            raise UserError(f'{place}: "label" must be true, false or null')
         if label is not None:
             labels[row["answer"], row["ground_truth"]] = bool(label)
     return labels
@@ -147,7 +142,6 @@ def read_labels(file: Path) -> dict[Pair, bool]:
 def audit(args: AuditArgs, console: Console) -> Path:
     """Print the audit and write the disagreements to a file, which keeps the labels that it had. Returns the file."""
     from alignment.rewards.r1_zero import extract_answer
-    from alignment.system.files import write_jsonl
 
     files = completion_files(args.completions)
     completions = {file: read_completions(file) for file in files}

@@ -208,11 +208,7 @@ FAMILIES = {
         "mlp_bias": config.mlp_bias,
     },
     "qwen2": lambda config: {"qkv_bias": True},
-    "qwen3": lambda config: {
-        "qkv_bias": config.attention_bias,
-        "output_bias": config.attention_bias,
-        "qk_norm": True,
-    },
+    "qwen3": lambda config: {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias, "qk_norm": True},
 }
 """model_type -> the optional parts of its layers."""
 

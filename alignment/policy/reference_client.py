@@ -1,7 +1,5 @@
 """Clients of the reference model that `alignment.reference_server` serves: log-probs over HTTP, as safetensors files."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -5,8 +5,6 @@ itself and resumes as exactly as any other. By the same rule at most `max_stalen
 versions of the weights for the sampler: each side waits for the other where it must.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

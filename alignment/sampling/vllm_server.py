@@ -22,8 +22,6 @@ listen, let ADDRESS be 127.0.0.1 and come through an SSH tunnel, or give the ser
 https URL. A server serves one command at a time: it holds one policy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
