@@ -87,8 +87,7 @@ def report(path: Path, models: Sequence[str], evaluations: Sequence[Evaluation],
 
     run, names = RunFolder(path), list(map(label, models))
     for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
-        run.log_completions("eval", number, evaluation.groups)
-        run.log_eval({"step": number, "model": model, **evaluation.record()})
+        run.log_eval({"step": number, "model": model, **evaluation.record()}, evaluation.groups)
         console.print(model, style="bold", markup=False)
         print_evaluation(evaluation, console)
     if len(models) == 1:

@@ -50,8 +50,7 @@ def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
     with closing(sampler), console.status("sampling held-out problems"):
         result = evaluation(args, task, problems)(sampler)
     with closing(RunFolder(target, args.num_steps)) as log:
-        log.log_eval({"step": args.num_steps, **result.record()})
-        log.log_completions("eval", args.num_steps, result.groups)
+        log.log_eval({"step": args.num_steps, **result.record()}, result.groups)
         log.log_summary(result.record())
     return result
 

@@ -176,8 +176,7 @@ class Evaluator:
         evaluation = self.evaluate(self.sampler)
         if self.check is not None:
             self.check(evaluation.groups)
-        self.run.folder.log_completions("eval", step, evaluation.groups)
-        self.run.folder.log_eval({"step": step, **evaluation.record()})
+        self.run.folder.log_eval({"step": step, **evaluation.record()}, evaluation.groups)
 
 
 def eval_problems(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
