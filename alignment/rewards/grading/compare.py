@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from flint import arb
 
+from alignment.rewards.grading import sentences
 from alignment.rewards.grading.answers import (
     About,
     Answer,
@@ -27,15 +28,6 @@ from alignment.rewards.grading.answers import (
 from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.regions import as_region, same_point
-from alignment.rewards.grading.sentences import (
-    answer_in_sentence,
-    option_letter,
-    option_letters,
-    option_with_text,
-    plain_words,
-    two_forms,
-    words_in_sentence,
-)
 from alignment.rewards.grading.text import squeeze
 from alignment.rewards.grading.units import SYMBOLS, read_unit, same_unit
 from alignment.rewards.grading.values import equal_values, mentions_i, proportional, rational, real_value, substitute
@@ -68,13 +60,13 @@ class Comparison:
             return True
         if "..." in answer and answer.replace(" ", "") == truth.replace(" ", ""):
             return True
-        letter = option_letter(truth)
-        if letter and letter in (option_letter(answer), option_with_text(answer)):
+        letter = sentences.option_letter(truth)
+        if letter and letter in (sentences.option_letter(answer), sentences.option_with_text(answer)):
             return True
-        words_a, words_t = plain_words(answer), plain_words(truth)
-        if words_a and words_t and words_t in (words_a, words_in_sentence(words_a)):
+        words_a, words_t = sentences.plain_words(answer), sentences.plain_words(truth)
+        if words_a and words_t and words_t in (words_a, sentences.words_in_sentence(words_a)):
             return True
-        if (letters := option_letters(truth)) and letters == option_letters(answer):
+        if (letters := sentences.option_letters(truth)) and letters == sentences.option_letters(answer):
             return True
         try:
             truth_read = read(truth)
@@ -87,9 +79,9 @@ class Comparison:
         except NoAnswer:
             return False
         except Refused:
-            if not extracted and (inner := answer_in_sentence(answer)):
+            if not extracted and (inner := sentences.answer_in_sentence(answer)):
                 return self.texts(inner, truth, extracted=True)
-            if not extracted and (forms := two_forms(answer)):
+            if not extracted and (forms := sentences.two_forms(answer)):
                 return self.texts(*forms, extracted=True) and self.texts(forms[0], truth, extracted=True)
             return False if words_a or words_t else None
 
@@ -109,8 +101,9 @@ class Comparison:
         if any(approximate) and not quantities:
             return self.answers(a, t)
         if quantities:
-            rounded = approximate[1] and _units_agree(a, t)
-            return self._quantities(a, t) or (rounded and self._rounds_to(a.value, t.value, t.decimals))
+            equal = self._quantities(a, t)
+            exact = equal or not approximate[1]
+            return equal if exact else _units_agree(a, t) and self._rounds_to(a.value, t.value, t.decimals)
         if isinstance(a, Words) and isinstance(t, Words):
             return a.text == t.text
         self._reaches("structured")

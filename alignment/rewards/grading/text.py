@@ -2,6 +2,7 @@ r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, 
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Callable
@@ -70,12 +71,16 @@ def split(text: str, separators: str = ",") -> list[str]:
 
     Any closing bracket closes any opening one, as those of half-open intervals do.
     """
-    pieces, depth, start = [], 0, 0
-    for i, c in enumerate(text):
-        depth += (c in "([{⟨") - (c in ")]}⟩")
-        if depth < 0:
-            return []
-        if c in separators and depth == 0:
-            pieces.append(text[start:i].strip())
-            start = i + 1
-    return [*pieces, text[start:].strip()] if depth == 0 else []
+    depths = _depths(text)
+    return split_with_signs(text, separators)[0] if min(depths) == depths[-1] == 0 else []
+
+
+def split_with_signs(text: str, separators: str) -> tuple[list[str], list[str]]:
+    """The pieces between the separators outside all brackets, also if the brackets do not match, and those separators."""
+    cuts = [i for i, depth in enumerate(_depths(text)[1:]) if depth == 0 and text[i] in separators]
+    return [text[i + 1 : j].strip() for i, j in itertools.pairwise([-1, *cuts, len(text)])], [text[i] for i in cuts]
+
+
+def _depths(text: str) -> list[int]:
+    """The number of open brackets before the text and after each of its characters."""
+    return list(itertools.accumulate(((c in "([{⟨") - (c in ")]}⟩") for c in text), initial=0))
