@@ -11,19 +11,23 @@ from fractions import Fraction
 
 from flint import arb
 
-from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
+from alignment.rewards.grading import sentences
+from alignment.rewards.grading.answers import (
+    About,
+    Answer,
+    Clock,
+    Labelled,
+    Listing,
+    Matrix,
+    Quantity,
+    Region,
+    Relation,
+    Words,
+    unlabelled,
+)
 from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.regions import as_region, same_point
-from alignment.rewards.grading.sentences import (
-    answer_in_sentence,
-    option_letter,
-    option_letters,
-    option_with_text,
-    plain_words,
-    two_forms,
-    words_in_sentence,
-)
 from alignment.rewards.grading.text import squeeze
 from alignment.rewards.grading.units import SYMBOLS, read_unit, same_unit
 from alignment.rewards.grading.values import equal_values, mentions_i, proportional, rational, real_value, substitute
@@ -56,13 +60,13 @@ class Comparison:
             return True
         if "..." in answer and answer.replace(" ", "") == truth.replace(" ", ""):
             return True
-        letter = option_letter(truth)
-        if letter and letter in (option_letter(answer), option_with_text(answer)):
+        letter = sentences.option_letter(truth)
+        if letter and letter in (sentences.option_letter(answer), sentences.option_with_text(answer)):
             return True
-        words_a, words_t = plain_words(answer), plain_words(truth)
-        if words_a and words_t and words_t in (words_a, words_in_sentence(words_a)):
+        words_a, words_t = sentences.plain_words(answer), sentences.plain_words(truth)
+        if words_a and words_t and words_t in (words_a, sentences.words_in_sentence(words_a)):
             return True
-        if (letters := option_letters(truth)) and letters == option_letters(answer):
+        if (letters := sentences.option_letters(truth)) and letters == sentences.option_letters(answer):
             return True
         try:
             truth_read = read(truth)
@@ -75,9 +79,9 @@ class Comparison:
         except NoAnswer:
             return False
         except Refused:
-            if not extracted and (inner := answer_in_sentence(answer)):
+            if not extracted and (inner := sentences.answer_in_sentence(answer)):
                 return self.texts(inner, truth, extracted=True)
-            if not extracted and (forms := two_forms(answer)):
+            if not extracted and (forms := sentences.two_forms(answer)):
                 return self.texts(*forms, extracted=True) and self.texts(forms[0], truth, extracted=True)
             return False if words_a or words_t else None
 
@@ -88,13 +92,18 @@ class Comparison:
         if isinstance(t, Labelled) and isinstance(a, Relation):
             return _is_formula(t) and self._relations(a, _as_relation(t))
         if isinstance(a, Labelled) or isinstance(t, Labelled):
-            return self._labelled(a, t)
-        if isinstance(t, About):
-            return self._about(a.answer if isinstance(a, About) else a, t.answer)
-        if isinstance(a, About):
-            return self._rounded(a.answer, t)
-        if isinstance(a, Quantity) and isinstance(t, Quantity):
-            return self._quantities(a, t)
+            return _labels_agree(a, t) and self.answers(unlabelled(a), unlabelled(t))
+        approximate = isinstance(a, About), isinstance(t, About)
+        a, t = (x.answer if isinstance(x, About) else x for x in (a, t))
+        quantities = isinstance(a, Quantity) and isinstance(t, Quantity)
+        if approximate == (True, False) and not (quantities and t.decimals > 0):
+            return False  # an approximation is right only where the truth may be one as well
+        if any(approximate) and not quantities:
+            return self.answers(a, t)
+        if quantities:
+            equal = self._quantities(a, t)
+            exact = equal or not approximate[1]
+            return equal if exact else _units_agree(a, t) and self._rounds_to(a.value, t.value, t.decimals)
         if isinstance(a, Words) and isinstance(t, Words):
             return a.text == t.text
         self._reaches("structured")
@@ -113,28 +122,6 @@ class Comparison:
     def _reaches(self, stage: str) -> None:
         if STAGES.index(stage) > STAGES.index(self.stage):
             self.stage = stage
-
-    # --- labels and approximations --------------------------------------------------------------------
-
-    def _labelled(self, a: Answer, t: Answer) -> bool | None:
-        """Equal answers; a label may be missing, two symbols must be the same, and a name in words matches any label."""
-        if isinstance(a, Labelled) and isinstance(t, Labelled):
-            if a.label != t.label and not any(label[:3].isalpha() and len(label) > 2 for label in (a.label, t.label)):
-                return False
-            return self.answers(a.answer, t.answer)
-        return self.answers(a.answer, t) if isinstance(a, Labelled) else self.answers(a, t.answer)
-
-    def _about(self, a: Answer, t: Answer) -> bool | None:
-        """The truth is an approximation: an answer that rounds to it is right."""
-        if not (isinstance(a, Quantity) and isinstance(t, Quantity)):
-            return self.answers(a, t)
-        return self._quantities(a, t) or (_units_agree(a, t) and self._rounds_to(a.value, t.value, t.decimals))
-
-    def _rounded(self, a: Answer, t: Answer) -> bool | None:
-        """The answer alone is marked as an approximation: right only if the truth may be one as well."""
-        if not (isinstance(a, Quantity) and isinstance(t, Quantity)):
-            return False
-        return t.decimals > 0 and self._quantities(a, t)
 
     def _rounds_to(self, value: Node, truth: Node, decimals: int) -> bool:
         """Whether a value is within half a unit of the last place of a decimal number."""
@@ -308,6 +295,12 @@ def _names_a_sum(equation: Relation) -> bool:
     terms.append(left)
     names = all(isinstance(term, str) for term in terms) and len(set(terms)) == len(terms) > 1
     return equation.sign == "=" and names and is_rational(equation.right)
+
+
+def _labels_agree(a: Answer, t: Answer) -> bool:
+    """Whether a label is missing, or both are the same, or one is a name in words."""
+    labels = [x.label for x in (a, t) if isinstance(x, Labelled)]
+    return len(set(labels)) == 1 or any(label[:3].isalpha() and len(label) > 2 for label in labels)
 
 
 def _is_formula(answer: Labelled) -> bool:

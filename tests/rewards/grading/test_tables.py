@@ -1,5 +1,6 @@
 """The tables of notation: every name has one meaning."""
 
+import re
 from itertools import chain
 
 from alignment.rewards.grading.tables import TABLES
@@ -29,3 +30,10 @@ def test_hand_checked_entries():
     assert TABLES["cardinals"].split().index("nineteen") == 19 and len(TABLES["cardinals"].split()) == 28
     assert TABLES["signs"]["≤"].split()[0] == "le" and "−" in TABLES["characters"]["-"]
     assert "metre" in TABLES["units"]["m"].split() and TABLES["unit_abbreviations"]["mph"] == "mile/h"
+
+
+def test_every_rewrite_is_a_pattern_and_a_replacement_for_its_groups():
+    for rule in TABLES["rewrites"]:
+        pattern, replacement = map(str, rule)
+        groups = [int(group) for group in re.findall(r"(?<!\\)(?:\\\\)*\\([0-9])", replacement)]
+        assert max(groups, default=0) <= re.compile(pattern).groups, rule
