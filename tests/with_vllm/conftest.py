@@ -11,7 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.sampling.sampler import RestartingSampler
+from alignment.sampling.restarts import RestartingSampler
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 512
