@@ -21,6 +21,15 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
 
 
+LONGEST = ("test_vllm.py", "test_faults.py", "test_sweep.py", "test_async.py", "test_pipeline.py", "test_commands.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first, so that the processes of the tests end together."""
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+
+
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

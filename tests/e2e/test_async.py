@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import time
 
 import psutil
 import pytest
@@ -114,13 +113,11 @@ def test_a_signal_keeps_the_rollouts_that_were_drawn_ahead(straight, warm, launc
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sampler_that_is_lost_stops_the_run_which_then_goes_on(number, straight, warm, launcher, tmp_path, wait_for):
     flags = ["--sft_base", str(warm), *STALE]
-    pid = launcher.start(tmp_path, *flags, "--sampler_timeout", "15")
+    pid = launcher.start(tmp_path, *flags, "--sampler_timeout", "5")
     wait_for(lambda: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= 1)
-    start = time.monotonic()
     samplers_of(pid)[0].send_signal(number)
     assert launcher.wait() == 1, said(tmp_path)
-    assert time.monotonic() - start < 120
-    wanted = "sampler's process was killed by SIGKILL" if number == signal.SIGKILL else "within 30 s"
+    wanted = "sampler's process was killed by SIGKILL" if number == signal.SIGKILL else "within 10 s"
     assert wanted in said(tmp_path).replace("\n", " ") and "Traceback" not in said(tmp_path)
     assert "go on with: uv run -m alignment.train_rl" in said(tmp_path)
     assert samplers_of(pid) == []

