@@ -23,7 +23,7 @@ from alignment.data.embedded import embedded_model
 from alignment.data.tasks import find_task
 from alignment.policy.loading import load_config, load_tokenizer, make_optimizer
 from alignment.rollouts.batches import make_rollout
-from alignment.rollouts.prompts import problems_of_step
+from alignment.rollouts.config import problems_of_step
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training.update import update
 

@@ -32,7 +32,7 @@ from alignment.evaluate import evaluate_model
 from alignment.policy.loading import load_model, load_tokenizer, policy_log_probs
 from alignment.rewards.reward import find_reward
 from alignment.rollouts.batches import make_rollout
-from alignment.rollouts.prompts import problems_of_step
+from alignment.rollouts.config import problems_of_step
 from alignment.sampling.transformers import TransformersSampler
 
 # Name: our arguments, and TRL's for the same loss. In TRL's CISPO epsilon_high is the bound itself.
