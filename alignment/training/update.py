@@ -43,10 +43,7 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
     torch.manual_seed(derived_seed(config.seed, step))
     check = SamplerMismatchCheck(rollout, config.max_sampler_mismatch, steps_old)
     informative = rows_with_gradient(rollout, config)
-    computed: list[MicroBatchResult] = []
-    norms: list[torch.Tensor] = []
-    kept: list[MicroBatchResult] = []
-    bad: list[Sequence[int]] = []
+    computed, kept, norms, bad = [], [], [], []  # results of micro-batches, those that were used, norms, rows left out
     rate = learning_rate(config, (step - 1) * config.updates_per_rollout)
     for mini_batch in mini_batches(rollout, config, step):
         objective = rollout_objective(rollout, mini_batch, config)
