@@ -46,8 +46,7 @@ def main() -> None:
     for model in models:
         resolve_model(model, args.output_dir)  # says what is wrong with the second before an hour is spent on the first
     evaluations = [evaluate_model(args, model, console) for model in models]
-    names = list(map(label, models))
-    default = "_".join(["compare" if args.compare else "evaluate", *names, args.task.replace(":", ".")])[:150]
+    default = "_".join(["compare" if args.compare else "evaluate", *map(label, models), args.task.replace(":", ".")])[:150]
     path = claim_run_folder(
         args.output_dir, args.run_name, default, lambda folder: write_args(folder, dataclasses.asdict(args), {"all": args.seed})
     )

@@ -17,7 +17,6 @@ from alignment.data.prompts import prompted
 from alignment.evaluation.accuracy import Evaluation
 from alignment.models import evaluation, make_policy, make_sampler
 from alignment.policy.loading import context_length, load_config, load_tokenizer
-from alignment.policy.policy import Policy
 from alignment.runs.checkpoint import save_model
 from alignment.runs.run_folder import RunFolder, write_args
 from alignment.sampling.sampler import encode_prompts
@@ -45,7 +44,12 @@ def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
     train, validation = (tokenise(pairs, tokenizer, context) for pairs in demonstrations)
     data = SFTData(train, validation, pad_token_id(tokenizer))
     with refused_if_made_meanwhile(target), atomic_folder(target) as building:
-        train_into(building, policy, data, args, tokenizer, console)
+        write_args(building, dataclasses.asdict(args), {"all": args.seed})
+        if message := policy.choose_micro_batch_tokens(data.longest):
+            console.print(message)
+        with closing(RunFolder(building)) as log, progress_line("SFT", args.num_steps, console) as progress:
+            fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
+        save_model(building, lambda folder: policy.save(folder, tokenizer))
     sampler = make_sampler(args, str(target), roles_of(args).eval, tokenizer, policy)
     with closing(sampler), console.status("sampling held-out problems"):
         result = evaluation(args, task, problems)(sampler)
@@ -60,18 +64,6 @@ def with_prompts(demonstrations: Sequence[tuple[Problem, str]], template: str, t
     filled = iter(prompted([problem for problem, _ in demonstrations if problem.question], template, tokenizer))
     problems = [next(filled) if problem.question else problem for problem, _ in demonstrations]
     return [(problem.prompt, response) for problem, (_, response) in zip(problems, demonstrations, strict=True)]
-
-
-def train_into(folder: Path, policy: Policy, data: SFTData, args: SFTArgs, tokenizer, console: Console) -> None:
-    """Fine-tune the policy, and write its log and the model into a folder that is being made."""
-    write_args(folder, dataclasses.asdict(args), {"all": args.seed})
-    log = RunFolder(folder)
-    if message := policy.choose_micro_batch_tokens(data.longest):
-        console.print(message)
-    with progress_line("SFT", args.num_steps, console) as progress:
-        fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
-    log.close()
-    save_model(folder, lambda into: policy.save(into, tokenizer))
 
 
 class MadeMeanwhile(UserError):

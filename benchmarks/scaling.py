@@ -25,7 +25,7 @@ from alignment.policy.loading import load_config, load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts.batches import collate_groups, with_advantages
-from alignment.rollouts.prompts import problems_of_step
+from alignment.rollouts.config import problems_of_step
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training.update import update
 

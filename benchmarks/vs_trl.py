@@ -34,7 +34,7 @@ from alignment.policy.frozen import model_log_probs
 from alignment.policy.loading import load_model, load_tokenizer
 from alignment.rewards.reward import find_reward
 from alignment.rollouts.batches import collate_groups, with_advantages
-from alignment.rollouts.prompts import problems_of_step
+from alignment.rollouts.config import problems_of_step
 from alignment.sampling.transformers import TransformersSampler
 
 # Name: our arguments, and TRL's for the same loss. In TRL's CISPO epsilon_high is the bound itself.

@@ -85,8 +85,7 @@ def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence
     """
     prompt_ids = tokenizer(list(prompt_strs))["input_ids"]
     output_ids = tokenizer(list(output_strs), add_special_tokens=False)["input_ids"]
-    batch = collate(prompt_ids, output_ids, pad_token_id(tokenizer))
-    return {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}
+    return vars(collate(prompt_ids, output_ids, pad_token_id(tokenizer)))
 
 
 def pad_token_id(tokenizer) -> int:

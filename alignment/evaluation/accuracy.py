@@ -77,6 +77,7 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
     """Averages, intervals, categories, pass@k and maj@k of scored groups, all of one size."""
     k = len(groups[0].completions)
     scores_PG = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
+    powers_of_two = sorted({k, *(2**i for i in range(k.bit_length()))})
     correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
     completions = [completion for group in groups for completion in group.completions]
     return Evaluation(
@@ -84,7 +85,7 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
         averages={name: sum(map(sum, rows)) / (k * len(rows)) for name, rows in scores_PG.items()},
         intervals={name: clustered_interval(rows) for name, rows in scores_PG.items()},
         categories=Counter(map(category, (score for group in groups for score in group.scores))),
-        pass_at_k={j: sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in _powers_of_two(k)},
+        pass_at_k={j: sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in powers_of_two},
         maj_at_k=sum(map(majority_share, groups)) / len(groups),
         response_length=sum(len(c.token_ids) for c in completions) / len(completions),
         finished=sum(c.finish_reason == "stop" for c in completions) / len(completions),
@@ -183,7 +184,3 @@ def eval_problems(task: Task, dataset_path: str, max_problems: int) -> list[Prob
     """The first `max_problems` problems of the task's test split; 0: all of them."""
     problems = task.problems("test", dataset_path)
     return problems[:max_problems] if max_problems else problems
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i <= most)})

@@ -14,8 +14,6 @@ from alignment.system.registry import import_object
 if TYPE_CHECKING:
     import torch
 
-BETAS = (0.9, 0.95)
-
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -49,4 +47,4 @@ def make_optimizer(
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return import_object("--optimizer", entry.path)(groups, lr=learning_rate, betas=BETAS, **entry.options)
+    return import_object("--optimizer", entry.path)(groups, lr=learning_rate, betas=(0.9, 0.95), **entry.options)

@@ -33,8 +33,7 @@ from alignment.rollouts.sync import check_staleness
 from alignment.sampling.open import open_sampler
 from alignment.sampling.sampler import SamplerConfig, find_engine
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
-from alignment.system.background import run_in_background
-from alignment.system.clock import Clock
+from alignment.system.clock import Clock, run_in_background
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import GRACE_SECONDS, POLL_SECONDS, START_SECONDS, ChildProcess
 from alignment.system.signals import defer_signals

@@ -9,8 +9,7 @@ from alignment.core.records import SampledStep
 from alignment.policy.policy import Policy
 from alignment.rollouts.source import RolloutSource
 from alignment.sampling.sampler import Sampler
-from alignment.system.background import run_in_background
-from alignment.system.clock import Clock
+from alignment.system.clock import Clock, run_in_background
 from alignment.system.signals import defer_signals
 
 

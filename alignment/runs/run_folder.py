@@ -92,8 +92,7 @@ class RunFolder:
 
         for number, rows in enumerate(bad, start=1):
             batch = take_rows(rollout.batch, rows)
-            tensors = {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}
-            width = batch.labels.shape[1]
+            tensors, width = dict(vars(batch)), batch.labels.shape[1]
             for key in ("raw_rewards_B1", "advantages_B1", "sampler_log_probs_BT", "old_log_probs_BT"):
                 if (tensor := getattr(rollout, key)) is not None:
                     tensors[key] = tensor[list(rows), :width].contiguous()

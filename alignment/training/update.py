@@ -1,9 +1,8 @@
 """The optimiser updates made on one rollout."""
 
-import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,10 +43,7 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
     torch.manual_seed(derived_seed(config.seed, step))
     check = SamplerMismatchCheck(rollout, config.max_sampler_mismatch, steps_old)
     informative = rows_with_gradient(rollout, config)
-    computed: list[MicroBatchResult] = []
-    norms: list[torch.Tensor] = []
-    kept: list[MicroBatchResult] = []
-    bad: list[Sequence[int]] = []
+    computed, kept, norms, bad = [], [], [], []  # results of micro-batches, those that were used, norms, rows left out
     rate = learning_rate(config, (step - 1) * config.updates_per_rollout)
     for mini_batch in mini_batches(rollout, config, step):
         objective = rollout_objective(rollout, mini_batch, config)
@@ -111,7 +107,10 @@ def loss_inputs(
     rollout: Rollout, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor, config: UpdateConfig
 ) -> LossInputs:
     """What the loss of some rows of a rollout is computed from, on the device of their log-probs."""
-    take: Callable = functools.partial(_take, rows, log_probs_bt.shape[1], log_probs_bt.device)
+
+    def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
+
     old_bt = take(rollout.old_log_probs_BT)
     return LossInputs(
         config.loss,
@@ -124,11 +123,6 @@ def loss_inputs(
         reference_log_probs=take(rollout.reference_log_probs_BT),
         sampler_log_probs=take(rollout.sampler_log_probs_BT),
     )
-
-
-def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Some rows of a tensor [B, 1] or [B, T], cut to `width`, on their way to `device`."""
-    return None if tensor is None else send(tensor[rows, :width], device)
 
 
 def is_finite(norm: torch.Tensor, results: Sequence[MicroBatchResult]) -> bool:

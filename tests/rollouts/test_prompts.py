@@ -7,7 +7,7 @@ from rollout_helpers import ARGS
 from alignment.core.records import Endless
 from alignment.data.tasks import arithmetic
 from alignment.policy.loading import load_tokenizer
-from alignment.rollouts.prompts import problems_of_step, refill_problems, training_problems
+from alignment.rollouts.config import problems_of_step, refill_problems, training_problems
 
 
 def test_every_problem_is_sampled_once_a_pass():

@@ -6,8 +6,7 @@ from functools import partial
 
 import pytest
 
-from alignment.system.background import run_in_background
-from alignment.system.clock import Clock
+from alignment.system.clock import Clock, run_in_background
 from alignment.system.errors import RunStopped
 
 
