@@ -16,8 +16,7 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 import tyro
 
 from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
-from alignment.core.importance_weights import CORRECTIONS
-from alignment.core.kl import KL_ESTIMATORS
+from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig
@@ -365,7 +364,7 @@ class RLArgs(Args):
 
     @property
     def trusts_sampler(self) -> bool:
-        """Whether the sampler's log-probs serve as the old policy's: where that is asked for, or where they are of stale
+        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or where they are of stale
         weights, which nobody else has any more."""
         return self.loss.uses_ratio and (self.staleness > 0 or self.old_log_probs == "sampler")
 
@@ -413,7 +412,7 @@ class RLArgs(Args):
     @property
     def advantage_config(self) -> AdvantageConfig:
         """How rewards become advantages."""
-        return AdvantageConfig(**_fields(self, AdvantageConfig))
+        return configuration(AdvantageConfig, self)
 
     @property
     def schedule(self) -> Schedule:
@@ -423,21 +422,16 @@ class RLArgs(Args):
     @property
     def rollout_config(self) -> RolloutConfig:
         """What rollouts are sampled from."""
-        seeds = {"data_seed": self.seeds["data"], "sampling_seed": self.seeds["sampling"]}
-        return RolloutConfig(**_fields(self, RolloutConfig) | seeds)
+        return configuration(RolloutConfig, self, data_seed=self.seeds["data"], sampling_seed=self.seeds["sampling"])
 
     @property
     def update_config(self) -> UpdateConfig:
         """How a rollout becomes updates."""
         old = "sampler" if self.trusts_sampler else "policy" if self.needs_old_policy else "ratio_one"
-        parts = {
-            "loss": LossConfig(**_fields(self, LossConfig)),
-            "advantage": self.advantage_config,
-            "distribution": self.sampling.distribution,
-            "old_log_probs": old,
-            "data_seed": self.seeds["data"],
-        }
-        return UpdateConfig(**_fields(self, UpdateConfig) | parts)
+        return configuration(
+            UpdateConfig, self, loss=configuration(LossConfig, self), advantage=self.advantage_config,
+            distribution=self.sampling.distribution, old_log_probs=old, data_seed=self.seeds["data"],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -565,9 +559,13 @@ def flags_of(values: Mapping[str, object]) -> list[str]:
     return flags
 
 
-def _fields(args: Args, cls: type) -> dict[str, object]:
-    """The arguments that a configuration has fields for."""
-    return {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}
+Config = TypeVar("Config")
+
+
+def configuration(cls: type[Config], args: Args, **fields) -> Config:
+    """A configuration made of `fields`, and of the arguments that have the names of its other fields."""
+    names = {f.name for f in dataclasses.fields(cls)} - fields.keys()
+    return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **fields)
 
 
 def _loss_of_function(function: Callable) -> Loss:

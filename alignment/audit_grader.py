@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from alignment.system.errors import UserError, run_command
+from alignment.system.files import text_lines, write_jsonl
 from alignment.system.terminal import make_console, make_table, printable
 
 if TYPE_CHECKING:
@@ -77,26 +78,24 @@ def completion_files(place: str) -> list[Path]:
 
 def read_completions(file: Path) -> list[tuple[str, str]]:
     """The (response, ground truth) of each line. Raises `UserError`, naming file and line, for a line without them."""
-    completions = []
-    for number, line in lines_of(file):
+    rows = rows_of(file, "text", 'not a completion; a line needs "text" and "ground_truth"')
+    return [(row["text"], row["ground_truth"]) for _, row in rows]
+
+
+def rows_of(file: Path, key: str, malformed: str) -> Iterator[tuple[str, dict]]:
+    """The objects of the lines that are not blank, with their places; each has a text `key` and a "ground_truth".
+
+    Raises `UserError` for a file that is not text, and for other lines; the message names file and line.
+    """
+    for place, line in text_lines(file):
         try:
-            record = json.loads(line)
-            text, truth = record["text"], record["ground_truth"]
+            row = json.loads(line)
+            texts = row[key], row["ground_truth"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f'{file}:{number}: not a completion; a line needs "text" and "ground_truth"') from None
-        if not (isinstance(text, str) and isinstance(truth, str)):
-            raise UserError(f'{file}:{number}: "text" and "ground_truth" must be text')
-        completions.append((text, truth))
-    return completions
-
-
-def lines_of(file: Path) -> list[tuple[int, str]]:
-    """The lines that are not blank, with their numbers. Raises `UserError` if the file is not text."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+            raise UserError(f"{place}: {malformed}") from None
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f'{place}: "{key}" and "ground_truth" must be text')
+        yield place, row
 
 
 def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
@@ -131,25 +130,18 @@ def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
 def read_labels(file: Path) -> dict[Pair, bool]:
     """The labels that a person has set in a file. Raises `UserError`, naming file and line, for a malformed line."""
     labels = {}
-    for number, line in lines_of(file):
-        try:
-            row = json.loads(line)
-            pair, label = (row["answer"], row["ground_truth"]), row.get("label")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f'{file}:{number}: needs "answer", "ground_truth" and "label"') from None
-        if not all(isinstance(text, str) for text in pair):
-            raise UserError(f'{file}:{number}: "answer" and "ground_truth" must be text')
+    for place, row in rows_of(file, "answer", 'needs "answer", "ground_truth" and "label"'):
+        label = row.get("label")
         if label not in (True, False, None):
-            raise UserError(f'{file}:{number}: "label" must be true, false or null')
+            raise UserError(f'{place}: "label" must be true, false or null')
         if label is not None:
-            labels[pair] = bool(label)
+            labels[row["answer"], row["ground_truth"]] = bool(label)
     return labels
 
 
 def audit(args: AuditArgs, console: Console) -> Path:
     """Print the audit and write the disagreements to a file, which keeps the labels that it had. Returns the file."""
     from alignment.rewards.r1_zero import extract_answer
-    from alignment.system.files import write_jsonl
 
     files = completion_files(args.completions)
     completions = {file: read_completions(file) for file in files}

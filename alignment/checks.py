@@ -1,7 +1,5 @@
 """What can be said of arguments before a model, or a tensor library, is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple

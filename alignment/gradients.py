@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import tyro
@@ -48,11 +49,8 @@ def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple[Estima
     tokenizer, policy = load_tokenizer(base), make_policy(rl, base)
     refuse_too_many_gradients(args.prompts, sum(tensor.numel() for _, tensor in policy.weights()))
     sampler = make_sampler(rl, base, roles_of(rl).sample, tokenizer, policy)
-    try:
-        with console.status(f"sampling {args.prompts} prompts x {rl.group_size}"):
-            sampled = open_source(rl.rollout_config, tokenizer).sample_step(1, sampler)
-    finally:
-        sampler.close()
+    with closing(sampler), console.status(f"sampling {args.prompts} prompts x {rl.group_size}"):
+        sampled = open_source(rl.rollout_config, tokenizer).sample_step(1, sampler)
     rollout = collate_groups(sampled.groups, rl.rollout_config, pad_token_id(tokenizer))
     if message := policy.choose_micro_batch_tokens(rollout.batch.labels.shape[1]):
         console.print(message)

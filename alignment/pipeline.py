@@ -15,8 +15,6 @@ A stage is a command with its flags; `{name}` in a flag is the result of the sta
     demonstrations = ["{kept}"]
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

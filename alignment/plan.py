@@ -3,8 +3,6 @@
 uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 """
 
-from __future__ import annotations
-
 from alignment.args import PlanArgs, RLArgs, from_preset, parse
 from alignment.checks import resolve_model, roles_of
 from alignment.policy.placement import ModelShape, place

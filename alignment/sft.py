@@ -14,7 +14,7 @@ from alignment.system.terminal import make_console
 def main() -> None:
     args = parse(SFTArgs)
     inputs = check_sft(args)
-    from alignment.evaluation.show import print_evaluation
+    from alignment.evaluation.accuracy import print_evaluation
     from alignment.warm_start import run_sft
 
     console = make_console()

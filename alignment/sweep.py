@@ -3,8 +3,6 @@
 uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_baseline grpo_clip --group_size 4 8 --seed 0 1 2
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -15,15 +13,7 @@ from rich.console import Console
 
 from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, refuse_incomparable_arms, with_controls
 from alignment.ablation.executors import Executor, make_executor
-from alignment.ablation.schedule import (
-    State,
-    claim_folder,
-    expected_seconds,
-    next_runs,
-    refuse_other_folder,
-    run_all,
-    warm_up,
-)
+from alignment.ablation.schedule import State, claim_folder, expected_seconds, next_runs, refuse_other_folder, run_all, warm_up
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, refuse_missing_warm_start, swept_values
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder

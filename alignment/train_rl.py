@@ -36,7 +36,7 @@ def train(args: RLArgs, console: Console) -> Path:
             rollout = references.annotate(rollout, policy, step)  # old and reference log-probs, where the loss needs them
             with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
                 result = update(policy, rollout, update_config, step, steps_old=step - 1 - sampled.policy_version)
-            with rollouts.syncing(policy, step):  # the sampler takes the new weights meanwhile
+            with rollouts.syncing(policy, step):  # the sampler takes the new weights while the step is logged
                 run.log_completions(sampled, rollout, result)
             run.log_step(sampled, rollout, result)
             evaluator.run_if_due(step)

@@ -3,8 +3,6 @@
 uv run -m alignment.verify_resume --preset tiny
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,26 +1,23 @@
 """Supervised fine-tuning from arguments: what `sft` runs, and what `train_rl` runs first where the warm start is not there."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from alignment.args import RLArgs, SFTArgs, as_command, refuse_missing_warm_start
+from alignment.args import RLArgs, SFTArgs, as_command, configuration, refuse_missing_warm_start
 from alignment.checks import SFTInputs, check_sft, resolve_model, roles_of
 from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
-from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
-from alignment.models import eval_sampling, make_policy, make_sampler
+from alignment.evaluation.accuracy import Evaluation
+from alignment.models import evaluation, make_policy, make_sampler
 from alignment.policy.loading import context_length, load_config, load_tokenizer
 from alignment.policy.policy import Policy
-from alignment.rewards.reward import evaluation_reward
 from alignment.runs.checkpoint import save_model
 from alignment.runs.run_folder import RunFolder, write_args
 from alignment.sampling.sampler import encode_prompts
@@ -33,7 +30,7 @@ from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
 def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
     """Fine-tune --model and save it whole to --sft_base; returns its evaluation on the test problems.
 
-    Raises `UserError` where --sft_base has come to exist meanwhile: nothing is ever overwritten.
+    Raises `UserError` where --sft_base appears during the training: nothing is ever overwritten.
     """
     target, task = Path(args.sft_base), inputs.task
     torch.manual_seed(args.seed)
@@ -41,25 +38,21 @@ def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
     tokenizer, context = load_tokenizer(base), context_length(load_config(base))
     template = args.prompt or task.prompt
     problems = prompted(inputs.problems, template, tokenizer)
-    policy = make_policy(args, base)
-    train, validation = (
-        tokenise(with_prompts(inputs.demonstrations[split], template, tokenizer), tokenizer, context)
-        for split in ("train", "test")
-    )
     # Says that a test problem is too long before it trains.
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
+    policy = make_policy(args, base)
+    demonstrations = (with_prompts(inputs.demonstrations[split], template, tokenizer) for split in ("train", "test"))
+    train, validation = (tokenise(pairs, tokenizer, context) for pairs in demonstrations)
     data = SFTData(train, validation, pad_token_id(tokenizer))
     with refused_if_made_meanwhile(target), atomic_folder(target) as building:
         train_into(building, policy, data, args, tokenizer, console)
     sampler = make_sampler(args, str(target), roles_of(args).eval, tokenizer, policy)
-    try:
-        with console.status("sampling held-out problems"):
-            rule = evaluation_reward(args.reward, task.rules)
-            evaluation = evaluate_vllm(sampler, rule, problems, eval_sampling(args, task.stop), task.rules)
-    finally:
-        sampler.close()
-    log_evaluation(target, args.num_steps, evaluation)
-    return evaluation
+    with closing(sampler), console.status("sampling held-out problems"):
+        result = evaluation(args, task, problems)(sampler)
+    with closing(RunFolder(target, args.num_steps)) as log:
+        log.log_eval({"step": args.num_steps, **result.record()}, result.groups)
+        log.log_summary(result.record())
+    return result
 
 
 def with_prompts(demonstrations: Sequence[tuple[Problem, str]], template: str, tokenizer) -> list[tuple[str, str]]:
@@ -75,20 +68,10 @@ def train_into(folder: Path, policy: Policy, data: SFTData, args: SFTArgs, token
     log = RunFolder(folder)
     if message := policy.choose_micro_batch_tokens(data.longest):
         console.print(message)
-    config = SFTConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(SFTConfig)})
     with progress_line("SFT", args.num_steps, console) as progress:
-        fine_tune(policy, data, config, log.log_step, progress)
+        fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
     log.close()
     save_model(folder, lambda into: policy.save(into, tokenizer))
-
-
-def log_evaluation(folder: Path, step: int, evaluation: Evaluation) -> None:
-    """Add the evaluation to the log of a model that is there."""
-    log = RunFolder(folder, step)
-    log.log_eval({"step": step, **evaluation.record()})
-    log.log_completions("eval", step, evaluation.groups)
-    log.log_summary(evaluation.record())
-    log.close()
 
 
 class MadeMeanwhile(UserError):

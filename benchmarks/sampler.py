@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from alignment.checks import resolve_model
 from alignment.core.records import SamplingConfig
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.policy.loading import context_length, load_config, load_model, load_tokenizer, resolve_model
+from alignment.policy.loading import context_length, load_config, load_model, load_tokenizer
 from alignment.sampling.transformers import TransformersSampler
 
 
@@ -39,8 +40,8 @@ def main(
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    found = find_task(task)
-    problems = prompted(found.problems("test", dataset_path)[: max(rows) // n], found.prompt, tokenizer)
+    entry = find_task(task)
+    problems = prompted(entry.problems("test", dataset_path)[: max(rows) // n], entry.prompt, tokenizer)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     ours = TransformersSampler(load_model(path, (device,), getattr(torch, dtype)), tokenizer, context=2**30)
     vllm = make_vllm(path, tokenizer, device, dtype) if find_spec("vllm") and find_spec("vllm").origin else None

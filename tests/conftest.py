@@ -1,11 +1,14 @@
 """Imported before any test module, so that the package can set OpenMP's waiting policy before torch is loaded."""
 
 import os
+import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 import alignment  # noqa: F401
@@ -52,6 +55,29 @@ def sampler(tiny_folder):
 
     model = load_model(str(tiny_folder), ("cpu",), torch.float32)
     return TransformersSampler(model, load_tokenizer(str(tiny_folder)), context=256)
+
+
+WARM_START = "WARM_START_OF_THE_TESTS"  # set where vLLM's tests run in an environment of their own
+
+
+@pytest.fixture(scope="session")
+def warm_start(tmp_path_factory) -> Path:
+    """A folder with a barely trained model, sft, made by the real command in a process of its own, which printed `log`.
+
+    It is made once for all processes of the tests.
+    """
+    if made := os.environ.get(WARM_START):
+        return Path(made)
+    base = tmp_path_factory.getbasetemp()
+    output = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm_start"
+    flags = ["--num_steps", "100", "--batch_size", "32", "--max_problems", "32"]
+    flags += ["--sft_base", str(output / "sft"), "--output_dir", str(output)]
+    with FileLock(output.with_suffix(".lock")):
+        if not output.exists():
+            done = subprocess.run([sys.executable, "-m", "alignment.sft", *flags], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            (output / "log").write_text(done.stdout)
+    return output
 
 
 @pytest.fixture(scope="session")

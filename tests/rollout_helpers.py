@@ -3,8 +3,7 @@
 import dataclasses
 
 from alignment.args import RLArgs, from_preset
-from alignment.core.records import Group, Problem, SamplingConfig
-from alignment.core.rollout import Rollout
+from alignment.core.records import Group, Problem, Rollout, SamplingConfig
 from alignment.data.tasks import arithmetic
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy

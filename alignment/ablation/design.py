@@ -1,7 +1,5 @@
 """The design of a sweep: its arms, its runs, and warnings about what they cannot show. Pure: arguments in, arguments out."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The report of a study: verdicts in the terminal, and as one page of verdicts, curves, samples and commands."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A study: the finished runs of a sweep's folder, or of several run folders, sorted into arms."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

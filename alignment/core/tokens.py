@@ -1,7 +1,5 @@
 """From text and token ids to padded batches, and from batches to micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -34,11 +32,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     index = torch.as_tensor(rows)
     mask = batch.response_mask[index]
     width = int(mask.any(dim=0).nonzero().max()) + 1
-    return Batch(
-        input_ids=batch.input_ids[index, :width],
-        labels=batch.labels[index, :width],
-        response_mask=mask[:, :width],
-    )
+    return Batch(input_ids=batch.input_ids[index, :width], labels=batch.labels[index, :width], response_mask=mask[:, :width])
 
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]

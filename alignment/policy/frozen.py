@@ -1,7 +1,5 @@
 """Models that only compute log-probs: the reference model, and the old policy on a device of its own."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 

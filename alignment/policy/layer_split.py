@@ -1,17 +1,14 @@
 """A policy whose layers are split over several devices by the hand-built device map."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 
 from alignment.core.records import Batch
 from alignment.core.tokens import Row, cut_by_tokens
 from alignment.policy.loading import autocast
-from alignment.policy.micro_batch import MicroBatch
 from alignment.policy.placement import issue_order
 from alignment.policy.policy import Objective
-from alignment.policy.single_device import SingleDevicePolicy
+from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 
 IN_FLIGHT = 2  # micro-batches for each device (benchmarks/README.md)
 

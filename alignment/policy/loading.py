@@ -1,7 +1,5 @@
 """Loading models and tokenizers onto their devices."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -73,11 +71,7 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) ->
     """
     load_config(model_path)
     model, report = _load(
-        AutoModelForCausalLM.from_pretrained,
-        model_path,
-        dtype=dtype,
-        attn_implementation=ATTENTION,
-        output_loading_info=True,
+        AutoModelForCausalLM.from_pretrained, model_path, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
     )
     # transformers would fill these in at random and go on.
     absent = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]

@@ -1,7 +1,5 @@
 """How many tokens are computed at a time: what activations take, and what memory is free for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import psutil

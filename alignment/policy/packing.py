@@ -76,7 +76,7 @@ class Packing:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on its way to a device; the host goes on meanwhile, which it can only where the memory is pinned."""
+    """A tensor on its way to a device. The host does not wait for the copy, for which the memory must be pinned."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)  # what comes to a CPU must have arrived

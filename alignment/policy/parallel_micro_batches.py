@@ -1,7 +1,5 @@
 """Micro-batches computed side by side on a CPU's cores, whose gradients are added in the same order in every run."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading

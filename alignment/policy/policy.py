@@ -75,56 +75,43 @@ class Policy(Protocol):
 
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Log-probs [B, T] of a batch's responses, on the CPU, without gradient; 0 elsewhere and in rows not among `rows`."""
-        ...
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         """Add the gradient of some rows of a batch, micro-batch by micro-batch. Without rows the gradient is zeros."""
-        ...
 
     def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
         """The log-probs [b, t] of each micro-batch of a supervised batch, without gradient, without dropout."""
-        ...
 
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down where its norm exceeds `max_norm`; returns the norm before that."""
-        ...
 
     def step(self, learning_rate: float) -> None:
         """Make one optimiser step with the gradient, and drop the gradient."""
-        ...
 
     def drop_gradient(self) -> None:
         """Forget the gradient."""
-        ...
 
     def gradient(self) -> torch.Tensor:
         """The gradient of all trained weights as one flat tensor [D] on the CPU, zeros where there is none."""
-        ...
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Every weight, whole, by its name; tied weights once."""
-        ...
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
         """The policy's own model, to be read only, where it sits whole on `device` in `dtype`; else None."""
-        ...
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
         """Decide `micro_batch_tokens` where it was left open, from the memory that is free now. `longest`: tokens of the
         longest row; `previous`: what the run used before it was stopped. Returns a message for the user, or None."""
-        ...
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write weights and tokenizer as a Hugging Face folder."""
-        ...
 
     def save_optimizer(self, file: Path) -> None:
         """Write the optimiser's state as safetensors."""
-        ...
 
     def load_optimizer(self, file: Path) -> None:
         """Read what `save_optimizer` wrote."""
-        ...
 
 
 POLICIES: Mapping[str, str] = {

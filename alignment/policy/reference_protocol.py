@@ -1,7 +1,5 @@
 """What the reference server and its clients share: names, the token, and what a server serves. Importing it loads no torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

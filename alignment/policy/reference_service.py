@@ -11,8 +11,6 @@ The server answers every refused request with {"error": "..."}. With a token, re
 `alignment.policy.reference_client` is the client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -5,8 +5,6 @@ itself and resumes as exactly as any other. By the same rule at most `max_stalen
 versions of the weights for the sampler: each side waits for the other where it must.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle
@@ -23,7 +21,7 @@ from multiprocessing.connection import Connection
 import psutil
 import torch
 
-from alignment.core.rollout import SampledStep
+from alignment.core.records import SampledStep
 from alignment.core.tokens import pad_token_id
 from alignment.policy.loading import load_config, load_tokenizer, make_deterministic
 from alignment.policy.policy import Policy

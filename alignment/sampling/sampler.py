@@ -106,8 +106,8 @@ def engine_name(sampler: str) -> str:
 
 
 def named_engine(sampler: str) -> SamplerEngine:
-    """The engine that --sampler names: "auto", one of `SAMPLERS`, or an engine of the user's own, package.module:name; installed
-    or not. Raises `UserError` for other names."""
+    """The engine that --sampler names: "auto", one of `SAMPLERS`, or the user's own, package.module:name; installed or not.
+    Raises `UserError` for other names."""
     return find("--sampler", engine_name(sampler), SAMPLERS, wrap=SamplerEngine)
 
 

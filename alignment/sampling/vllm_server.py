@@ -22,8 +22,6 @@ listen, let ADDRESS be 127.0.0.1 and come through an SSH tunnel, or give the ser
 https URL. A server serves one command at a time: it holds one policy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
@@ -78,8 +76,8 @@ class VLLMServerSampler:
     version at a time and each only until the server has loaded it; the server must see it under the same name. `token` is the
     server's key. In bfloat16 a completion also depends on what shares its batch, as it does within a process.
 
-    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout` seconds,
-    answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
+    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
+    seconds, answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
     `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back.
     """
 
@@ -119,7 +117,7 @@ class VLLMServerSampler:
         most = ANSWER_BYTES + n * (sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0))
         requests = _completion_requests(self._model, encoded, sampling, n)
         answers = self._client.post("/v1/completions", requests, until, most)
-        # Afterwards, as a server that dies meanwhile answers none of the requests.
+        # Checked after the answers have come: a server that is lost before gives none.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
             raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
         drawn = [
@@ -155,10 +153,16 @@ class VLLMServerSampler:
 
         Refused while there are requests, such as those of a caller that has just been interrupted, so they are waited for.
         """
-        while self._client.post("/reset_prefix_cache", [None], until)[0].get("success") is not True:
-            if time.monotonic() + RETRY_SECONDS > until:
-                raise SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
+        busy = None
+        while busy is None or time.monotonic() + RETRY_SECONDS <= until:
+            try:
+                if self._client.post("/reset_prefix_cache", [None], until)[0].get("success") is True:
+                    return
+            except SamplerLost as error:
+                raise (busy if busy and time.monotonic() >= until else error) from None
+            busy = SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
             time.sleep(RETRY_SECONDS)
+        raise busy
 
     def _call(self, method: str, until: float, *arguments: str) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""

@@ -1,7 +1,5 @@
 """Named choices: one table of entries for each flag, to which a user adds an entry of their own as `package.module:name`."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Terminal output: the console of all commands, progress lines, and text that is safe to print."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 

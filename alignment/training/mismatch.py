@@ -1,13 +1,10 @@
 """The check that what is trained is what was sampled: the sampler's log-probs against the trainer's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 
-from alignment.core.records import Distribution
-from alignment.core.rollout import Rollout
+from alignment.core.records import Distribution, Rollout
 from alignment.policy.policy import MicroBatchResult, Policy
 from alignment.system.errors import RunStopped
 

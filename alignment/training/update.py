@@ -1,7 +1,5 @@
 """The optimiser updates made on one rollout."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
@@ -12,7 +10,7 @@ import torch
 
 from alignment.core.losses import LossInputs
 from alignment.core.normalization import loss_denominator
-from alignment.core.rollout import Rollout
+from alignment.core.records import Rollout
 from alignment.core.train_step import micro_batch_loss
 from alignment.policy.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, Policy

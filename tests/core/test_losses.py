@@ -18,8 +18,7 @@ from alignment.core.advantages import (
     group_statistics,
     overlong_penalty,
 )
-from alignment.core.importance_weights import CORRECTIONS, sampler_weights
-from alignment.core.kl import KL_ESTIMATORS, kl_penalty
+from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS, kl_penalty, sampler_weights
 from alignment.core.losses import (
     LOSSES,
     compute_grpo_clip_loss,

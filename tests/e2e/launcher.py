@@ -24,7 +24,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 from alignment import build, train_rl
 from alignment.data.tasks import TASKS
-from alignment.evaluation import evaluator
+from alignment.evaluation import accuracy
 from alignment.rewards.grading.ask_math_verify import WORKERS
 from alignment.rewards.reward import Reward
 from alignment.rollouts.source import RolloutSource
@@ -40,7 +40,7 @@ PHASES = {
     (runs, "save_checkpoint"): "checkpoint",
     (runs, "drop_old_checkpoints"): "checkpoint",
     (runs, "save_model"): "final",
-    (evaluator, "evaluate_vllm"): "evaluation",
+    (accuracy, "evaluate_vllm"): "evaluation",
     (update, "update"): "update",
     (TransformersSampler, "sample"): "sampling",
     (Reward, "score"): "scoring",

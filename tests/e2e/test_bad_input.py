@@ -258,7 +258,7 @@ CASES = [
     ("sweep", ["--sweep_file", "{world}/arms_cut.toml"], "arms_cut.toml: "),
     ("sweep", ["--sweep_file", "{world}/arms_no_arms.toml"], "needs a table [arms.NAME] for each arm"),
     ("sweep", ["--sweep_file", "{world}/arms_unknown.toml"], "loss is no argument of an arm"),
-    ("sweep", ["--sweep_file", "{world}/arms_choice.toml"], "--loss_type ppo: there is no such loss type; choose one of"),
+    ("sweep", ["--sweep_file", "{world}/arms_choice.toml"], "loss_type = 'ppo': choose one of"),
     ("sweep", ["--sweep_file", "{world}/arms_type.toml"], "group_size = 'four': must be a whole number"),
     ("sweep", ["--sweep_file", "{world}/arms_seed_type.toml"], "data_seed = 'four': must be a whole number"),
     ("sweep", ["--sweep_file", "{world}/arms_name.toml"], "use letters, digits"),

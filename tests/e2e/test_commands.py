@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,23 +36,9 @@ def run(monkeypatch, command: str, *flags: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """A folder with a barely trained model, made by the real `sft` command in a process of its own."""
-    output = tmp_path_factory.mktemp("checkpoints")
-    flags = [
-        "--num_steps",
-        "40",
-        "--max_problems",
-        "32",
-        "--sft_base",
-        str(output / "sft"),
-        "--output_dir",
-        str(output),
-    ]
-    done = subprocess.run([sys.executable, "-m", "alignment.sft", *flags], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "avg_all_rewards" in done.stdout
-    return output
+def warm(warm_start):
+    """The shared warm start."""
+    return warm_start
 
 
 @pytest.fixture
@@ -75,11 +60,12 @@ def without_timings(path: Path) -> list[dict]:
 
 
 def test_sft_writes_a_model_and_its_record(warm):
+    assert "avg_all_rewards" in (warm / "log").read_text()
     assert AutoModelForCausalLM.from_pretrained(warm / "sft").config.hidden_size == 128
     assert AutoTokenizer.from_pretrained(warm / "sft").eos_token == "<|endoftext|>"
     losses = [record["validation_loss"] for record in read_jsonl(warm / "sft" / "metrics.jsonl")]
     assert 0 < losses[-1] < 4  # an untrained model starts at ln 307 = 5.7
-    assert json.loads((warm / "sft" / "args.json").read_text())["args"]["num_steps"] == 40
+    assert json.loads((warm / "sft" / "args.json").read_text())["args"]["num_steps"] == 100
     assert not list(warm.glob(".*"))  # no half-made folder is left
 
 

@@ -7,7 +7,6 @@ from rollout_helpers import ARGS, parity_reward, problems_of, rollout_of
 
 from alignment.core.records import SamplingConfig
 from alignment.rewards.reward import score_groups
-from alignment.rollouts.batches import values_of_responses
 from alignment.training.update import update
 
 
@@ -27,7 +26,7 @@ def test_unfinished_responses_are_in_no_update(policy, sampler):
     assert rollout.trained_rows == [row for row in range(16) if row % 4 in (0, 3)]
     left_out = [row for row in range(16) if row not in rollout.trained_rows]
     assert rollout.advantages_B1[left_out].eq(0).all() and rollout.advantages_B1.abs().max() > 0.5
-    values = values_of_responses(rollout.sampler_log_probs_BT, rollout, rollout.trained_rows)
+    values = rollout.response_values(rollout.sampler_log_probs_BT, rollout.trained_rows)
     assert [len(row) > 0 for row in values] == [row in rollout.trained_rows for row in range(16)]
     before = {name: weight.clone() for name, weight in policy.weights()}
     report = update(policy, rollout, args.update_config, 1).report

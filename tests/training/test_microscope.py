@@ -9,7 +9,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.core.advantages import AdvantageConfig, group_advantages
 from alignment.core.losses import LOSSES
 from alignment.core.normalization import NORMALIZATIONS
-from alignment.core.rollout import Rollout
+from alignment.core.records import Rollout
 from alignment.core.tokens import collate, take_rows
 from alignment.system.errors import UserError
 from alignment.training.microscope import Estimator, estimators, gradient_statistics, refuse_too_many_gradients, statistics

@@ -1,4 +1,4 @@
-"""The last stage of grading: the library math-verify, which is asked only about notation that our own grammar does not read.
+"""The last stage of grading: the library math-verify, for notation that our own grammar does not read.
 
 It reads LaTeX with a grammar and then lets sympy compute, for any time and in any memory: it runs in workers that limit both.
 """
@@ -29,7 +29,7 @@ _TO_LATEX = {sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥�
 
 
 def ask_math_verify(answer: str, truth: str) -> Outcome:
-    """math-verify's verdict on two normalised texts and "math-verify", "unread" if it is not asked about such texts, or the
+    """math-verify's verdict on two normalised texts and "math-verify", "unread" for texts that it does not get, or the
     failure of the call: "time-out", "memory" or "died"."""
     if not may_ask(answer, truth):
         return False, "unread"
