@@ -41,7 +41,10 @@ def find(
     if not (takes_functions and callable(found)):
         wanted = "a function" if takes_functions else kind.__name__
         raise UserError(f"{flag} {name}: cannot be imported (TypeError: it is of type {type(found).__name__}, not {wanted})")
-    return wrap(found) if wrap else found
+    try:
+        return wrap(found) if wrap else found
+    except (TypeError, ValueError) as error:  # such as a callable without a signature
+        raise UserError(f"{flag} {name}: cannot be imported ({type(error).__name__}: {error})") from None
 
 
 def import_object(flag: str, path: str) -> object:

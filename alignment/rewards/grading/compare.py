@@ -30,7 +30,7 @@ from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.regions import as_region, same_point
 from alignment.rewards.grading.text import squeeze
 from alignment.rewards.grading.units import SYMBOLS, read_unit, same_unit
-from alignment.rewards.grading.values import equal_values, mentions_i, proportional, rational, real_value, substitute
+from alignment.rewards.grading.values import MAX_BITS, equal_values, mentions_i, proportional, rational, real_value, substitute
 
 STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
 
@@ -60,28 +60,21 @@ class Comparison:
             return True
         if "..." in answer and answer.replace(" ", "") == truth.replace(" ", ""):
             return True
-        letter = sentences.option_letter(truth)
-        if letter and letter in (sentences.option_letter(answer), sentences.option_with_text(answer)):
+        if sentences.same_options(answer, truth):
             return True
         words_a, words_t = sentences.plain_words(answer), sentences.plain_words(truth)
         if words_a and words_t and words_t in (words_a, sentences.words_in_sentence(words_a)):
             return True
-        if (letters := sentences.option_letters(truth)) and letters == sentences.option_letters(answer):
-            return True
+        truth_read = None
         try:
             truth_read = read(truth)
-        except NoAnswer:
-            return False
-        except Refused:
-            return False if words_a or words_t else None
-        try:
             return self.answers(read(answer), truth_read) or False  # both are read, so math-verify is not needed
         except NoAnswer:
             return False
         except Refused:
-            if not extracted and (inner := sentences.answer_in_sentence(answer)):
+            if truth_read and not extracted and (inner := sentences.answer_in_sentence(answer)):
                 return self.texts(inner, truth, extracted=True)
-            if not extracted and (forms := sentences.two_forms(answer)):
+            if truth_read and not extracted and (forms := sentences.two_forms(answer)):
                 return self.texts(*forms, extracted=True) and self.texts(forms[0], truth, extracted=True)
             return False if words_a or words_t else None
 
@@ -215,10 +208,7 @@ class Comparison:
             return self._assignments(a, t)
         if {kind_a, kind_t} <= {"{}", "or", ""} and not (kind_a == kind_t == "" and len(t.parts) > 2):
             return self._in_any_order(a.parts, t.parts)  # but a longer bare list may be an arrangement
-        vectors = {"⟨⟩", "()"}
-        if kind_a != kind_t and not {kind_a, kind_t} <= vectors:
-            return False
-        return self._in_order(a.parts, t.parts)
+        return (kind_a == kind_t or {kind_a, kind_t} == {"⟨⟩", "()"}) and self._in_order(a.parts, t.parts)
 
     def _single(self, a: Answer, t: Answer) -> bool | None:
         """One of the two is a listing: {5} is 5, and 3:4 is 3/4, but a list of guesses is not one answer."""
@@ -233,11 +223,8 @@ class Comparison:
         return False
 
     def _ratios(self, a: Sequence[Quantity], t: Sequence[Quantity]) -> bool | None:
-        if len(a) != len(t):
-            return False
-        return _all(
-            self.values(("*", x.value, t[0].value), ("*", y.value, a[0].value)) for x, y in zip(a[1:], t[1:], strict=True)
-        )
+        products = ((("*", x.value, t[0].value), ("*", y.value, a[0].value)) for x, y in zip(a[1:], t[1:], strict=False))
+        return len(a) == len(t) and _all(self.values(*pair) for pair in products)
 
     def _assignments(self, a: Listing, t: Listing) -> bool | None:
         """`x = 1, y = 2` is itself in any order, and (1, 2), the values in the order of the names."""
@@ -263,14 +250,10 @@ class Comparison:
             rows_a, rows_t = (
                 rows if len(rows) == 1 or len(rows[0]) > 1 else (tuple(r[0] for r in rows),) for rows in (rows_a, rows_t)
             )
-        if [len(row) for row in rows_a] != [len(row) for row in rows_t]:
-            return False
-        return _all(self._in_order(x, y) for x, y in zip(rows_a, rows_t, strict=True))
+        return [*map(len, rows_a)] == [*map(len, rows_t)] and _all(map(self._in_order, rows_a, rows_t))
 
     def _in_order(self, a: Sequence[Answer], t: Sequence[Answer]) -> bool | None:
-        if len(a) != len(t):
-            return False
-        return _all(self.answers(x, y) for x, y in zip(a, t, strict=True))
+        return len(a) == len(t) and _all(map(self.answers, a, t))
 
     def _in_any_order(self, a: Sequence[Answer], t: Sequence[Answer]) -> bool | None:
         if len(a) != len(t):
@@ -334,16 +317,10 @@ def _units_agree(a: Quantity, t: Quantity) -> bool:
 
 def _terminates(value: Node) -> bool:
     """Whether a rational value has a last decimal."""
-    if not is_rational(value):
-        return False
     try:
-        bottom = rational(value).denominator
+        return is_rational(value) and 10**MAX_BITS % rational(value).denominator == 0
     except (Refused, ArithmeticError):
         return True
-    for prime in (2, 5):
-        while bottom % prime == 0:
-            bottom //= prime
-    return bottom == 1
 
 
 def _below_one(value: Node) -> bool:

@@ -92,6 +92,13 @@ def option_letters(text: str) -> frozenset[str]:
     return frozenset(letters) if _SET_OF_LETTERS.fullmatch(text) and len(set(letters)) == len(letters) else frozenset()
 
 
+def same_options(answer: str, truth: str) -> bool:
+    """Whether both name the same option, also with its text, or the same set of options."""
+    letter, letters = option_letter(truth), option_letters(truth)
+    one = letter and letter in (option_letter(answer), option_with_text(answer))
+    return bool(one or (letters and letters == option_letters(answer)))
+
+
 _CLAUSE = re.compile(
     r"(?:,| )? ?(?:(?:where|for|with|and) )?(?:(?:all|any|every|some) )?"
     r"(?:integers? ([a-z])|([a-z])(?: is)?(?: ?∈ ?[ℤℕ]| an?(?:y|ll)? integer| integer))"

@@ -33,7 +33,7 @@ def test_hand_checked_entries():
 
 
 def test_every_rewrite_is_a_pattern_and_a_replacement_for_its_groups():
-    for rule in TABLES["rewrites"]:
+    for rule in (*TABLES["rewrites"], *TABLES["math_spelling"], *TABLES["prm800k_spelling"]):
         pattern, replacement = map(str, rule)
         groups = [int(group) for group in re.findall(r"(?<!\\)(?:\\\\)*\\([0-9])", replacement)]
         assert max(groups, default=0) <= re.compile(pattern).groups, rule
