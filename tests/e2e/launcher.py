@@ -22,9 +22,8 @@ from collections.abc import Callable, Container
 import matplotlib.pyplot  # noqa: F401  what a run imports late, imported once for all forks
 import torch.utils.tensorboard  # noqa: F401
 
-from alignment import build, train_rl
+from alignment import build, models, train_rl
 from alignment.data.tasks import TASKS
-from alignment.evaluation import accuracy
 from alignment.rewards.grading.ask_math_verify import WORKERS
 from alignment.rewards.reward import Reward
 from alignment.rollouts.source import RolloutSource
@@ -40,7 +39,7 @@ PHASES = {
     (runs, "save_checkpoint"): "checkpoint",
     (runs, "drop_old_checkpoints"): "checkpoint",
     (runs, "save_model"): "final",
-    (accuracy, "evaluate_vllm"): "evaluation",
+    (models, "evaluate_vllm"): "evaluation",
     (update, "update"): "update",
     (TransformersSampler, "sample"): "sampling",
     (Reward, "score"): "scoring",

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoConfig
 
 from alignment.core.records import SamplingConfig
-from alignment.sampling.restarts import RestartingSampler, SamplerConfig, SamplerLost
+from alignment.sampling.restarts import RestartingSampler
+from alignment.sampling.sampler import SamplerConfig, SamplerLost
 from alignment.sampling.vllm_server import VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 from tests.with_vllm.conftest import CONTEXT, ROOT, VOCABULARY, happens_within, tiny_llama
