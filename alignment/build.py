@@ -1,4 +1,4 @@
-"""From the arguments of `train_rl` to the objects of its loop. Below these builders nothing takes an arguments object."""
+"""Builds the objects of the `train_rl` loop from its arguments. Only commands and builders know the arguments object."""
 
 import dataclasses
 import shlex
@@ -37,7 +37,7 @@ from alignment.warm_start import warm_start
 
 
 def run_config(args: RLArgs) -> RunConfig:
-    """Where the run is written, and what its args.json says."""
+    """The folder and schedule of the run, and the contents of its args.json."""
 
     def resume_command(name: str) -> str:
         again = dataclasses.replace(args, run_name=name, resume=True)
@@ -51,9 +51,9 @@ def run_config(args: RLArgs) -> RunConfig:
 
 
 def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluator, int]:
-    """What the loop works with, and the id that pads. The run's folder is claimed last, so that a mistake leaves none behind.
+    """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves no folder.
 
-    Raises `UserError` for mistakes, before a model loads where that can be known.
+    Raises `UserError` for mistakes, if possible before a model loads.
     """
     base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer, task = load_tokenizer(base), find_task(args.task)
@@ -77,16 +77,16 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
         rollouts = make_rollouts_ahead(args, run, base, policy, references)
     else:
         rollouts = make_rollouts(args, run, base, source, policy, eval_sampler)
-    pad, shared = pad_token_id(tokenizer), getattr(rollouts, "sampler", None) is eval_sampler
-    check = None if shared else mismatch_check(args, policy, pad)
+    pad_id, shared = pad_token_id(tokenizer), getattr(rollouts, "sampler", None) is eval_sampler
+    check = None if shared else mismatch_check(args, policy, pad_id)
     evaluator = Evaluator(evaluation(args, task, problems), args.eval_interval, eval_sampler, run, policy, check)
     processes = {rollouts, references} if shared else {rollouts, references, eval_sampler}
     run.start(policy, tokenizer, rollouts, restarts=lambda: sum(process.restarts for process in processes))
-    return policy, rollouts, references, evaluator, pad
+    return policy, rollouts, references, evaluator, pad_id
 
 
 def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem], base: str, tokenizer) -> int:
-    """Tokens of the longest prompt and response that updates may see. Raises `UserError` for a prompt beyond the context."""
+    """Maximum tokens of a prompt and its response in an update. Raises `UserError` for a prompt beyond the context."""
     known = problems if isinstance(source.problems, Endless) else [*source.problems, *problems]
     longest_response = max(args.max_new_tokens, args.eval_max_new_tokens)
     prompts = [problem.prompt for problem in known]
@@ -98,7 +98,7 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
 
 
 def make_references(args: RLArgs, run: Run, base: str) -> References:
-    """Where old and reference log-probs come from. The reference model is the one that the run began with."""
+    """The sources of old and reference log-probs. The reference model is the model that the run started from."""
     config, roles, old_policy = args.update_config, roles_of(args), None
     if config.old_log_probs == "policy" and roles.policy != (roles.reference,):
         dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
@@ -111,25 +111,25 @@ def make_references(args: RLArgs, run: Run, base: str) -> References:
     return References(config, old_policy, reference, run.clock)
 
 
-def make_reference(args: RLArgs, run: Run, start: str) -> Reference:
-    """The reference model `start`: in this process, in one of its own that works while the trainer does, or at --reference_url.
+def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
+    """The reference model `model_path`: at --reference_url, in this process (--rollouts sync), or in a process of its own.
 
-    Raises `UserError` where another model is served there.
+    Raises `UserError` if --reference_url serves another model.
     """
-    roles, vocabulary = roles_of(args), load_config(start).vocab_size
+    roles, vocabulary = roles_of(args), load_config(model_path).vocab_size
     dtype = compute_dtype(args.dtype, roles.policy[0])
     weights_dtype = getattr(torch, dtype)
     if args.reference_url:
         remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
-        if FrozenModel(start, "cpu", weights_dtype, weights_dtype).weights_digest() != remote.info["weights"]:
+        if FrozenModel(model_path, "cpu", weights_dtype, weights_dtype).weights_digest() != remote.info["weights"]:
             raise UserError(
                 f"--reference_url {remote.url}: its model {printable(remote.info['model'])} has other weights, or another dtype"
-                f" than {weights_dtype}, than {start}, from which training starts: serve that one"
+                f" than {weights_dtype}, than {model_path}, from which training starts: serve that one"
             )
         return remote
     if args.rollouts == "sync":
-        return LocalReference(FrozenModel(start, roles.reference, weights_dtype, weights_dtype))
-    served = ServedModel(start, roles.reference, dtype, max_pending=args.staleness + 4, deterministic=args.deterministic)
+        return LocalReference(FrozenModel(model_path, roles.reference, weights_dtype, weights_dtype))
+    served = ServedModel(model_path, roles.reference, dtype, max_pending=args.staleness + 4, deterministic=args.deterministic)
     process = ReferenceProcess(served, vocabulary, args.sampler_timeout)
     run.closing.callback(process.close)
     return process
@@ -141,7 +141,7 @@ def make_reference(args: RLArgs, run: Run, start: str) -> Reference:
 def make_rollouts(
     args: RLArgs, run: Run, base: str, source: RolloutSource, policy: Policy, eval_sampler: Sampler
 ) -> SyncRollouts:
-    """Rollouts that are sampled between the updates, by the evaluation's sampler where both share a device."""
+    """Rollouts sampled between the updates (--rollouts sync), by the evaluation's sampler if both have the same device."""
     roles = roles_of(args)
     if roles.sample == roles.eval and not args.sampler_url:
         return SyncRollouts(source, eval_sampler, run.clock)
@@ -152,7 +152,7 @@ def make_rollouts(
 
 
 def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, references: References) -> AheadRollouts:
-    """Rollouts that a process of its own samples ahead. Where that shares a GPU with the evaluation, each takes half."""
+    """Rollouts that another process samples ahead (--rollouts async). A GPU shared with the evaluation is split in half."""
     roles, reference = roles_of(args), references.reference
     config = AheadConfig(
         args.rollout_config,
@@ -169,16 +169,16 @@ def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, refer
 
 
 def rollout_sampler_config(args: RLArgs, run: Run, base: str, engines: int = 1) -> SamplerConfig:
-    """What the sampler of the rollouts is started with, one of `engines` on its device."""
-    facts = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
-    return sampler_config(args, base, roles_of(args).sample, engines, **facts)
+    """The configuration of the rollouts' sampler. `engines` is the number of engines on its device."""
+    options = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
+    return sampler_config(args, base, roles_of(args).sample, engines, **options)
 
 
-def mismatch_check(args: RLArgs, policy: Policy, pad: int) -> Callable[[Sequence[Group]], object]:
-    """A check of the evaluation's sampler against the trainer, for a sampler that draws no rollouts."""
+def mismatch_check(args: RLArgs, policy: Policy, pad_id: int) -> Callable[[Sequence[Group]], object]:
+    """A check of the evaluation's log-probs against the trainer's, if the evaluation has a sampler of its own."""
 
     def check(groups: Sequence[Group]) -> None:
-        rollout = collate_groups(groups, args.rollout_config, pad)
+        rollout = collate_groups(groups, args.rollout_config, pad_id)
         sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
 
     return check

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from alignment.ablation.figures import figures
 from alignment.ablation.statistics import Comparison, interquartile_mean
-from alignment.ablation.study import Study, shell
+from alignment.ablation.study import Study, shell_command
 from alignment.ablation.verdicts import (
     areas,
     choices,
@@ -75,7 +75,7 @@ def contents(study: Study) -> dict[str, object]:
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "grid": grid_of(study, {arm["name"]: arm["mean"] for arm in arms}),
         "study": study,
-        "commands": [(run.path.name, shell(run.command)) for run in study.runs],
+        "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
         "versions": any_run.versions if any_run else {},
         "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
         "questions": len(any_run.scores.questions) if any_run else 0,

@@ -1,4 +1,4 @@
-"""A policy that sits whole on one device, and what every policy of one process shares."""
+"""A policy on one device. `LayerSplitPolicy` inherits from it and replaces the order of the micro-batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,9 +21,9 @@ from alignment.system.files import full_disk_is_an_os_error
 
 
 class MicroBatch:
-    """Some rows of a batch. The constructor computes their hidden states; `head`, then `backward` do the rest.
+    """The forward and backward pass of some rows of a batch: the constructor, then `head`, then `backward`.
 
-    The head's backward ends at the hidden states, so that the head's memory is free again before the layers' backward begins.
+    `head` backpropagates to the hidden states only, which frees the head's memory before the backward pass of the layers.
     Supervised objectives keep one graph from the weights to the loss instead.
     """
 
@@ -34,7 +34,7 @@ class MicroBatch:
             self.hidden_NH = hidden_states(model, self.part.input_ids, self.part.response_mask)
 
     def head(self) -> None:
-        """Log-probs and loss, and the loss's gradient down to the hidden states."""
+        """Compute log-probs and loss, and backpropagate the loss to the hidden states."""
         one_graph, objective = self.objective.supervised, self.objective
         self.head_input_NH = self.hidden_NH if one_graph else self.hidden_NH.detach().requires_grad_()
         labels, mask = self.part.labels, self.part.response_mask
@@ -47,13 +47,13 @@ class MicroBatch:
         self.log_probs, self.sums = log_probs.detach(), {"loss": loss.detach(), **entropy, **sums}
 
     def backward(self) -> None:
-        """The gradient from the hidden states on."""
+        """Backpropagate from the hidden states to the weights."""
         if not self.objective.supervised:
             self.hidden_NH.backward(self.head_input_NH.grad)
         del self.hidden_NH, self.head_input_NH
 
     def result(self, tokens: int) -> MicroBatchResult:
-        """What the caller of `Policy.accumulate` sees; `tokens` is the number that was computed."""
+        """The record that `Policy.accumulate` yields; `tokens` is the number of computed tokens."""
         return MicroBatchResult(self.rows, self.log_probs, {"tokens": tokens, **self.sums})
 
 
@@ -61,7 +61,7 @@ class SingleDevicePolicy:
     """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be loaded."""
 
     def __init__(self, config: PolicyConfig):
-        self.settings = config
+        self.policy_config = config
         self.devices = config.devices
         self.dtype = getattr(torch, config.dtype)
         self.micro_batch_tokens = config.micro_batch_tokens
@@ -85,7 +85,7 @@ class SingleDevicePolicy:
     def _micro_batches(
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
     ) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
-        """Each micro-batch, its gradient added, with its places in `rows`; two at a time where a CPU's cores allow it."""
+        """Yield each micro-batch, after adding its gradient, with its indices into `rows`. A CPU may compute two at a time."""
 
         def compute(piece: Sequence[int]) -> MicroBatch:
             micro_batch = MicroBatch(self.model, self.dtype, batch, [rows[i] for i in piece], objective)
@@ -98,7 +98,7 @@ class SingleDevicePolicy:
 
     @staticmethod
     def _split(batch: Batch, rows: Sequence[int], with_last_label: bool) -> list[Row]:
-        """The token ids of some rows, by which they are cut into micro-batches."""
+        """The token ids of some rows, from which `cut_for_parallel` makes micro-batches."""
         chosen = take_rows(batch, rows)
         split = split_rows(chosen.input_ids, chosen.response_mask)
         return [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
@@ -137,10 +137,10 @@ class SingleDevicePolicy:
         return self.model if self.devices == (device,) and self.model.dtype == dtype else None
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
-        """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on where one row alone would not fit."""
+        """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""
         if self.micro_batch_tokens:
             return None
-        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.settings.optimizer, self.dtype, longest)
+        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.policy_config.optimizer, self.dtype, longest)
         self.micro_batch_tokens = previous or budget.tokens
         if not budget.checkpointing:
             return None

