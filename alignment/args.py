@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import sys
 import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +16,8 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 import tyro
 
 from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
-from alignment.core.importance_weights import CORRECTIONS
-from alignment.core.kl import KL_ESTIMATORS
-from alignment.core.losses import LOSSES, Loss, LossConfig
+from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS
+from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig
 from alignment.data.tasks import find_task
@@ -39,6 +40,52 @@ KLEstimator = Literal[tuple(KL_ESTIMATORS)]
 OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
+def _not_negative(number: float) -> bool:
+    return 0 <= number < math.inf
+
+
+BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    name: (words, holds)
+    for words, holds, names in (
+        ("from 0 to 2147483647", lambda x: 0 <= x < 2**31, "seed data_seed sampling_seed"),
+        (
+            "a number above 0",
+            lambda x: 0 < x < math.inf,
+            "group_size prompts_per_rollout num_steps epochs_per_rollout batch_size learning_rate max_grad_norm advantage_eps"
+            " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout cliprange_high",
+        ),
+        ("at least 1", lambda x: x >= 1, "max_new_tokens num_samples sync_every kill_after cpus_per_run"),
+        ("at least 2", lambda x: x >= 2, "max_seeds"),
+        ("at least 2, to have a variance", lambda x: x >= 2, "prompts"),
+        ("from 0 to 1", lambda x: 0 <= x <= 1, "max_grader_failures min_consistency"),
+        ("above 0 and at most 1", lambda x: 0 < x <= 1, "sampling_top_p gpu_memory_utilization cliprange"),
+        ("between 0 and 1", lambda x: 0 < x < 1, "tie"),
+        ("0 or more", _not_negative, "warmup_steps weight_decay num_gpus gpus_per_run max_staleness"),
+        ("0 (all) or more", _not_negative, "sampling_top_k max_problems num_problems train_mini_batch_size keep_checkpoints"),
+        ("0 (what fits) or more", _not_negative, "micro_batch_tokens"),
+        ("0 (greedy) or more", _not_negative, "sampling_temperature"),
+        ("0 (as in training) or more", _not_negative, "eval_max_new_tokens"),
+        ("0 (any length) or more", _not_negative, "max_prompt_tokens"),
+        ("0 (never) or more", _not_negative, "max_refills"),
+        ("0 (none) or more", _not_negative, "beta"),
+        ("0 (none) or above 1", lambda x: x == 0 or 1 < x < math.inf, "dual_clip"),
+        ("from 0 (any) to 65535", lambda x: 0 <= x < 65536, "port"),
+        ("from 1 to 65536", lambda x: 0 < x <= 1 << 16, "max_upload_mib max_pending"),
+    )
+    for name in names.split()
+}
+"""Argument -> the numbers that will do, in words and as a test; a flag has the same bound in every command."""
+
+
+def _check_bounds(args) -> None:
+    """Raise `UserError` for a number outside its bound. A sweep's tuples are checked arm by arm."""
+    for f in dataclasses.fields(args):
+        value = getattr(args, f.name)
+        if f.name in BOUNDS and value is not None and not isinstance(value, tuple):
+            words, holds = BOUNDS[f.name]
+            _require(holds(value), f"--{f.name}", value, words)
+
+
 @dataclass(frozen=True)
 class Args:
     """What every command shares."""
@@ -55,7 +102,7 @@ class Args:
     language_consistency, signed_format, signed_accuracy, the negative controls random, format_only and inverted, and functions
     of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
     prompt: str = ""
-    """Prompt template (alignment/prompts/): r1_zero, tiny, countdown_en, countdown_zh; empty: the task's own."""
+    """Prompt template (alignment/data/prompts/): r1_zero, tiny, countdown_en, countdown_zh; empty: the task's own."""
     dataset_path: str = ""
     """Folder of the task's files; empty: where the task's download command puts them."""
     model: str = "tiny"
@@ -104,17 +151,7 @@ class Args:
     """Name of the run's folder; empty: made from the preset, the command and the seed."""
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, "--max_new_tokens", self.max_new_tokens, "at least 1")
-        _require(
-            0 <= self.sampling_temperature < math.inf, "--sampling_temperature", self.sampling_temperature, "0 (greedy) or more"
-        )
-        _require(0 < self.sampling_top_p <= 1, "--sampling_top_p", self.sampling_top_p, "above 0 and at most 1")
-        _require(self.sampling_top_k >= 0, "--sampling_top_k", self.sampling_top_k, "0 (all) or more")
-        _require(self.max_problems >= 0, "--max_problems", self.max_problems, "0 (all) or more")
-        _require(0 <= self.seed < 2**31, "--seed", self.seed, "from 0 to 2147483647")
-        share = self.gpu_memory_utilization
-        _require(share is None or 0 < share <= 1, "--gpu_memory_utilization", share, "above 0 and at most 1")
-        _require_positive(self, "sampler_timeout")
+        _check_bounds(self)
         _require_folder_name("--run_name", self.run_name)
 
     @property
@@ -134,7 +171,6 @@ class EvaluateArgs(Args):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.num_samples >= 1, "--num_samples", self.num_samples, "at least 1")
         _require(len(self.compare) in (0, 2), "--compare", " ".join(self.compare), "two models")
 
 
@@ -146,10 +182,6 @@ class PlanArgs(Args):
     """GPUs to plan for; by default those of this machine."""
     optimizer: OptimizerName | None = None
     """Optimiser to plan for; by default that of the preset's train_rl."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self.num_gpus is None or self.num_gpus >= 0, "--num_gpus", self.num_gpus, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -181,10 +213,6 @@ class SFTArgs(Args):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self.sft_base != "", "--sft_base", self.sft_base, "the folder to save the model to")
-        _require_positive(self, "num_steps", "batch_size", "learning_rate", "max_grad_norm", "eval_interval")
-        _require(self.micro_batch_tokens >= 0, "--micro_batch_tokens", self.micro_batch_tokens, "0 (what fits) or more")
-        _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
-        _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -293,55 +321,29 @@ class RLArgs(Args):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_positive(
-            self, "group_size", "prompts_per_rollout", "num_steps", "epochs_per_rollout",
-            "learning_rate", "max_grad_norm", "eval_interval", "save_interval", "max_sampler_mismatch",
-            "sampling_temperature",
-        )  # fmt: skip
+        _require(self.sampling_temperature > 0, "--sampling_temperature", self.sampling_temperature, "a number above 0")
+        loss = self.loss  # raises `UserError` for an unknown one
         _require(
-            self.group_size > 1 or self.loss.weight == "raw_rewards",
+            self.group_size > 1 or loss.weight == "raw_rewards",
             "--group_size", self.group_size,
             "at least 2: with one sample a prompt the group's mean is the reward itself and its std is undefined"
             " (only --loss_type no_baseline works with 1)",
         )  # fmt: skip
-        _require(0 < self.cliprange <= 1, "--cliprange", self.cliprange, "above 0 and at most 1")
-        high = self.cliprange_high
-        _require(high is None or 0 < high < math.inf, "--cliprange_high", high, "a number above 0")
-        _require(self.dual_clip == 0 or 1 < self.dual_clip < math.inf, "--dual_clip", self.dual_clip, "0 (none) or above 1")
-        _require(0 <= self.beta < math.inf, "--beta", self.beta, "0 (none) or more")
-        _require(self.num_problems >= 0, "--num_problems", self.num_problems, "0 (all) or more")
-        _require(self.max_prompt_tokens >= 0, "--max_prompt_tokens", self.max_prompt_tokens, "0 (any length) or more")
-        _require(self.max_refills >= 0, "--max_refills", self.max_refills, "0 (never) or more")
         _require(
-            self.max_refills == 0 or self.loss.weight != "raw_rewards", "--max_refills", self.max_refills,
+            self.max_refills == 0 or loss.weight != "raw_rewards", "--max_refills", self.max_refills,
             f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too",
         )  # fmt: skip
         buffer = self.overlong_buffer
         _require(0 <= buffer <= self.max_new_tokens, "--overlong_buffer", buffer, "from 0 (none) to --max_new_tokens")
-        _require_positive(self, "correction_cap")
-        _require(self.eval_max_new_tokens >= 0, "--eval_max_new_tokens", self.eval_max_new_tokens, "0 (as in training) or more")
-        _require_positive(self, "advantage_eps")
         if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
             raise UserError(
                 f"--optimizer {self.optimizer} needs {package}: start the command with `uv run --extra {package} ...`"
             )
-        _require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
-        _require(0 <= self.weight_decay < math.inf, "--weight_decay", self.weight_decay, "0 or more")
-        _require(self.keep_checkpoints >= 0, "--keep_checkpoints", self.keep_checkpoints, "0 (all) or more")
-        _require_positive(self, "max_bad_steps")
-        _require(0 <= self.max_grader_failures <= 1, "--max_grader_failures", self.max_grader_failures, "from 0 to 1")
-        for name in ("data_seed", "sampling_seed"):
-            seed = getattr(self, name)
-            _require(seed is None or 0 <= seed < 2**31, f"--{name}", seed, "from 0 to 2147483647")
         _require(not self.reference_url or self.beta > 0, "--reference_url", self.reference_url, "empty without --beta")
         self._check_rollouts()
-        _require(self.micro_batch_tokens >= 0, "--micro_batch_tokens", self.micro_batch_tokens, "0 (what fits) or more")
-        _require(self.train_mini_batch_size >= 0, "--train_mini_batch_size", self.train_mini_batch_size, "0 (all) or more")
 
     def _check_rollouts(self) -> None:
         stale, every = self.max_staleness, self.sync_every
-        _require(stale is None or stale >= 0, "--max_staleness", stale, "0 or more")
-        _require(every >= 1, "--sync_every", every, "at least 1")
         asynchronous = self.rollouts == "async"
         _require(asynchronous or not stale, "--max_staleness", stale, "0, or go with --rollouts async")
         _require(
@@ -362,7 +364,7 @@ class RLArgs(Args):
 
     @property
     def trusts_sampler(self) -> bool:
-        """Whether the sampler's log-probs serve as the old policy's: where that is asked for, or where they are of stale
+        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or where they are of stale
         weights, which nobody else has any more."""
         return self.loss.uses_ratio and (self.staleness > 0 or self.old_log_probs == "sampler")
 
@@ -376,7 +378,7 @@ class RLArgs(Args):
     @property
     def loss(self) -> Loss:
         """The loss that --loss_type names. Raises `UserError` for an unknown one."""
-        return find("--loss_type", self.loss_type, LOSSES, wrap=lambda function: Loss(function, weight=None, uses_ratio=True))
+        return find("--loss_type", self.loss_type, LOSSES, wrap=_loss_of_function)
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -410,7 +412,7 @@ class RLArgs(Args):
     @property
     def advantage_config(self) -> AdvantageConfig:
         """How rewards become advantages."""
-        return AdvantageConfig(**_fields(self, AdvantageConfig))
+        return configuration(AdvantageConfig, self)
 
     @property
     def schedule(self) -> Schedule:
@@ -420,21 +422,16 @@ class RLArgs(Args):
     @property
     def rollout_config(self) -> RolloutConfig:
         """What rollouts are sampled from."""
-        seeds = {"data_seed": self.seeds["data"], "sampling_seed": self.seeds["sampling"]}
-        return RolloutConfig(**_fields(self, RolloutConfig) | seeds)
+        return configuration(RolloutConfig, self, data_seed=self.seeds["data"], sampling_seed=self.seeds["sampling"])
 
     @property
     def update_config(self) -> UpdateConfig:
         """How a rollout becomes updates."""
         old = "sampler" if self.trusts_sampler else "policy" if self.needs_old_policy else "ratio_one"
-        parts = {
-            "loss": LossConfig(**_fields(self, LossConfig)),
-            "advantage": self.advantage_config,
-            "distribution": self.sampling.distribution,
-            "old_log_probs": old,
-            "data_seed": self.seeds["data"],
-        }
-        return UpdateConfig(**_fields(self, UpdateConfig) | parts)
+        return configuration(
+            UpdateConfig, self, loss=configuration(LossConfig, self), advantage=self.advantage_config,
+            distribution=self.sampling.distribution, old_log_probs=old, data_seed=self.seeds["data"],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -461,9 +458,7 @@ class ReferenceServerArgs:
 
     def __post_init__(self) -> None:
         _require(self.host != "", "--host", "''", "an address, such as 127.0.0.1")
-        _require(0 <= self.port < 65536, "--port", self.port, "from 0 (any) to 65535")
-        for name in ("max_upload_mib", "max_pending"):
-            _require(0 < getattr(self, name) <= 1 << 16, f"--{name}", getattr(self, name), "from 1 to 65536")
+        _check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -493,10 +488,10 @@ class SweepOptions:
     dry_run: bool = False
     """Print the design, and train nothing."""
     until_decided: bool = False
-    """After the runs, add one seed at a time to the arms of every undecided pair, until every pair is decided or has --max_seeds.
-    The chance of a false verdict is shared among the looks that this takes."""
+    """After the runs, add a seed at a time to the arms of every undecided pair, until each is decided or has --max_seeds. The
+    chance of a false verdict is shared among the looks that this takes."""
     question: tuple[str, ...] = ()
-    """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or one argument (loss_type); empty: all pairs."""
+    """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
     max_seeds: int = 10
     """Seeds an arm may get."""
     ray_address: str = ""
@@ -507,11 +502,8 @@ class SweepOptions:
     """Whole GPUs of a run, over which its roles are placed anew; by default 1 where there are any."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.tie < 1, "--tie", self.tie, "between 0 and 1")
-        _require(self.max_seeds >= 2, "--max_seeds", self.max_seeds, "at least 2")
+        _check_bounds(self)
         _require(len(self.question) < 3, "--question", " ".join(self.question), "one argument, two values or two arms")
-        _require(self.cpus_per_run is None or self.cpus_per_run >= 1, "--cpus_per_run", self.cpus_per_run, "at least 1")
-        _require(self.gpus_per_run is None or self.gpus_per_run >= 0, "--gpus_per_run", self.gpus_per_run, "0 or more")
         _require_folder_name("--sweep_name", self.sweep_name)
 
 
@@ -555,21 +547,34 @@ def refuse_missing_warm_start(args: RLArgs) -> None:
 
 def command_line(args: Args) -> list[str]:
     """The flags that give these arguments on top of their preset."""
-    preset, flags = from_preset(type(args), args.preset), ["--preset", args.preset]
-    for f in dataclasses.fields(args):
-        value = getattr(args, f.name)
-        if f.name == "preset" or value == getattr(preset, f.name):
-            continue
+    preset = vars(from_preset(type(args), args.preset))
+    changed = {name: value for name, value in vars(args).items() if value != preset[name]}
+    return flags_of({"preset": args.preset, **changed})
+
+
+def flags_of(values: Mapping[str, object]) -> list[str]:
+    """The words of a command line that give these arguments; several values are a tuple or a list."""
+    flags: list[str] = []
+    for name, value in values.items():
         if isinstance(value, bool):
-            flags.append(f"--{f.name}" if value else f"--no_{f.name}")
+            flags.append(f"--{name}" if value else f"--no_{name}")
         else:
-            flags += [f"--{f.name}", *map(str, value if isinstance(value, tuple) else (value,))]
+            flags += [f"--{name}", *map(str, value if isinstance(value, tuple | list) else (value,))]
     return flags
 
 
-def _fields(args: Args, cls: type) -> dict[str, object]:
-    """The arguments that a configuration has fields for."""
-    return {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}
+Config = TypeVar("Config")
+
+
+def configuration(cls: type[Config], args: Args, **fields) -> Config:
+    """A configuration made of `fields`, and of the arguments that have the names of its other fields."""
+    names = {f.name for f in dataclasses.fields(cls)} - fields.keys()
+    return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **fields)
+
+
+def _loss_of_function(function: Callable) -> Loss:
+    """The entry of a user's own function, of which nothing is known: it may use the ratio, and every argument."""
+    return Loss(function, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
 
 
 def _require(condition: bool, flag: str, value, wanted: str) -> None:
@@ -580,12 +585,6 @@ def _require(condition: bool, flag: str, value, wanted: str) -> None:
 def _require_folder_name(flag: str, name: str) -> None:
     plain = name not in (".", "..") and Path(name).name == name and len(name.encode(errors="surrogateescape")) <= 150
     _require(plain, flag, name, "a plain folder name without slashes, of at most 150 bytes")
-
-
-def _require_positive(args: Args, *names: str) -> None:
-    for name in names:
-        value = getattr(args, name)
-        _require(0 < value < math.inf, f"--{name}", value, "a number above 0")
 
 
 SweepArgs = _sweep_args()
@@ -636,13 +635,9 @@ def as_train_rl(args: RLArgs) -> RLArgs:
 
 def _preset_named_in(argv: list[str]) -> str:
     """The value of --preset, read ahead of the other flags because it decides their defaults."""
-    name = Args.preset
-    for position, word in enumerate(argv):
-        if word == "--preset" and position + 1 < len(argv):
-            name = argv[position + 1]
-        elif word.startswith("--preset="):
-            name = word.removeprefix("--preset=")
-    return name
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", default=Args.preset)
+    return parser.parse_known_args(argv)[0].preset
 
 
 @dataclass(frozen=True)
@@ -663,10 +658,9 @@ class RejectionArgs(Args):
     """JSONL file of worked examples that are put before each question; empty: none."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.num_problems < 1 or self.num_samples < 1:
             raise UserError(f"--num_problems {self.num_problems} --num_samples {self.num_samples}: both must be at least 1")
-        _require(0 <= self.min_consistency <= 1, "--min_consistency", self.min_consistency, "from 0 to 1")
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -678,10 +672,6 @@ class VerifyResumeArgs(RLArgs):
 
     kill_after: int = 3
     """k: the run is killed during step k + 1, right after its checkpoint of step k."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self.kill_after >= 1, "--kill_after", self.kill_after, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -702,7 +692,7 @@ class GradientsArgs:
     """Folder that holds the warm start."""
 
     def __post_init__(self) -> None:
-        _require(self.prompts >= 2, "--prompts", self.prompts, "at least 2, to have a variance")
+        _check_bounds(self)
         smallest = min(self.group_size, default=0)
         _require(smallest >= 2, "--group_size", smallest, "at least 2")
         if any(max(self.group_size) % size for size in self.group_size):
@@ -719,16 +709,6 @@ class ReportArgs:
     """Folder to write to; empty: the first of --runs."""
     tie: float = 0.03
     """Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own."""
-
-
-@dataclass(frozen=True)
-class AuditArgs:
-    """Grade logged completions with our grader, math-verify and the reference rule, and show where they disagree."""
-
-    completions: str
-    """A run's folder, its completions folder, or one file of completions."""
-    labels: str = ""
-    """The file of disagreements in which a person has set "label"; empty: grader_disagreements.jsonl in the run's folder."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import tyro
 
 from alignment.system.errors import UserError, run_command
-from alignment.system.terminal import make_console
+from alignment.system.files import text_lines, write_jsonl
+from alignment.system.terminal import make_console, make_table, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 GRADERS = ("ours", "math-verify", "reference")
-MAX_ROWS = 20  # of the printed disagreements; the file holds all
+MAX_PRINTED = 20  # disagreements; the file lists all
 
 Pair = tuple[str, str]
 """Answer and ground truth."""
@@ -63,60 +64,58 @@ class Rates:
     right: int
 
 
-def completion_files(place: str) -> list[Path]:
-    """The files of completions of a run, evaluations first. Raises `UserError` if there are none."""
-    path = Path(place)
+def completion_files(location: str) -> list[Path]:
+    """The completion files of a run, evaluations first. Raises `UserError` if there are none."""
+    path = Path(location)
     if path.is_file():
         return [path]
     folder = path / "completions" if (path / "completions").is_dir() else path
     files = sorted(folder.glob("eval_*.jsonl")) + sorted(folder.glob("rollout_*.jsonl"))
     if not files:
-        raise UserError(f"--completions {place}: no eval_*.jsonl or rollout_*.jsonl there; name a run's folder")
+        raise UserError(f"--completions {location}: no eval_*.jsonl or rollout_*.jsonl there; name a run's folder")
     return files
 
 
 def read_completions(file: Path) -> list[tuple[str, str]]:
     """The (response, ground truth) of each line. Raises `UserError`, naming file and line, for a line without them."""
-    completions = []
-    for number, line in lines_of(file):
+    rows = read_rows(file, "text", 'not a completion; a line needs "text" and "ground_truth"')
+    return [(row["text"], row["ground_truth"]) for _, row in rows]
+
+
+def read_rows(file: Path, key: str, malformed: str) -> Iterator[tuple[str, dict]]:
+    """Yield ("file:line", object) for each line that is not blank. `key` and "ground_truth" of each object are strings.
+
+    Raises `UserError`, which names file and line, for a file that is not text and for any other line.
+    """
+    for location, line in text_lines(file):
         try:
-            record = json.loads(line)
-            text, truth = record["text"], record["ground_truth"]
+            row = json.loads(line)
+            texts = row[key], row["ground_truth"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f'{file}:{number}: not a completion; a line needs "text" and "ground_truth"') from None
-        if not (isinstance(text, str) and isinstance(truth, str)):
-            raise UserError(f'{file}:{number}: "text" and "ground_truth" must be text')
-        completions.append((text, truth))
-    return completions
-
-
-def lines_of(file: Path) -> list[tuple[int, str]]:
-    """The lines that are not blank, with their numbers. Raises `UserError` if the file is not text."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+            raise UserError(f"{location}: {malformed}") from None
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f'{location}: "{key}" and "ground_truth" must be text')
+        yield location, row
 
 
 def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
     """Each distinct pair with the verdicts of the three graders."""
+    from alignment.rewards.grading.ask_math_verify import math_verify_many
     from alignment.rewards.grading.cascade import grade_many
     from alignment.rewards.grading.reference import reference_verdict
-    from alignment.rewards.grading.workers import math_verify_many
 
     counts = Counter(pairs)
     ours = [(verdict.equal, verdict.stage) for verdict in grade_many(*zip(*counts, strict=True))] if counts else []
     math_verify = math_verify_many(list(counts))
     graded = []
-    for (pair, count), one, two in zip(counts.items(), ours, math_verify, strict=True):
-        verdicts, reasons = zip(one, two, reference_verdict(*pair), strict=True)
+    for (pair, count), our_verdict, math_verify_verdict in zip(counts.items(), ours, math_verify, strict=True):
+        verdicts, reasons = zip(our_verdict, math_verify_verdict, reference_verdict(*pair), strict=True)
         graded.append(Graded(*pair, count, dict(zip(GRADERS, verdicts, strict=True)), dict(zip(GRADERS, reasons, strict=True))))
     return graded
 
 
 def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
-    """Each grader's errors among labelled disagreements; every distinct pair counts once."""
+    """Each grader's errors on the labelled disagreements; every distinct pair counts once."""
     return {
         grader: Rates(
             false_accepts=sum(row["verdicts"][grader] and not row["label"] for row in labelled),
@@ -129,38 +128,31 @@ def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
 
 
 def read_labels(file: Path) -> dict[Pair, bool]:
-    """The labels that a person has set in a file. Raises `UserError`, naming file and line, for a malformed line."""
+    """The labels in a file of disagreements. Raises `UserError`, naming file and line, for a malformed line."""
     labels = {}
-    for number, line in lines_of(file):
-        try:
-            row = json.loads(line)
-            pair, label = (row["answer"], row["ground_truth"]), row.get("label")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f'{file}:{number}: needs "answer", "ground_truth" and "label"') from None
-        if not all(isinstance(text, str) for text in pair):
-            raise UserError(f'{file}:{number}: "answer" and "ground_truth" must be text')
+    for location, row in read_rows(file, "answer", 'needs "answer", "ground_truth" and "label"'):
+        label = row.get("label")
         if label not in (True, False, None):
-            raise UserError(f'{file}:{number}: "label" must be true, false or null')
+            raise UserError(f'{location}: "label" must be true, false or null')
         if label is not None:
-            labels[pair] = bool(label)
+            labels[row["answer"], row["ground_truth"]] = bool(label)
     return labels
 
 
 def audit(args: AuditArgs, console: Console) -> Path:
-    """Print the audit and write the disagreements to a file, which keeps the labels that it had. Returns the file."""
+    """Print the audit, write the disagreements to a file without losing the labels already in it, and return the file."""
     from alignment.rewards.r1_zero import extract_answer
-    from alignment.system.files import write_atomically
 
     files = completion_files(args.completions)
     completions = {file: read_completions(file) for file in files}
     answers = {file: [(extract_answer(text), truth) for text, truth in pairs] for file, pairs in completions.items()}
-    run = files[0].parent.parent if files[0].parent.name == "completions" else files[0].parent
-    target = Path(args.labels) if args.labels else run / "grader_disagreements.jsonl"
-    if args.labels and not target.is_file():
+    run_folder = files[0].parent.parent if files[0].parent.name == "completions" else files[0].parent
+    labels_file = Path(args.labels) if args.labels else run_folder / "grader_disagreements.jsonl"
+    if args.labels and not labels_file.is_file():
         raise UserError(f"--labels {args.labels}: there is no such file")
     if not any(completions.values()):
         raise UserError(f"--completions {args.completions}: the files there are empty")
-    labels = read_labels(target) if target.exists() else {}
+    labels = read_labels(labels_file) if labels_file.exists() else {}
     pairs = [(answer, truth) for file in files for answer, truth in answers[file] if answer is not None]
     with console.status(f"grading {len(pairs)} answers, {len(set(pairs))} of them distinct"):
         graded = grade_all(pairs)
@@ -169,32 +161,20 @@ def audit(args: AuditArgs, console: Console) -> Path:
     # A label is a person's work: the file keeps it, even for a pair that is no longer disputed or not in this audit.
     listed = {(row["answer"], row["ground_truth"]) for row in rows}
     kept = [{"answer": a, "ground_truth": t, "label": label} for (a, t), label in labels.items() if (a, t) not in listed]
-    write_atomically(target, "".join(json.dumps(row) + "\n" for row in [*rows, *kept]))
+    write_jsonl(labels_file, [*rows, *kept])
     _print_accuracy(answers, {(pair.answer, pair.ground_truth): pair.verdicts for pair in graded}, console)
     _print_disagreements(rows, console)
     _print_rates([row for row in rows if row["label"] is not None], console)
     if rows:
-        note = f'{len(rows)} disagreements: {target}; set "label" to true or false there and run this again'
+        note = f'{len(rows)} disagreements: {labels_file}; set "label" to true or false there and run this again'
         console.print(note, markup=False, soft_wrap=True)
     else:
         console.print("the three graders agree on every answer")
-    return target
-
-
-def _print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool) -> None:
-    """Print a table; with `numbers`, all columns but the first are aligned to the right."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if numbers and i else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    return labels_file
 
 
 def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mapping[str, bool]], console: Console) -> None:
-    """Print the accuracy under each grader, of each evaluation and of all rollouts together."""
+    """Print each grader's accuracy for each evaluation, and for all rollouts together."""
     groups = {file.stem: pairs for file, pairs in answers.items() if file.stem.startswith("eval")}
     others = [pair for file, pairs in answers.items() if file.stem not in groups for pair in pairs]
     groups |= {"rollouts" if groups else "completions": others} if others else {}
@@ -202,30 +182,30 @@ def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mappin
     for name, pairs in groups.items():
         accepted = [sum(pair[0] is not None and verdicts[pair][grader] for pair in pairs) for grader in GRADERS]
         rows.append((name, str(len(pairs)), *(f"{count / max(1, len(pairs)):.4f}" for count in accepted)))
-    _print_table(console, "accuracy as each grader reads it", ("", "completions", *GRADERS), rows, numbers=True)
+    columns = ("completions", *GRADERS)
+    console.print(make_table("accuracy as each grader reads it", ("", *columns), rows, numbers=columns))
 
 
 def _print_disagreements(rows: Sequence[Mapping], console: Console) -> None:
-    from alignment.system.terminal import printable
-
     cells = []
-    for row in rows[:MAX_ROWS]:
+    for row in rows[:MAX_PRINTED]:
         verdicts = (f"{'right' if row['verdicts'][grader] else 'wrong'} ({row['reasons'][grader]})" for grader in GRADERS)
         texts = (printable(row["answer"])[:60], printable(row["ground_truth"])[:60], str(row["count"]), *verdicts)
         cells.append([text.replace("[", r"\[") for text in texts])
     if rows:
         title = f"disagreements, the most frequent {len(cells)} of {len(rows)}"
-        _print_table(console, title, ("answer", "ground truth", "times", *GRADERS), cells, numbers=False)
+        console.print(make_table(title, ("answer", "ground truth", "times", *GRADERS), cells))
 
 
 def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
     rows = []
     for grader, rates in error_rates(labelled).items():
         errors = ((rates.false_accepts, rates.wrong), (rates.false_rejects, rates.right))
-        rows.append((grader, *(f"{count} of {of} ({count / of:.0%})" if of else "no such label" for count, of in errors)))
+        rows.append((grader, *(f"{n} of {total} ({n / total:.0%})" if total else "no such label" for n, total in errors)))
     if labelled:
         title = f"errors on {len(labelled)} labelled disagreements"
-        _print_table(console, title, ("grader", "false accepts", "false rejects"), rows, numbers=True)
+        columns = ("false accepts", "false rejects")
+        console.print(make_table(title, ("grader", *columns), rows, numbers=columns))
 
 
 def main() -> None:

@@ -1,29 +1,24 @@
-"""From the arguments of `train_rl` to the objects of its loop. Below these builders nothing takes an arguments object."""
-
-from __future__ import annotations
+"""Builds the objects of the `train_rl` loop from its arguments. Only commands and builders know the arguments object."""
 
 import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
-from alignment.args import RLArgs, command_line
+from alignment.args import RLArgs, command_line, configuration
 from alignment.checks import default_run_name, roles_of
 from alignment.core.records import Endless, Group, Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.evaluation.accuracy import eval_problems
-from alignment.evaluation.evaluator import EvaluationConfig, Evaluator
-from alignment.models import eval_sampling, make_policy, make_sampler, sampler_config
+from alignment.evaluation.accuracy import Evaluator, eval_problems
+from alignment.models import evaluation, make_policy, make_sampler, sampler_config
 from alignment.policy.frozen import FrozenModel
 from alignment.policy.loading import compute_dtype, context_length, load_config, load_tokenizer, make_deterministic
 from alignment.policy.policy import Policy
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
 from alignment.policy.reference_protocol import ServedModel, reference_token
-from alignment.rewards.reward import evaluation_reward
 from alignment.rollouts.ahead import AheadConfig, AheadRollouts
 from alignment.rollouts.batches import collate_groups
 from alignment.rollouts.source import RolloutSource, open_source
@@ -31,7 +26,8 @@ from alignment.rollouts.sync import Rollouts, SyncRollouts
 from alignment.runs.checkpoint import OPTIMIZER, load_rollouts
 from alignment.runs.health import HealthLimits
 from alignment.runs.run import Run, RunConfig
-from alignment.sampling.sampler import SAMPLERS, Sampler, encode_prompts, engine_name, find_engine, open_sampler
+from alignment.sampling.open import open_sampler
+from alignment.sampling.sampler import SAMPLERS, Sampler, SamplerConfig, encode_prompts, engine_name, find_engine
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import printable
@@ -41,42 +37,23 @@ from alignment.warm_start import warm_start
 
 
 def run_config(args: RLArgs) -> RunConfig:
-    """Where the run is written, and what its args.json says."""
+    """The folder and schedule of the run, and the contents of its args.json."""
 
     def resume_command(name: str) -> str:
         again = dataclasses.replace(args, run_name=name, resume=True)
         return f"uv run -m alignment.train_rl {shlex.join(command_line(again))}"
 
-    return RunConfig(
-        output_dir=args.output_dir,
-        run_name=args.run_name,
-        default_name=default_run_name(args),
-        resume=args.resume,
-        num_steps=args.num_steps,
-        save_interval=args.save_interval,
-        keep_checkpoints=args.keep_checkpoints,
-        limits=HealthLimits(args.max_new_tokens, args.max_bad_steps, args.max_grader_failures),
-        arguments=dataclasses.asdict(args),
-        defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
-        seeds=args.seeds,
+    return configuration(
+        RunConfig, args, default_name=default_run_name(args), limits=configuration(HealthLimits, args),
+        arguments=dataclasses.asdict(args), defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
         resume_command=resume_command,
-    )
+    )  # fmt: skip
 
 
-class TrainingParts(NamedTuple):
-    """What the loop works with."""
+def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluator, int]:
+    """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves no folder.
 
-    policy: Policy
-    rollouts: Rollouts
-    references: References
-    evaluator: Evaluator
-    pad_token_id: int
-
-
-def build(args: RLArgs, run: Run) -> TrainingParts:
-    """Everything that the loop needs. The run's folder is claimed last, so that a mistake leaves none behind.
-
-    Raises `UserError` for mistakes, before a model loads where that can be known.
+    Raises `UserError` for mistakes, if possible before a model loads.
     """
     base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer, task = load_tokenizer(base), find_task(args.task)
@@ -100,16 +77,16 @@ def build(args: RLArgs, run: Run) -> TrainingParts:
         rollouts = make_rollouts_ahead(args, run, base, policy, references)
     else:
         rollouts = make_rollouts(args, run, base, source, policy, eval_sampler)
-    pad, shared = pad_token_id(tokenizer), getattr(rollouts, "sampler", None) is eval_sampler
-    check = None if shared else mismatch_check(args, policy, pad)
-    evaluator = Evaluator(evaluation_config(args, problems), eval_sampler, run, policy, check)
+    pad_id, shared = pad_token_id(tokenizer), getattr(rollouts, "sampler", None) is eval_sampler
+    check = None if shared else mismatch_check(args, policy, pad_id)
+    evaluator = Evaluator(evaluation(args, task, problems), args.eval_interval, eval_sampler, run, policy, check)
     processes = {rollouts, references} if shared else {rollouts, references, eval_sampler}
     run.start(policy, tokenizer, rollouts, restarts=lambda: sum(process.restarts for process in processes))
-    return TrainingParts(policy, rollouts, references, evaluator, pad)
+    return policy, rollouts, references, evaluator, pad_id
 
 
 def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem], base: str, tokenizer) -> int:
-    """Tokens of the longest prompt and response that updates may see. Raises `UserError` for a prompt beyond the context."""
+    """Maximum tokens of a prompt and its response in an update. Raises `UserError` for a prompt beyond the context."""
     known = problems if isinstance(source.problems, Endless) else [*source.problems, *problems]
     longest_response = max(args.max_new_tokens, args.eval_max_new_tokens)
     prompts = [problem.prompt for problem in known]
@@ -121,39 +98,38 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
 
 
 def make_references(args: RLArgs, run: Run, base: str) -> References:
-    """Where old and reference log-probs come from. The reference model is the one that the run began with."""
-    config, roles = args.update_config, roles_of(args)
-    dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
-    old_policy = None
+    """The sources of old and reference log-probs. The reference model is the model that the run started from."""
+    config, roles, old_policy = args.update_config, roles_of(args), None
     if config.old_log_probs == "policy" and roles.policy != (roles.reference,):
+        dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
         old_policy = FrozenModel(base, roles.reference, torch.float32, dtype)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
-    if not args.beta:
-        return References(config, old_policy, None, run.clock)
-    start = warm_start(args, run.console) if run.step else base
-    return References(config, old_policy, make_reference(args, run, start), run.clock)
+    reference = None
+    if args.beta:
+        reference = make_reference(args, run, warm_start(args, run.console) if run.step else base)
+    return References(config, old_policy, reference, run.clock)
 
 
-def make_reference(args: RLArgs, run: Run, start: str) -> Reference:
-    """The reference model `start`: in this process, in one of its own that works while the trainer does, or at --reference_url.
+def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
+    """The reference model `model_path`: at --reference_url, in this process (--rollouts sync), or in a process of its own.
 
-    Raises `UserError` where another model is served there.
+    Raises `UserError` if --reference_url serves another model.
     """
-    roles, vocabulary = roles_of(args), load_config(start).vocab_size
+    roles, vocabulary = roles_of(args), load_config(model_path).vocab_size
     dtype = compute_dtype(args.dtype, roles.policy[0])
     weights_dtype = getattr(torch, dtype)
     if args.reference_url:
         remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
-        if FrozenModel(start, "cpu", weights_dtype, weights_dtype).weights_digest() != remote.info["weights"]:
+        if FrozenModel(model_path, "cpu", weights_dtype, weights_dtype).weights_digest() != remote.info["weights"]:
             raise UserError(
                 f"--reference_url {remote.url}: its model {printable(remote.info['model'])} has other weights, or another dtype"
-                f" than {weights_dtype}, than {start}, from which training starts: serve that one"
+                f" than {weights_dtype}, than {model_path}, from which training starts: serve that one"
             )
         return remote
     if args.rollouts == "sync":
-        return LocalReference(FrozenModel(start, roles.reference, weights_dtype, weights_dtype))
-    served = ServedModel(start, roles.reference, dtype, max_pending=args.staleness + 4, deterministic=args.deterministic)
+        return LocalReference(FrozenModel(model_path, roles.reference, weights_dtype, weights_dtype))
+    served = ServedModel(model_path, roles.reference, dtype, max_pending=args.staleness + 4, deterministic=args.deterministic)
     process = ReferenceProcess(served, vocabulary, args.sampler_timeout)
     run.closing.callback(process.close)
     return process
@@ -165,55 +141,44 @@ def make_reference(args: RLArgs, run: Run, start: str) -> Reference:
 def make_rollouts(
     args: RLArgs, run: Run, base: str, source: RolloutSource, policy: Policy, eval_sampler: Sampler
 ) -> SyncRollouts:
-    """Rollouts that are sampled between the updates: by the evaluation's sampler where they share a device, else by their own."""
-    roles, sampler = roles_of(args), eval_sampler
-    if roles.sample != roles.eval or args.sampler_url:
-        config = sampler_config(
-            args, base, roles.sample, policy_version=run.step, url=args.sampler_url, weights_folder=args.output_dir
-        )
-        tokenizer = load_tokenizer(base)
-        sampler = open_sampler(rollout_engine(args), config, tokenizer, policy)
-        run.closing.callback(sampler.close)
+    """Rollouts sampled between the updates (--rollouts sync), by the evaluation's sampler if both have the same device."""
+    roles = roles_of(args)
+    if roles.sample == roles.eval and not args.sampler_url:
+        return SyncRollouts(source, eval_sampler, run.clock)
+    engine = SAMPLERS["vllm_server"] if args.sampler_url else find_engine(args.sampler)
+    sampler = open_sampler(engine, rollout_sampler_config(args, run, base), load_tokenizer(base), policy)
+    run.closing.callback(sampler.close)
     return SyncRollouts(source, sampler, run.clock)
 
 
 def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, references: References) -> AheadRollouts:
-    """Rollouts that a process of its own samples ahead. Where that shares a GPU with the evaluation, each takes half."""
+    """Rollouts that another process samples ahead (--rollouts async). A GPU shared with the evaluation is split in half."""
     roles, reference = roles_of(args), references.reference
     config = AheadConfig(
         args.rollout_config,
         args.schedule,
         "vllm_server" if args.sampler_url else engine_name(args.sampler),
-        sampler_config(
-            args, base, roles.sample, engines=1 + (roles.sample == roles.eval),
-            policy_version=run.step, url=args.sampler_url, weights_folder=args.output_dir,
-        ),
+        rollout_sampler_config(args, run, base, engines=1 + (roles.sample == roles.eval)),
         policy.micro_batch_tokens,
         None if reference is None else (reference.url, reference.token),
         args.deterministic,
-    )  # fmt: skip
+    )
     rollouts = AheadRollouts(config, load_rollouts(run.checkpoint) if run.checkpoint else [], run.clock)
     run.closing.callback(rollouts.close)
     return rollouts
 
 
-def rollout_engine(args: RLArgs):
-    """The engine of the rollouts: the server at --sampler_url, or what --sampler names."""
-    return SAMPLERS["vllm_server"] if args.sampler_url else find_engine(args.sampler)
+def rollout_sampler_config(args: RLArgs, run: Run, base: str, engines: int = 1) -> SamplerConfig:
+    """The configuration of the rollouts' sampler. `engines` is the number of engines on its device."""
+    options = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
+    return sampler_config(args, base, roles_of(args).sample, engines, **options)
 
 
-def evaluation_config(args: RLArgs, problems: Sequence[Problem]) -> EvaluationConfig:
-    """What a run is evaluated on, and by which rules."""
-    task = find_task(args.task)
-    rule = evaluation_reward(args.reward, task.rules)
-    return EvaluationConfig(problems, eval_sampling(args, task.stop), rule, task.rules, args.eval_interval, args.num_steps)
-
-
-def mismatch_check(args: RLArgs, policy: Policy, pad: int) -> Callable[[Sequence[Group]], object]:
-    """A check of the evaluation's sampler against the trainer, for a sampler that draws no rollouts."""
+def mismatch_check(args: RLArgs, policy: Policy, pad_id: int) -> Callable[[Sequence[Group]], object]:
+    """A check of the evaluation's log-probs against the trainer's, if the evaluation has a sampler of its own."""
 
     def check(groups: Sequence[Group]) -> None:
-        rollout = collate_groups(groups, args.rollout_config, pad)
+        rollout = collate_groups(groups, args.rollout_config, pad_id)
         sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
 
     return check

@@ -1,17 +1,19 @@
 """What can be said of arguments before a model, or a tensor library, is loaded."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from alignment.args import Args, RLArgs, SFTArgs, refuse_missing_warm_start
+from alignment.core.records import Problem
 from alignment.data.prompts import check_template
 from alignment.data.tasks import Task, find_task, jsonl
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import check_parallelism
+from alignment.policy.reference_protocol import check_url
 from alignment.rewards.reward import find_reward
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
-from alignment.sampling.sampler import find_engine
+from alignment.sampling.sampler import find_engine, named_engine
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
 
@@ -33,6 +35,8 @@ def check_rl(args: RLArgs) -> None:
     """As `check`, and for a reward, a warm start, or a run to resume that is not there, and for data that cannot be read."""
     task = check(args)
     find_reward(args.reward, task.rules)
+    if args.reference_url:
+        check_url(args.reference_url)
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:
@@ -43,18 +47,29 @@ def check_rl(args: RLArgs) -> None:
         task.problems(split, args.dataset_path)
 
 
-def check_sft(args: SFTArgs) -> None:
-    """As `check`, and for a folder that exists already, a base model that is not there, and data that cannot be read."""
+class SFTInputs(NamedTuple):
+    """What supervised fine-tuning reads before any model: the task, its test problems, and demonstrations by split."""
+
+    task: Task
+    problems: Sequence[Problem]
+    demonstrations: Mapping[str, Sequence[tuple[Problem, str]]]
+
+
+def check_sft(args: SFTArgs) -> SFTInputs:
+    """The data to fine-tune on. Raises `UserError` as `check`, and for a folder that exists already, a base model that is not
+    there, and data that cannot be read."""
     if Path(args.sft_base).exists():
         raise UserError(f"--sft_base {args.sft_base} exists already: delete it, or name another folder")
     task = check(args)
     check_model_path(args.model, "--model")
-    for split in ("test", "train"):
+
+    def demonstrations(split: str) -> Sequence[tuple[Problem, str]]:
         if args.demonstrations:
-            jsonl.demonstrations(args.demonstrations, split, args.seed)
-        else:
-            task.demonstrations(split, args.dataset_path, args.seed)
-    task.problems("test", args.dataset_path)
+            return jsonl.demonstrations(args.demonstrations, split, args.seed)
+        return task.demonstrations(split, args.dataset_path, args.seed)
+
+    problems = task.problems("test", args.dataset_path)[: args.max_problems or None]
+    return SFTInputs(task, problems, {split: demonstrations(split) for split in ("train", "test")})
 
 
 def default_run_name(args: RLArgs) -> str:
@@ -70,7 +85,7 @@ def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
         reference_model_device=args.reference_model_device,
         eval_device=args.eval_device,
         policy_devices=args.policy_devices,
-        vllm=find_engine(args.sampler).claims_gpu,
+        vllm=named_engine(args.sampler).claims_gpu,
     )
 
 

@@ -3,8 +3,6 @@
 uv run -m alignment.download
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tyro

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,13 +46,9 @@ def main() -> None:
     for model in models:
         resolve_model(model, args.output_dir)  # says what is wrong with the second before an hour is spent on the first
     evaluations = [evaluate_model(args, model, console) for model in models]
-    names = list(map(label, models))
-    default = "_".join(["compare" if args.compare else "evaluate", *names, args.task])[:150]
+    default = "_".join(["compare" if args.compare else "evaluate", *map(label, models), args.task.replace(":", ".")])[:150]
     path = claim_run_folder(
-        args.output_dir,
-        args.run_name,
-        default,
-        lambda folder: write_args(folder, dataclasses.asdict(args), {"all": args.seed}),
+        args.output_dir, args.run_name, default, lambda folder: write_args(folder, dataclasses.asdict(args), {"all": args.seed})
     )
     report(path, models, evaluations, console)
     console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
@@ -60,10 +57,9 @@ def main() -> None:
 def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluation:
     """Load a model, sample its answers to the problems, and grade them."""
     from alignment.data.tasks import find_task
-    from alignment.evaluation.accuracy import eval_problems, evaluate_vllm
-    from alignment.models import eval_sampling, make_sampler
+    from alignment.evaluation.accuracy import eval_problems
+    from alignment.models import evaluation, make_sampler
     from alignment.policy.loading import load_tokenizer
-    from alignment.rewards.reward import evaluation_reward
     from alignment.sampling.sampler import engine_name
 
     task = find_task(args.task)
@@ -72,12 +68,9 @@ def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluati
     problems = eval_problems(task, args.dataset_path, args.max_problems)
     problems = prompted(problems, args.prompt or task.prompt, tokenizer)
     sampler = make_sampler(args, model_path, roles_of(args).eval, tokenizer)
-    try:
-        with console.status(f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"):
-            rule, sampling = evaluation_reward(args.reward, task.rules), eval_sampling(args, task.stop, args.num_samples)
-            return evaluate_vllm(sampler, rule, problems, sampling, task.rules)
-    finally:
-        sampler.close()
+    status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
+    with closing(sampler), console.status(status):
+        return evaluation(args, task, problems, args.num_samples)(sampler)
 
 
 def label(model: str) -> str:
@@ -88,13 +81,12 @@ def label(model: str) -> str:
 
 def report(path: Path, models: Sequence[str], evaluations: Sequence[Evaluation], console: Console) -> None:
     """Write the evaluations to their folder, and print them; of two also their difference."""
-    from alignment.evaluation.comparison import paired_difference, write_comparison
-    from alignment.evaluation.show import print_comparison, print_evaluation
+    from alignment.evaluation.accuracy import print_evaluation
+    from alignment.evaluation.comparison import paired_difference, print_comparison, write_comparison
 
     run, names = RunFolder(path), list(map(label, models))
     for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
-        run.log_completions("eval", number, evaluation.groups)
-        run.log_eval({"step": number, "model": model, **evaluation.record()})
+        run.log_eval({"step": number, "model": model, **evaluation.record()}, evaluation.groups)
         console.print(model, style="bold", markup=False)
         print_evaluation(evaluation, console)
     if len(models) == 1:

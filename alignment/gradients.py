@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import tyro
 
 from alignment.args import GradientsArgs, RLArgs, from_preset
 from alignment.checks import check_rl, roles_of
+from alignment.core.losses import LOSSES
 from alignment.system.errors import UserError, run_command
 from alignment.system.terminal import make_console
 
@@ -47,11 +49,8 @@ def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple[Estima
     tokenizer, policy = load_tokenizer(base), make_policy(rl, base)
     refuse_too_many_gradients(args.prompts, sum(tensor.numel() for _, tensor in policy.weights()))
     sampler = make_sampler(rl, base, roles_of(rl).sample, tokenizer, policy)
-    try:
-        with console.status(f"sampling {args.prompts} prompts x {rl.group_size}"):
-            sampled = open_source(rl.rollout_config, tokenizer).sample_step(1, sampler)
-    finally:
-        sampler.close()
+    with closing(sampler), console.status(f"sampling {args.prompts} prompts x {rl.group_size}"):
+        sampled = open_source(rl.rollout_config, tokenizer).sample_step(1, sampler)
     rollout = collate_groups(sampled.groups, rl.rollout_config, pad_token_id(tokenizer))
     if message := policy.choose_micro_batch_tokens(rollout.batch.labels.shape[1]):
         console.print(message)
@@ -70,7 +69,8 @@ def print_statistics(inspected: Iterable[tuple[Estimator, Statistics]], console:
     for heading in ("loss", "length", "/ std", "group", "norm", "spread", "SNR", "cosine", "ESS", "silent"):
         table.add_column(heading, justify="left" if heading in ("loss", "length", "/ std") else "right", no_wrap=True)
     for e, s in inspected:
-        std = "" if e.loss_type == "no_baseline" else "yes" if e.normalize_by_std else "no"
+        uses_std = "normalize_by_std" in LOSSES[e.loss_type].arguments
+        std = ("yes" if e.normalize_by_std else "no") if uses_std else ""
         cells = f"{s.norm:.2g}", f"{s.std:.2g}", f"{s.snr:+.2f}", f"{s.cosine:.2f}", f"{s.effective:.0f}", f"{s.silent:.0%}"
         name = e.loss_type + (" (2nd update)" if e.second_update else "")
         table.add_row(name, e.loss_normalization, std, str(e.group_size), *cells)

@@ -9,7 +9,7 @@ from alignment.core.losses import (
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
 )
-from alignment.core.tokens import masked_mean, masked_normalize
+from alignment.core.normalization import masked_mean, masked_normalize
 from alignment.core.train_step import grpo_microbatch_train_step, sft_microbatch_train_step
 
 __all__ = [

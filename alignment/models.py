@@ -1,27 +1,25 @@
 """From arguments to policies and samplers. Below these builders nothing takes an arguments object."""
 
-from __future__ import annotations
+from collections.abc import Callable, Sequence
 
-from alignment.args import Args
+from alignment.args import Args, configuration
 from alignment.checks import resolve_model, roles_of
-from alignment.core.records import SamplingConfig
+from alignment.core.records import Problem, SamplingConfig
+from alignment.data.tasks import Task
+from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.policy.loading import compute_dtype, load_config
 from alignment.policy.placement import ModelShape, partition_layers
 from alignment.policy.policy import Policy, PolicyConfig, open_policy, policy_kind
-from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine, open_sampler
+from alignment.rewards.reward import evaluation_reward
+from alignment.sampling.open import open_sampler
+from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
 
 
 def make_policy(args: Args, base: str) -> Policy:
     """The policy that is trained from the folder `base`."""
     devices = roles_of(args).policy
-    config = PolicyConfig(
-        base,
-        devices,
-        compute_dtype(args.dtype, devices[0]),
-        optimizer=getattr(args, "optimizer", PolicyConfig.optimizer),
-        weight_decay=args.weight_decay,
-        micro_batch_tokens=args.micro_batch_tokens,
-    )
+    dtype = compute_dtype(args.dtype, devices[0])
+    config = configuration(PolicyConfig, args, model_path=base, devices=devices, dtype=dtype)
     return open_policy(policy_kind(args.policy_parallelism, devices), config)
 
 
@@ -43,15 +41,14 @@ def make_sampler(args: Args, base: str, device: str, tokenizer, policy: Policy |
 
 def eval_sampling(args: Args, stop: tuple[str, ...], n: int = 1) -> SamplingConfig:
     """How evaluation samples are drawn. The same seed every time, so that two evaluations differ by their models alone."""
-    return SamplingConfig(
-        n=n,
-        temperature=args.sampling_temperature,
-        top_p=args.sampling_top_p,
-        top_k=args.sampling_top_k,
-        max_new_tokens=getattr(args, "eval_max_new_tokens", 0) or args.max_new_tokens,
-        stop=stop,
-        seed=args.seed,
-    )
+    sampling = (args.sampling_temperature, args.sampling_top_p, args.sampling_top_k)
+    return SamplingConfig(n, *sampling, getattr(args, "eval_max_new_tokens", 0) or args.max_new_tokens, stop, args.seed)
+
+
+def evaluation(args: Args, task: Task, problems: Sequence[Problem], n: int = 1) -> Callable[[Sampler], Evaluation]:
+    """The evaluation of a sampler by `n` samples of each problem, graded by the task's rules."""
+    rule, sampling = evaluation_reward(args.reward, task.rules), eval_sampling(args, task.stop, n)
+    return lambda sampler: evaluate_vllm(sampler, rule, problems, sampling, task.rules)
 
 
 def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:

@@ -15,9 +15,6 @@ A stage is a command with its flags; `{name}` in a flag is the result of the sta
     demonstrations = ["{kept}"]
 """
 
-from __future__ import annotations
-
-import json
 import re
 import shlex
 import shutil
@@ -28,13 +25,12 @@ from pathlib import Path
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, parse, preset_names
+from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, flags_of, parse, preset_names
 from alignment.system.errors import RunStopped, UserError, run_command
-from alignment.system.files import lock_run_folder, read_json, write_atomically
+from alignment.system.files import lock_run_folder, read_json, write_json
 from alignment.system.processes import last_line, start_command
-from alignment.system.terminal import make_console
+from alignment.system.terminal import make_console, make_table
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
 SET_BY_PIPELINE = {
@@ -137,14 +133,9 @@ def _filled(value: object, results: Mapping[str, str], place: str) -> object:
 def _checked_flags(command: str, given: Mapping[str, object], folder: Path, place: str) -> tuple[str, ...]:
     """The flags of a stage. Raises `UserError` where the stage's command would refuse them."""
     cls = COMMANDS.get(command, EvaluateArgs)
-    flags: list[str] = []
-    for key, value in {**given, "output_dir": str(folder)}.items():
-        if key not in cls.__dataclass_fields__:
-            raise UserError(f"{place}: {command} has no argument {key}")
-        if isinstance(value, bool):
-            flags.append(f"--{key}" if value else f"--no_{key}")
-        else:
-            flags += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    if unknown := [key for key in given if key not in cls.__dataclass_fields__]:
+        raise UserError(f"{place}: {command} has no argument {unknown[0]}")
+    flags = flags_of({**given, "output_dir": str(folder)})
     try:
         parse(cls, flags)
     except (UserError, SystemExit) as error:
@@ -186,14 +177,13 @@ def accuracies(stages: list[Stage]) -> list[dict]:
 
 def print_accuracies(rows: list[dict], title: str, console: Console) -> None:
     """Print a table of the accuracy, its interval, the format rate and the length after each stage."""
-    table = Table(title=title)
-    for heading in ("stage", "accuracy", "95 %", "format", "tokens"):
-        table.add_column(heading, justify="right" if heading != "stage" else "left")
+    cells = []
     for row in rows:
         low, high = row["avg_all_rewards_ci"]
         numbers = f"{row['avg_all_rewards']:.3f}", f"{low:.3f} .. {high:.3f}", f"{row['avg_format_rewards']:.3f}"
-        table.add_row(row["stage"], *numbers, f"{row['response_length']:.1f}")
-    console.print(table)
+        cells.append((row["stage"], *numbers, f"{row['response_length']:.1f}"))
+    columns = ("accuracy", "95 %", "format", "tokens")
+    console.print(make_table(title, ("stage", *columns), cells, numbers=columns))
 
 
 def main() -> None:
@@ -211,7 +201,7 @@ def main() -> None:
         run(stages, folder, console)
     rows = accuracies(stages)
     print_accuracies(rows, f"{folder.name}: accuracy after each stage", console)
-    write_atomically(folder / "summary.json", json.dumps(rows, indent=2) + "\n")
+    write_json(folder / "summary.json", rows)
 
 
 def refuse_other_file(folder: Path, stages: list[Stage]) -> None:
@@ -219,7 +209,7 @@ def refuse_other_file(folder: Path, stages: list[Stage]) -> None:
     file, facts = folder / "pipeline.json", {"stages": [[s.name, s.command, *s.flags] for s in stages]}
     if file.exists() and read_json(file) != facts:
         raise UserError(f"{folder} holds a pipeline of other stages; give another --name")
-    write_atomically(file, json.dumps(facts, indent=2) + "\n")
+    write_json(file, facts)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ uv run -m alignment.reference_server --model checkpoints/tiny_sft --device cuda:
 `alignment.policy.reference_service` describes the requests and their answers.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 

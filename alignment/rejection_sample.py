@@ -13,18 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from alignment.args import RejectionArgs, parse
 from alignment.checks import check, check_model_path, resolve_model, roles_of
+from alignment.core.records import Endless, Problem
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.data.tasks.jsonl import read_demonstrations
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
-from alignment.system.terminal import make_console
+from alignment.system.terminal import make_console, make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from alignment.core.records import Completion, Group, Problem
+    from alignment.core.records import Completion, Group
+
+Demonstrations = Sequence[tuple[Problem, str]]
 
 REASONS = ("unfinished", "wrong", "badly formatted", "unreadable", "in several languages", "said already", "not the best")
 LONGEST_PARAGRAPH = 2000  # characters
@@ -40,29 +44,24 @@ def main() -> None:
         raise UserError(f"--output {output} exists already: delete it, or name another file")
     check(args)
     check_model_path(args.model, "--model")
-    groups = sample_groups(args, console)
+    find_task(args.task).problems("train", args.dataset_path)
+    examples = read_examples(args.few_shot) if args.few_shot else []
+    groups = sample_groups(args, examples, console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
     if not rows:
         raise UserError(f"nothing was kept of {answers} answers: {dict(rejected)}; nothing is written")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    table = Table(title=f"{len(groups)} problems x {args.num_samples} answers of {args.model}")
-    table.add_column("")
-    table.add_column("answers", justify="right")
-    table.add_row("kept", str(len(rows)))
-    for reason in REASONS:
-        table.add_row(f"rejected: {reason}", str(rejected[reason]))
-    console.print(table)
+    title = f"{len(groups)} problems x {args.num_samples} answers of {args.model}"
+    counts = [("kept", str(len(rows))), *((f"rejected: {reason}", str(rejected[reason])) for reason in REASONS)]
+    console.print(make_table(title, ("", "answers"), counts, numbers=("answers",)))
     solved = len({row["id"] for row in rows})
     console.print(f"{output}: {len(rows)} answers to {solved} of {len(groups)} problems", markup=False, soft_wrap=True)
 
 
-def sample_groups(args: RejectionArgs, console: Console) -> list[Group]:
-    """Scored answers to the first training problems, a group a problem."""
-    from alignment.core.records import Endless
-    from alignment.data.prompts import prompted
-    from alignment.data.tasks import find_task
+def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Console) -> list[Group]:
+    """Scored answers to the first training problems, each prompted with the examples; a group a problem."""
     from alignment.models import eval_sampling, make_sampler
     from alignment.policy.loading import load_tokenizer
     from alignment.rewards.reward import evaluation_reward, score_groups
@@ -76,8 +75,7 @@ def sample_groups(args: RejectionArgs, console: Console) -> list[Group]:
     tokenizer = load_tokenizer(path)
     template = args.prompt or task.prompt
     chosen = prompted([problems[i] for i in range(number)], template, tokenizer)
-    if args.few_shot:
-        chosen = with_examples(chosen, args.few_shot, template, tokenizer)
+    chosen = with_examples(chosen, examples, template, tokenizer)
     sampling = eval_sampling(args, task.stop, args.num_samples)
     sampler = make_sampler(args, path, roles_of(args).sample, tokenizer)
     try:
@@ -87,14 +85,16 @@ def sample_groups(args: RejectionArgs, console: Console) -> list[Group]:
         sampler.close()
 
 
-def with_examples(problems: Sequence[Problem], file: str, template: str, tokenizer) -> list[Problem]:
-    """The problems with worked examples before their prompts. Raises `UserError` for examples without a question."""
-    from alignment.data.prompts import prompted
-    from alignment.data.tasks.jsonl import read_demonstrations
-
+def read_examples(file: str) -> Demonstrations:
+    """The worked examples of --few_shot. Raises `UserError` where there is none, or one has no question."""
     examples = read_demonstrations(Path(file))
     if not examples or not all(problem.question for problem, _ in examples):
         raise UserError(f'--few_shot {file}: every example needs a "question" and a "response", and there must be one')
+    return examples
+
+
+def with_examples(problems: Sequence[Problem], examples: Demonstrations, template: str, tokenizer) -> list[Problem]:
+    """The problems with worked examples before their prompts."""
     prompts = prompted([problem for problem, _ in examples], template, tokenizer)
     before = "".join(f"{problem.prompt}{response}\n\n" for problem, (_, response) in zip(prompts, examples, strict=True))
     return [dataclasses.replace(problem, prompt=before + problem.prompt) for problem in problems]

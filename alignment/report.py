@@ -3,8 +3,6 @@
 uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tyro

@@ -13,12 +13,12 @@ from alignment.system.terminal import make_console
 
 def main() -> None:
     args = parse(SFTArgs)
-    check_sft(args)
-    from alignment.evaluation.show import print_evaluation
+    inputs = check_sft(args)
+    from alignment.evaluation.accuracy import print_evaluation
     from alignment.warm_start import run_sft
 
     console = make_console()
-    print_evaluation(run_sft(args, console), console)
+    print_evaluation(run_sft(args, inputs, console), console)
     console.print(f"model: {args.sft_base}", markup=False)
 
 

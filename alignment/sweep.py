@@ -3,8 +3,6 @@
 uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_baseline grpo_clip --group_size 4 8 --seed 0 1 2
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -12,7 +10,6 @@ from pathlib import Path
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, refuse_incomparable_arms, with_controls
 from alignment.ablation.executors import Executor, make_executor
@@ -30,7 +27,7 @@ from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, refuse_
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder
 from alignment.system.signals import Interrupted
-from alignment.system.terminal import make_console
+from alignment.system.terminal import make_console, make_table
 
 SEED_STD = 0.02  # assumed standard deviation of an arm's accuracy between seeds, for the design's power
 
@@ -108,12 +105,9 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
     """Print the arms, the runs and their time, what the seeds would show, and the warnings."""
     arms, seeds = design.arms, len(design.seeds)
     varying = [f.name for f in dataclasses.fields(RLArgs) if len({getattr(arm, f.name) for arm in arms.values()}) > 1]
-    table = Table(title=f"{len(arms)} arms x {seeds} seeds = {len(arms) * seeds} runs")
-    for heading in ("arm", *varying, "responses a step"):
-        table.add_column(heading, overflow="fold")
-    for name, arm in arms.items():
-        table.add_row(name, *(str(getattr(arm, field)) for field in varying), str(arm.rollout_size))
-    console.print(table)
+    title = f"{len(arms)} arms x {seeds} seeds = {len(arms) * seeds} runs"
+    rows = [(name, *(str(getattr(arm, field)) for field in varying), str(arm.rollout_size)) for name, arm in arms.items()]
+    console.print(make_table(title, ("arm", *varying, "responses a step"), rows))
     seconds = expected_seconds(design, args.output_dir)
     console.print(
         "time: unknown before a first run" if seconds is None else f"time, one run after another: {_duration(seconds)}"

@@ -1,4 +1,4 @@
-"""Reinforcement learning on verifiable rewards: sample, score, normalise, collate, step, sync, and again.
+"""Reinforcement learning on verifiable rewards: sample, score, collate, normalise, update, sync, repeat.
 
 uv run -m alignment.train_rl --loss_type grpo_clip
 """
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 
 def train(args: RLArgs, console: Console) -> Path:
-    """Run the whole of it; returns the run's folder. Raises `UserError` for mistakes, before a model loads where it can."""
-    # Imported here, because they load torch: mistakes in the arguments are said before.
+    """Train, and return the run's folder. Raises `UserError` for mistakes, if possible before a model loads."""
+    # Imported here, because these modules load torch: `check_rl` reports mistakes in the arguments first.
     from alignment.build import build, run_config
     from alignment.rollouts.batches import collate_groups, with_advantages
     from alignment.runs.run import open_run
     from alignment.training.update import update
 
     rollout_config, update_config = args.rollout_config, args.update_config
-    with open_run(run_config(args), console) as run:  # locks, resumes, saves when stopped
-        policy, rollouts, references, evaluator, pad = build(args, run)
+    with open_run(run_config(args), console) as run:  # locks and resumes the folder; saves a checkpoint when stopped
+        policy, rollouts, references, evaluator, pad_id = build(args, run)
         evaluator.run_if_due(run.step)
         for step in run.steps():
             sampled = rollouts.next(step)  # sample and score
-            rollout = collate_groups(sampled.groups, rollout_config, pad)
+            rollout = collate_groups(sampled.groups, rollout_config, pad_id)
             rollout = with_advantages(rollout, update_config.advantage)  # reward - baseline, / std
-            rollout = references.annotate(rollout, policy, step)  # old and reference log-probs, where the loss needs them
+            rollout = references.annotate(rollout, policy, step)  # old and reference log-probs, if the loss needs them
             with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
                 result = update(policy, rollout, update_config, step, steps_old=step - 1 - sampled.policy_version)
-            with rollouts.syncing(policy, step):  # the sampler takes the new weights meanwhile
+            with rollouts.syncing(policy, step):  # the sampler takes the new weights while the step is logged
                 run.log_completions(sampled, rollout, result)
             run.log_step(sampled, rollout, result)
             evaluator.run_if_due(step)

@@ -3,8 +3,6 @@
 uv run -m alignment.verify_resume --preset tiny
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -14,13 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from alignment.args import RLArgs, VerifyResumeArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
 from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import read_jsonl
 from alignment.system.processes import end_command, last_line, start_command
-from alignment.system.terminal import make_console
+from alignment.system.terminal import make_console, make_table
 
 TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured times
 
@@ -78,13 +75,12 @@ def verify(args: VerifyResumeArgs, console: Console) -> bool:
         with console.status(f"training the other {k} steps"):
             _run(dataclasses.replace(rl, resume=True))
         straight, killed = (digests(Path(folder) / name) for name in ("straight", "killed"))
-    table = Table(title=f"{2 * k} steps straight, and {k} + kill + {k}")
-    for heading in ("SHA-256 of", "straight", "killed and resumed", ""):
-        table.add_column(heading)
-    for name, digest in straight.items():
-        same = "same" if digest == killed[name] else "[red]differs[/red]"
-        table.add_row(name, digest[:16], killed[name][:16], same)
-    console.print(table)
+    rows = [
+        (name, digest[:16], killed[name][:16], "same" if digest == killed[name] else "[red]differs[/red]")
+        for name, digest in straight.items()
+    ]
+    title = f"{2 * k} steps straight, and {k} + kill + {k}"
+    console.print(make_table(title, ("SHA-256 of", "straight", "killed and resumed", ""), rows))
     return straight == killed
 
 
@@ -111,7 +107,7 @@ def _run(args: RLArgs, kill_in_step: int | None = None) -> None:
 def main() -> None:
     args = parse(VerifyResumeArgs)
     if not verify(args, make_console()):
-        raise RunStopped("the resumed run is not the undisturbed one. On GPUs see --deterministic and what README says of vLLM")
+        raise RunStopped("the resumed run is not the undisturbed one. On GPUs see --deterministic, and docs/faults.md on vLLM")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,22 @@
 """Supervised fine-tuning from arguments: what `sft` runs, and what `train_rl` runs first where the warm start is not there."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from alignment.args import RLArgs, SFTArgs, as_command, refuse_missing_warm_start
-from alignment.checks import check, resolve_model, roles_of
+from alignment.args import RLArgs, SFTArgs, as_command, configuration, refuse_missing_warm_start
+from alignment.checks import SFTInputs, check_sft, resolve_model, roles_of
 from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
-from alignment.data.tasks import Task, jsonl
-from alignment.evaluation.accuracy import Evaluation, eval_problems, evaluate_vllm
-from alignment.models import eval_sampling, make_policy, make_sampler
+from alignment.evaluation.accuracy import Evaluation
+from alignment.models import evaluation, make_policy, make_sampler
 from alignment.policy.loading import context_length, load_config, load_tokenizer
-from alignment.policy.policy import Policy
-from alignment.rewards.reward import evaluation_reward
 from alignment.runs.checkpoint import save_model
 from alignment.runs.run_folder import RunFolder, write_args
 from alignment.sampling.sampler import encode_prompts
@@ -30,84 +25,45 @@ from alignment.system.files import atomic_folder
 from alignment.system.terminal import progress_line
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
 
-Demonstrations = Sequence[tuple[Problem, str]]
 
-
-def run_sft(args: SFTArgs, console: Console) -> Evaluation:
+def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
     """Fine-tune --model and save it whole to --sft_base; returns its evaluation on the test problems.
 
-    Raises `UserError` where --sft_base exists already: nothing is ever overwritten.
+    Raises `UserError` where --sft_base appears during the training: nothing is ever overwritten.
     """
-    target = Path(args.sft_base)
-    refuse_existing(target)
-    task = check(args)
-    problems = eval_problems(task, args.dataset_path, args.max_problems)
-    demonstrations = {split: demonstrations_of(task, args, split) for split in ("train", "test")}
+    target, task = Path(args.sft_base), inputs.task
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
     tokenizer, context = load_tokenizer(base), context_length(load_config(base))
     template = args.prompt or task.prompt
-    problems = prompted(problems, template, tokenizer)
-    policy = make_policy(args, base)
-    train, validation = (
-        tokenise(with_prompts(demonstrations[split], template, tokenizer), tokenizer, context) for split in ("train", "test")
-    )
+    problems = prompted(inputs.problems, template, tokenizer)
     # Says that a test problem is too long before it trains.
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
+    policy = make_policy(args, base)
+    demonstrations = (with_prompts(inputs.demonstrations[split], template, tokenizer) for split in ("train", "test"))
+    train, validation = (tokenise(pairs, tokenizer, context) for pairs in demonstrations)
     data = SFTData(train, validation, pad_token_id(tokenizer))
     with refused_if_made_meanwhile(target), atomic_folder(target) as building:
-        train_into(building, policy, data, args, tokenizer, console)
+        write_args(building, dataclasses.asdict(args), {"all": args.seed})
+        if message := policy.choose_micro_batch_tokens(data.longest):
+            console.print(message)
+        with closing(RunFolder(building)) as log, progress_line("SFT", args.num_steps, console) as progress:
+            fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
+        save_model(building, lambda folder: policy.save(folder, tokenizer))
     sampler = make_sampler(args, str(target), roles_of(args).eval, tokenizer, policy)
-    try:
-        with console.status("sampling held-out problems"):
-            rule = evaluation_reward(args.reward, task.rules)
-            evaluation = evaluate_vllm(sampler, rule, problems, eval_sampling(args, task.stop), task.rules)
-    finally:
-        sampler.close()
-    log_evaluation(target, args.num_steps, evaluation)
-    return evaluation
+    with closing(sampler), console.status("sampling held-out problems"):
+        result = evaluation(args, task, problems)(sampler)
+    with closing(RunFolder(target, args.num_steps)) as log:
+        log.log_eval({"step": args.num_steps, **result.record()}, result.groups)
+        log.log_summary(result.record())
+    return result
 
 
-def refuse_existing(target: Path) -> None:
-    """Raise `UserError` where the folder that SFT is to write exists."""
-    if target.exists():
-        raise UserError(f"--sft_base {target} exists already: delete it, or name another folder")
-
-
-def demonstrations_of(task: Task, args: SFTArgs, split: str) -> Demonstrations:
-    """Problems with responses: those of --demonstrations, or the task's own."""
-    if args.demonstrations:
-        return jsonl.demonstrations(args.demonstrations, split, args.seed)
-    return task.demonstrations(split, args.dataset_path, args.seed)
-
-
-def with_prompts(demonstrations: Demonstrations, template: str, tokenizer) -> list[tuple[str, str]]:
+def with_prompts(demonstrations: Sequence[tuple[Problem, str]], template: str, tokenizer) -> list[tuple[str, str]]:
     """(prompt, response) pairs; a demonstration without a question has its prompt already."""
     filled = iter(prompted([problem for problem, _ in demonstrations if problem.question], template, tokenizer))
     problems = [next(filled) if problem.question else problem for problem, _ in demonstrations]
     return [(problem.prompt, response) for problem, (_, response) in zip(problems, demonstrations, strict=True)]
-
-
-def train_into(folder: Path, policy: Policy, data: SFTData, args: SFTArgs, tokenizer, console: Console) -> None:
-    """Fine-tune the policy, and write its log and the model into a folder that is being made."""
-    write_args(folder, dataclasses.asdict(args), {"all": args.seed})
-    log = RunFolder(folder)
-    if message := policy.choose_micro_batch_tokens(data.longest):
-        console.print(message)
-    config = SFTConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(SFTConfig)})
-    with progress_line("SFT", args.num_steps, console) as progress:
-        fine_tune(policy, data, config, log.log_step, progress)
-    log.close()
-    save_model(folder, lambda into: policy.save(into, tokenizer))
-
-
-def log_evaluation(folder: Path, step: int, evaluation: Evaluation) -> None:
-    """Add the evaluation to the log of a model that is there."""
-    log = RunFolder(folder, step)
-    log.log_eval({"step": step, **evaluation.record()})
-    log.log_completions("eval", step, evaluation.groups)
-    log.log_summary(evaluation.record())
-    log.close()
 
 
 class MadeMeanwhile(UserError):
@@ -134,7 +90,8 @@ def warm_start(args: RLArgs, console: Console) -> str:
         console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
         # One warm start for every run, whatever the seed of the one that happens to come first.
         try:
-            run_sft(dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed), console)
+            sft_args = dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed)
+            run_sft(sft_args, check_sft(sft_args), console)
         except MadeMeanwhile:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)

@@ -1,6 +1,6 @@
 """Our grader beside math-verify and the published reference rule, on the same pairs in one run: right, and how fast.
 
-uv run -m benchmarks.grader                                    # the labelled pairs of tests/grading
+uv run -m benchmarks.grader                                    # the labelled pairs of tests/rewards/grading
 uv run -m benchmarks.grader --gsm8k dataset/gsm8k --golds 500  # and GSM8K's answers in 20 spellings each
 """
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.data.tasks.gsm8k import problems
-from alignment.rewards import r1_zero
+from alignment.rewards.grading import cascade
 from alignment.rewards.grading.cascade import grade, grade_many
 from alignment.rewards.grading.reference import reference_verdict
 
@@ -60,7 +60,7 @@ GRADERS: dict[str, Callable[[str, str], bool]] = {
 
 def forget() -> None:
     """Empty the grader's caches."""
-    for cached in (r1_zero._decide, r1_zero._normalised, r1_zero._ask_math_verify):
+    for cached in (cascade._decide, cascade._normalised, cascade._math_verify_verdict):
         cached.cache_clear()
 
 

@@ -14,8 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment.policy.loading import make_optimizer
-from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.optimizers import OPTIMIZERS, make_optimizer
 
 
 def main(layers: int = 4, width: int = 1024, repeats: int = 5) -> None:

@@ -14,13 +14,15 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from alignment.args import RLArgs, from_preset
+from alignment.checks import resolve_model
 from alignment.core.records import Group
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.policy.loading import load_model, load_tokenizer, make_optimizer, resolve_model
-from alignment.rollouts.batches import make_rollout
-from alignment.rollouts.collect import rollout_sampling
+from alignment.policy.loading import load_tokenizer
+from alignment.policy.policy import PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
+from alignment.rollouts.batches import collate_groups, with_advantages
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training.update import update
 
@@ -45,23 +47,26 @@ def main(
 ) -> None:  # fmt: skip
     """Profile the second of two steps; every response carries a gradient."""
     path = resolve_model(model, "checkpoints")
-    tokenizer, found = load_tokenizer(path), find_task(task)
+    tokenizer, entry = load_tokenizer(path), find_task(task)
     args = from_preset(
         RLArgs, "tiny", group_size=group_size, prompts_per_rollout=prompts, max_new_tokens=max_new_tokens,
-        train_mini_batch_size=0, micro_batch_tokens=micro_batch_tokens, learning_rate=1e-6,
+        train_mini_batch_size=0, learning_rate=1e-6,
+        max_sampler_mismatch=1e9,
     )  # fmt: skip
-    policy = load_model(path, ("cpu",), torch.float32)
-    optimizer, sampler = make_optimizer(policy, 1e-6, 0.0), TransformersSampler(policy, tokenizer, context=1024)
-    asked = prompted(found.problems("train", dataset_path)[:prompts], found.prompt, tokenizer)
+    policy = SingleDevicePolicy(PolicyConfig(path, ("cpu",), "float32", micro_batch_tokens=micro_batch_tokens))
+    sampler = TransformersSampler(policy.model, tokenizer, context=1024)
+    problems = prompted(entry.problems("train", dataset_path)[:prompts], entry.prompt, tokenizer)
+    sampling = args.rollout_config.sampling_of_step(entry.stop, 1)
     scores = tuple({"reward": float(i % 2), "format_reward": 0.0, "answer_reward": 0.0} for i in range(group_size))
-    drawn: list = []
+    sampled: list = []
 
     def sample() -> None:
-        drawn[:] = sampler.sample([problem.prompt for problem in asked], rollout_sampling(found.stop, args, 1))
+        sampled[:] = sampler.sample([problem.prompt for problem in problems], sampling)
 
     def learn() -> None:
-        groups = [Group(problem, tuple(own), scores) for problem, own in zip(asked, drawn, strict=True)]
-        update(policy, optimizer, make_rollout(groups, args, pad_token_id(tokenizer)), args, 1, torch.float32)
+        groups = [Group(problem, tuple(group), scores) for problem, group in zip(problems, sampled, strict=True)]
+        rollout = collate_groups(groups, args.rollout_config, pad_token_id(tokenizer))
+        update(policy, with_advantages(rollout, args.advantage_config), args.update_config, 1)
 
     table = Table(title=f"{model}, {prompts} prompts x {group_size} x {max_new_tokens}, {torch.get_num_threads()} threads")
     for heading in ("", "seconds", *KINDS, "other"):

@@ -27,9 +27,11 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
+from alignment.checks import resolve_model
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.policy.loading import load_tokenizer, resolve_model
+from alignment.policy.loading import load_tokenizer
+from alignment.rollouts.sync import SyncRollouts
 from alignment.runs.run_folder import RunFolder
 
 
@@ -63,23 +65,23 @@ def main(
     names = {"ours": "ours"} | {f"TRL, batches of {size}": str(size) for size in trl_batch}
     command = [sys.executable, "-m", "benchmarks.rl_step", *sys.argv[1:], "--one"]
     peers = {name: subprocess.Popen([*command, which], **PIPES) for name, which in names.items()}
-    found: dict[str, list[dict]] = {name: [] for name in names}
+    records: dict[str, list[dict]] = {name: [] for name in names}
     for _ in track(range(repeats + 1), "steps", console=Console(stderr=True), transient=True):
         for name, peer in peers.items():
-            found[name].append(turn(name, peer))
-            print(name, found[name][-1], file=sys.stderr, flush=True)
+            records[name].append(turn(name, peer))
+            print(name, records[name][-1], file=sys.stderr, flush=True)
     for peer in peers.values():
         peer.kill()
-    show(found, args)
+    show(records, args)
     if output:
-        Path(output).write_text(json.dumps(found, indent=2) + "\n")
+        Path(output).write_text(json.dumps(records, indent=2) + "\n")
 
 
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
 def turn(name: str, peer: subprocess.Popen) -> dict:
-    """Let one peer take a step, and hear what it took."""
+    """Let one peer take a step; returns its seconds and memory."""
     peer.stdin.write("go\n")
     peer.stdin.flush()
     while line := peer.stdout.readline():
@@ -88,7 +90,7 @@ def turn(name: str, peer: subprocess.Popen) -> dict:
     raise SystemExit(f"{name} has stopped")
 
 
-def show(found: dict[str, list[dict]], args: RLArgs) -> None:
+def show(records: dict[str, list[dict]], args: RLArgs) -> None:
     """Medians, without the first step of each."""
     shape = f"{args.prompts_per_rollout} prompts x {args.group_size} x {args.max_new_tokens} new tokens"
     table = Table(title=f"a step of {args.model}, {shape}, {torch.get_num_threads()} threads; medians of {args.num_steps - 1}")
@@ -96,11 +98,11 @@ def show(found: dict[str, list[dict]], args: RLArgs) -> None:
         table.add_column(heading, justify="right" if heading else "left")
     medians = {
         name: {key: statistics.median(step[key] for step in steps[1:]) for key in ("seconds", "peak", "sample")}
-        for name, steps in found.items()
+        for name, steps in records.items()
     }
     own = medians["ours"]
     for name, m in medians.items():
-        seconds = [step["seconds"] for step in found[name][1:]]
+        seconds = [step["seconds"] for step in records[name][1:]]
         table.add_row(
             name, f"{m['seconds']:.1f}", f"{min(seconds):.1f}", f"{max(seconds):.1f}", f"{m['seconds'] / own['seconds']:.2f}",
             f"{m['peak']:.0f}", f"{m['peak'] / own['peak']:.2f}", f"{m['sample']:.1f}",
@@ -108,8 +110,8 @@ def show(found: dict[str, list[dict]], args: RLArgs) -> None:
     Console(width=130).print(table)
 
 
-class OrderedAccumulation:
-    """A process's side: steps begin when the parent says so, and their seconds and peak memory are told to it."""
+class Turns:
+    """One process's side: each step begins when the parent writes a line, and its seconds and peak memory are printed."""
 
     def __init__(self):
         # Everything that is printed beside what the parent reads goes to stderr.
@@ -123,10 +125,10 @@ class OrderedAccumulation:
         self.start = time.perf_counter()
 
     def end(self, sample: float) -> None:
-        """Tell what the step took."""
+        """Print the step's seconds and memory."""
         seconds = time.perf_counter() - self.start
-        told = {"seconds": seconds, "peak": memory()[1] - self.loaded, "sample": sample}
-        print(json.dumps(told), file=self.out, flush=True)
+        record = {"seconds": seconds, "peak": memory()[1] - self.loaded, "sample": sample}
+        print(json.dumps(record), file=self.out, flush=True)
 
 
 def memory() -> tuple[float, float]:
@@ -137,7 +139,7 @@ def memory() -> tuple[float, float]:
 
 def ours(args: RLArgs) -> None:
     """`train_rl` as it is, held at the end of each step."""
-    turns, log_step, next_rollout = OrderedAccumulation(), RunFolder.log_step, train_rl.InlineRollouts.next
+    turns, log_step, next_rollout = Turns(), RunFolder.log_step, SyncRollouts.next
 
     def begin(rollouts, step):
         if step == 1:
@@ -149,7 +151,7 @@ def ours(args: RLArgs) -> None:
         log_step(run, record)
         turns.end(record["seconds_sample"])
 
-    train_rl.InlineRollouts.next, RunFolder.log_step = begin, end
+    SyncRollouts.next, RunFolder.log_step = begin, end
     with tempfile.TemporaryDirectory() as folder:
         model = resolve_model(args.model, "checkpoints")
         train_rl.train(dataclasses.replace(args, output_dir=folder, model=model), Console(quiet=True))
@@ -161,7 +163,7 @@ def trl(args: RLArgs, batch: int, checkpointing: bool) -> None:
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    turns = OrderedAccumulation()
+    turns = Turns()
     path = resolve_model(args.model, "checkpoints")
     task, tokenizer = find_task(args.task), load_tokenizer(path)
     problems = prompted(task.problems("train", args.dataset_path)[:64], task.prompt, tokenizer)

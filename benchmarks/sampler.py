@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from alignment.checks import resolve_model
 from alignment.core.records import SamplingConfig
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.policy.loading import context_length, load_config, load_model, load_tokenizer, resolve_model
+from alignment.policy.loading import context_length, load_config, load_model, load_tokenizer
 from alignment.sampling.transformers import TransformersSampler
 
 
@@ -39,8 +40,8 @@ def main(
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    found = find_task(task)
-    problems = prompted(found.problems("test", dataset_path)[: max(rows) // n], found.prompt, tokenizer)
+    entry = find_task(task)
+    problems = prompted(entry.problems("test", dataset_path)[: max(rows) // n], entry.prompt, tokenizer)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     ours = TransformersSampler(load_model(path, (device,), getattr(torch, dtype)), tokenizer, context=2**30)
     vllm = make_vllm(path, tokenizer, device, dtype) if find_spec("vllm") and find_spec("vllm").origin else None
@@ -91,12 +92,11 @@ def main(
 
 def make_vllm(path: str, tokenizer, device: str, dtype: str):
     """Our vLLM sampler, its engine in a process of its own, as runs have it."""
+    from alignment.sampling.sampler import SamplerConfig
     from alignment.sampling.vllm import VLLMSampler
 
-    return VLLMSampler(
-        path, tokenizer, device=device, dtype=dtype, context=min(1024, context_length(load_config(path))),
-        gpu_memory_utilization=0.4, timeout=3600.0, policy_version=0,
-    )  # fmt: skip
+    config = SamplerConfig(path, device, dtype, timeout=3600.0, memory_share=0.4)
+    return VLLMSampler(config, tokenizer, min(1024, context_length(load_config(path))))
 
 
 if __name__ == "__main__":

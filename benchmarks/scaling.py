@@ -21,9 +21,11 @@ from alignment.args import RLArgs, from_preset
 from alignment.core.records import Group, SamplingConfig
 from alignment.data.embedded import embedded_model
 from alignment.data.tasks import find_task
-from alignment.policy.loading import load_config, load_tokenizer, make_optimizer
-from alignment.rollouts.batches import make_rollout
-from alignment.rollouts.prompts import problems_of_step
+from alignment.policy.loading import load_config, load_tokenizer
+from alignment.policy.policy import PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
+from alignment.rollouts.batches import collate_groups, with_advantages
+from alignment.rollouts.config import problems_of_step
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training.update import update
 
@@ -62,27 +64,29 @@ class Step:
 
         self.args = from_preset(
             RLArgs, "tiny", group_size=group_size, max_new_tokens=max_new_tokens, prompts_per_rollout=8,
-            train_mini_batch_size=0, micro_batch_tokens=16384,
+            train_mini_batch_size=0, max_sampler_mismatch=1e9,
         )  # fmt: skip
         base = str(embedded_model("tiny", tempfile.gettempdir()))
         config = load_config(base)
         config.num_hidden_layers, config.layer_types, config.hidden_size = layers, ["full_attention"] * layers, hidden
         torch.manual_seed(0)
-        self.model = AutoModelForCausalLM.from_config(config)
-        self.optimizer = make_optimizer(self.model, 1e-5, 0.0)
-        self.sampler = TransformersSampler(self.model, load_tokenizer(base), context=1024)
+        with tempfile.TemporaryDirectory() as folder:
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            self.policy = SingleDevicePolicy(PolicyConfig(folder, ("cpu",), "float32", micro_batch_tokens=16384))
+        self.sampler = TransformersSampler(self.policy.model, load_tokenizer(base), context=1024)
         task = find_task("arithmetic")
-        self.problems = problems_of_step(task.problems("train", ""), self.args, 1)
+        self.problems = problems_of_step(task.problems("train", ""), 8, 0, 1)
 
     def take(self) -> tuple[float, float]:
         """Seconds of sampling and of the update."""
         start = time.perf_counter()
-        how = SamplingConfig(n=self.args.group_size, max_new_tokens=self.args.max_new_tokens, stop=())
-        drawn = self.sampler.sample([problem.prompt for problem in self.problems], how)
+        sampling = SamplingConfig(n=self.args.group_size, max_new_tokens=self.args.max_new_tokens, stop=())
+        completions = self.sampler.sample([problem.prompt for problem in self.problems], sampling)
         sampled = time.perf_counter()
         scores = [{"reward": float(i % 2), "format_reward": 0.0, "answer_reward": 0.0} for i in range(self.args.group_size)]
-        groups = [Group(problem, tuple(own), tuple(scores)) for problem, own in zip(self.problems, drawn, strict=True)]
-        update(self.model, self.optimizer, make_rollout(groups, self.args, pad=0), self.args, 1, torch.float32)
+        groups = [Group(p, tuple(own), tuple(scores)) for p, own in zip(self.problems, completions, strict=True)]
+        rollout = with_advantages(collate_groups(groups, self.args.rollout_config, 0), self.args.advantage_config)
+        update(self.policy, rollout, self.args.update_config, 1)
         return sampled - start, time.perf_counter() - sampled
 
 

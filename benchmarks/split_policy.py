@@ -16,8 +16,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from alignment.checks import resolve_model
 from alignment.policy.layer_split import IN_FLIGHT
-from alignment.policy.loading import load_config, resolve_model
+from alignment.policy.loading import load_config
 from alignment.policy.placement import ModelShape, issue_order, layer_parameters, partition_layers
 
 

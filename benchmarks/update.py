@@ -24,20 +24,20 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.args import RLArgs, from_preset
-from alignment.core.records import Completion, Group, Problem
-from alignment.core.rollout import Rollout
+from alignment.checks import resolve_model
+from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.core.tokens import packed_tokens, split_rows, take_rows
 from alignment.core.train_step import grpo_microbatch_train_step
 from alignment.data.embedded import tiny_tokenizer
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.policy import parallel_micro_batches
-from alignment.policy.loading import load_tokenizer, resolve_model
+from alignment.policy.loading import load_tokenizer
 from alignment.policy.log_probs import compute_entropy
-from alignment.policy.packing import ATTENTION
-from alignment.rollouts.batches import make_rollout
-from alignment.training.references import rows_with_gradient
-from alignment.training.update import backward
+from alignment.policy.policy import PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
+from alignment.rollouts.batches import collate_groups, with_advantages
+from alignment.training.update import rollout_objective, rows_with_gradient
 from benchmarks.vs_trl import make_trainer, trl_inputs
 
 VOCABULARY = 49152
@@ -51,22 +51,22 @@ def main(
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
-        num_key_value_heads=3, tie_word_embeddings=True, attn_implementation=ATTENTION,
+        num_key_value_heads=3, tie_word_embeddings=True,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).train()
-    args = from_preset(
-        RLArgs, "tiny", train_mini_batch_size=0, micro_batch_tokens=micro_batch_tokens, group_size=4, num_steps=1
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).save_pretrained(folder)
+        policy = SingleDevicePolicy(PolicyConfig(folder, ("cpu",), "float32", micro_batch_tokens=micro_batch_tokens))
+    args = from_preset(RLArgs, "tiny", train_mini_batch_size=0, group_size=4, num_steps=1)
     table = Table(title=f"an update of {layers} layers of SmolLM2's; medians of {repeats}, seconds")
-    names = ("ours", "one lane", "plain", "TRL")
+    names = ("ours", "not parallel", "plain", "TRL")
     for heading in ("prompt", "response", "silent groups", "tokens", *names, *(f"{name} / ours" for name in names[1:])):
         table.add_column(heading, justify="right")
     shapes = [(256, 64, 0), (128, 128, 0), (64, 256, 0), (128, 64, 1), (128, 64, 5), (128, 64, 9)]
     for prompt, response, silent in shapes:
         groups = 10 if silent else 3
         rollout = made_up(prompt, response, groups, silent, args)
-        seconds = timed(dict(zip(names, peers(model, rollout, args, rows_at_once), strict=True)), model, repeats)
-        part = told(rollout, args)
+        seconds = timed(dict(zip(names, peers(policy, rollout, args, rows_at_once), strict=True)), policy, repeats)
+        part = take_rows(rollout.batch, rows_with_gradient(rollout, args.update_config))
         share = packed_tokens(split_rows(part.input_ids, part.response_mask)) / rollout.batch.labels.numel()
         cells = (
             str(prompt), str(response), f"{silent / groups:.0%}", f"{share:.0%}",
@@ -80,11 +80,6 @@ def main(
         Console(width=130).print(spared(dataset_path))
 
 
-def told(rollout: Rollout, args: RLArgs):
-    """The rows that carry a gradient."""
-    return take_rows(rollout.batch, rows_with_gradient(rollout, args))
-
-
 def made_up(prompt: int, response: int, groups: int, silent: int, args: RLArgs) -> Rollout:
     """Groups of random tokens, responses between half and the whole of a length; `silent` of the groups have equal rewards."""
     rng = random.Random(0)
@@ -94,24 +89,25 @@ def made_up(prompt: int, response: int, groups: int, silent: int, args: RLArgs) 
 
     made = []
     for index in range(groups):
-        asked = tokens(prompt)
+        prompt_ids = tokens(prompt)
         lengths = [response, *(rng.randint(response // 2, response) for _ in range(args.group_size - 1))]
-        drawn = tuple(Completion(asked, tokens(n), (-1.0,) * n, "", "stop", 0) for n in lengths)
+        completions = tuple(Completion(prompt_ids, tokens(n), (-1.0,) * n, "", "stop", 0) for n in lengths)
         scores = tuple({"reward": 1.0 if index < silent else float(i % 2), **SCORE} for i in range(args.group_size))
-        made.append(Group(Problem("", "", "", ""), drawn, scores))
-    return make_rollout(made, args, pad=0)
+        made.append(Group(Problem("", "", "", ""), completions, scores))
+    return with_advantages(collate_groups(made, args.rollout_config, 0), args.advantage_config)
 
 
-def peers(model, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Callable[[], None], ...]:
-    """Functions that add the update's gradient to the model. Raises AssertionError where they differ."""
-    number = len(rollout.lengths)
-    telling = rows_with_gradient(rollout, args)
+def peers(policy, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Callable[[], None], ...]:
+    """Functions that add the update's gradient to the policy. Raises AssertionError where they differ."""
+    model, number = policy.model, len(rollout.lengths)
+    informative = rows_with_gradient(rollout, args.update_config)
+    objective = rollout_objective(rollout, range(number), args.update_config)
 
     def ours() -> None:
-        for _ in backward(model, rollout, telling, float(number), args, torch.float32):
+        for _ in policy.accumulate(rollout.batch, informative, objective):
             pass
 
-    def one_lane() -> None:
+    def not_parallel() -> None:
         """One micro-batch after another, on all threads."""
         with mock.patch.object(parallel_micro_batches, "PARALLEL", 1):
             ours()
@@ -149,11 +145,11 @@ def peers(model, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Cal
             (loss * len(part["advantages"]) / number).backward()
 
     gradients = []
-    named = (ours, one_lane, plain, theirs)
+    named = (ours, not_parallel, plain, theirs)
     for each in named:
-        model.zero_grad()
+        policy.drop_gradient()
         each()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        gradients.append(policy.gradient())
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() < 1e-4 * gradients[0].norm()
     return named
@@ -171,12 +167,12 @@ def part_of(rollout: Rollout, rows) -> Rollout:
     return dataclasses.replace(rollout, batch=batch, advantages_B1=rollout.advantages_B1[index])
 
 
-def timed(named: dict[str, Callable[[], None]], model, repeats: int) -> dict[str, float]:
+def timed(named: dict[str, Callable[[], None]], policy, repeats: int) -> dict[str, float]:
     """Median seconds of each, by turns."""
     seconds: dict[str, list[float]] = {name: [] for name in named}
     for _ in range(repeats):
         for name, each in named.items():
-            model.zero_grad()
+            policy.drop_gradient()
             start = time.perf_counter()
             each()
             seconds[name].append(time.perf_counter() - start)
@@ -187,9 +183,9 @@ def spared(dataset_path: str, prompts: int = 32, group_size: int = 8) -> Table:
     """Tokens of an update on GSM8K: its prompts under the R1 template, and responses as long as its worked solutions."""
     tokenizer, task = load_tokenizer(resolve_model("smollm2", "checkpoints")), find_task("gsm8k")
     rng = random.Random(0)
-    asked = prompted(rng.sample(task.problems("train", dataset_path), prompts), task.prompt, tokenizer)
+    problems = prompted(rng.sample(task.problems("train", dataset_path), prompts), task.prompt, tokenizer)
     solutions = [text for _, text in rng.sample(task.demonstrations("train", dataset_path, 0), prompts * group_size)]
-    encoded = [tuple(ids) for ids in tokenizer([problem.prompt for problem in asked])["input_ids"]]
+    encoded = [tuple(ids) for ids in tokenizer([problem.prompt for problem in problems])["input_ids"]]
     lengths = [len(ids) for ids in tokenizer(solutions)["input_ids"]]
     rows = [(encoded[i // group_size], (0,) * (length - 1)) for i, length in enumerate(lengths)]
     padded = len(rows) * max(len(prompt) + len(response) for prompt, response in rows)

@@ -24,16 +24,17 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
-from alignment.core.records import SamplingConfig
-from alignment.core.rollout import Rollout
+from alignment.core.normalization import loss_denominator
+from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
-from alignment.core.train_step import grpo_microbatch_train_step, loss_denominator
+from alignment.core.train_step import grpo_microbatch_train_step
 from alignment.data.tasks import find_task
 from alignment.evaluate import evaluate_model
-from alignment.policy.loading import load_model, load_tokenizer, policy_log_probs
+from alignment.policy.frozen import model_log_probs
+from alignment.policy.loading import load_model, load_tokenizer
 from alignment.rewards.reward import find_reward
-from alignment.rollouts.batches import make_rollout
-from alignment.rollouts.prompts import problems_of_step
+from alignment.rollouts.batches import collate_groups, with_advantages
+from alignment.rollouts.config import problems_of_step
 from alignment.sampling.transformers import TransformersSampler
 
 # Name: our arguments, and TRL's for the same loss. In TRL's CISPO epsilon_high is the bound itself.
@@ -70,11 +71,12 @@ def same_batch(args: RLArgs, model: str) -> Table:
     """Loss and gradient of both from one rollout, after weights that have moved since it was sampled."""
     tokenizer, task = load_tokenizer(model), find_task(args.task)
     policy, reference = (load_model(model, ("cpu",), torch.float32) for _ in range(2))
-    problems = problems_of_step(task.problems("train", ""), dataclasses.replace(args, prompts_per_rollout=8), 1)
-    drawn = TransformersSampler(policy, tokenizer, 256).sample(
+    problems = problems_of_step(task.problems("train", ""), 8, args.seeds["data"], 1)
+    completions = TransformersSampler(policy, tokenizer, 256).sample(
         [problem.prompt for problem in problems], SamplingConfig(n=args.group_size, max_new_tokens=args.max_new_tokens, stop=())
     )
-    rollout = make_rollout(find_reward(args.reward, task.rules).score(problems, drawn), args, pad_token_id(tokenizer))
+    groups = find_reward(args.reward, task.rules).score(problems, completions)
+    rollout = with_advantages(collate_groups(groups, args.rollout_config, pad_token_id(tokenizer)), args.advantage_config)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -97,13 +99,13 @@ def same_batch(args: RLArgs, model: str) -> Table:
 
 @torch.no_grad()
 def log_probs(model, rollout: Rollout) -> torch.Tensor:
-    return policy_log_probs(model, rollout.batch, torch.float32)["log_probs"]
+    return model_log_probs(model, rollout.batch, Distribution(), torch.float32)
 
 
 def our_loss(policy, rollout: Rollout, args: RLArgs, old_BT, reference_BT) -> tuple[float, torch.Tensor]:
     policy.zero_grad()
     loss, _ = grpo_microbatch_train_step(
-        policy_log_probs(policy, rollout.batch, torch.float32)["log_probs"],
+        model_log_probs(policy, rollout.batch, Distribution(), torch.float32),
         rollout.batch.response_mask,
         1,
         args.loss_type,
@@ -145,7 +147,7 @@ def trl_inputs(rollout: Rollout, pad: int, old_BT: torch.Tensor | None, referenc
     widest = int(first.max()) + 1
 
     def responses(values_BT, fill):
-        rows = [row[there] for row, there in zip(values_BT, mask, strict=True)]
+        rows = [row[of_response] for row, of_response in zip(values_BT, mask, strict=True)]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
     prompts = [ids[: n + 1] for ids, n in zip(rollout.batch.input_ids, first, strict=True)]
@@ -168,12 +170,13 @@ def make_trainer(policy, tokenizer, args: RLArgs, folder: str, **options):
 
     task = find_task(args.task)
     reward = find_reward(args.reward, task.rules)
-    rows = [p for step in range(1, args.num_steps + 1) for p in problems_of_step(task.problems("train", ""), args, step)]
+    problems, number = task.problems("train", ""), args.prompts_per_rollout
+    rows = [p for step in range(1, args.num_steps + 1) for p in problems_of_step(problems, number, args.seeds["data"], step)]
 
     def reward_fn(prompts, completions, ground_truth, **columns):
         return [reward.rule(text, truth)["reward"] for text, truth in zip(completions, ground_truth, strict=True)]
 
-    how = dict(
+    settings = dict(
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),
         max_steps=args.num_steps * args.updates_per_rollout,
@@ -200,7 +203,7 @@ def make_trainer(policy, tokenizer, args: RLArgs, folder: str, **options):
         disable_tqdm=True,
         seed=args.seed,
     )
-    config = GRPOConfig(**{**how, **options})
+    config = GRPOConfig(**{**settings, **options})
     data = Dataset.from_list([{"prompt": p.prompt, "ground_truth": p.ground_truth} for p in rows])
     return GRPOTrainer(policy, reward_fn, config, train_dataset=data, processing_class=tokenizer)
 
@@ -251,11 +254,16 @@ def same_training(args: RLArgs, model: str, steps: int, seed: int) -> Table:
         done = subprocess.run([*command, "--one", name], capture_output=True, text=True, check=False, env=os.environ)
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-        mean, (low, high) = accuracy(args, found["model"])
-        seconds[name] = found["seconds"]
+        trained = json.loads(done.stdout.strip().splitlines()[-1])
+        mean, (low, high) = accuracy(args, trained["model"])
+        seconds[name] = trained["seconds"]
         table.add_row(
-            name, f"{before:.3f}", f"{mean:.3f}", f"{low:.3f} .. {high:.3f}", f"{found['seconds']:.0f}", f"{found['peak']:.0f}"
+            name,
+            f"{before:.3f}",
+            f"{mean:.3f}",
+            f"{low:.3f} .. {high:.3f}",
+            f"{trained['seconds']:.0f}",
+            f"{trained['peak']:.0f}",
         )
     table.caption = f"TRL's seconds over ours: {seconds['TRL'] / seconds['ours']:.2f}"
     return table

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignment.args import PRESETS, EvaluateArgs, PlanArgs, RLArgs, SFTArgs, as_command, from_preset, parse, preset_names
+from alignment.args import (
+    PRESETS,
+    EvaluateArgs,
+    GradientsArgs,
+    PlanArgs,
+    RLArgs,
+    SFTArgs,
+    as_command,
+    from_preset,
+    parse,
+    preset_names,
+)
 from alignment.system.errors import UserError
 
 REFERENCE = "qwen2.5_math_1.5b_gsm8k_8gpu"
@@ -48,8 +59,8 @@ def test_another_commands_arguments_share_the_common_ones():
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 4), st.integers(0, 400))
 def test_updates_per_rollout_count_a_remainder(prompts, group, epochs, mini):
     size = prompts * group
-    how = {"prompts_per_rollout": prompts, "group_size": group, "epochs_per_rollout": epochs, "train_mini_batch_size": mini}
-    args = RLArgs(loss_type="no_baseline", **how)
+    sizes = {"prompts_per_rollout": prompts, "group_size": group, "epochs_per_rollout": epochs, "train_mini_batch_size": mini}
+    args = RLArgs(loss_type="no_baseline", **sizes)
     cuts = range(0, size, mini) if mini else [0]
     assert args.updates_per_rollout == epochs * len(cuts)
 
@@ -64,3 +75,9 @@ def test_numbers_that_cannot_work_are_refused(value):
 def test_arguments_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         from_preset(RLArgs, "tiny").group_size = 3
+
+
+@pytest.mark.parametrize("values", [{"prompts": 1}, {"group_size": (1, 4)}, {"group_size": (3, 8)}, {"group_size": ()}])
+def test_gradients_need_several_prompts_and_groups_that_divide(values):
+    with pytest.raises(UserError, match="--"):
+        GradientsArgs(**values)

@@ -1,7 +1,5 @@
 """The design of a sweep: its arms, its runs, and warnings about what they cannot show. Pure: arguments in, arguments out."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -84,7 +82,7 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
         arm = dataclasses.replace(base, **chosen)
         if hold == "rollouts" and "group_size" in chosen and "prompts_per_rollout" not in chosen:
             arm = dataclasses.replace(arm, prompts_per_rollout=_prompts(base.rollout_size, arm.group_size))
-        name = "_".join(_label(key, value) for key, value in chosen.items()) or base.loss_type
+        name = "_".join(_label(key, value) for key, value in chosen.items()) or _label("loss_type", base.loss_type)
         if name in arms:
             raise UserError(f"two arms would be called {name}: give them names of their own in a --sweep_file")
         arms[name] = arm
@@ -126,6 +124,8 @@ def _arm(preset: str, values: Mapping[str, object], place: str = "") -> RLArgs:
         if name not in hints or name in NOT_SWEPT | {"seed"}:
             raise UserError(f"{place}{name} is no argument of an arm")
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
+        if place and name == "loss_type" and ":" not in str(value):  # with a colon it is the path of the user's own
+            choices = tuple(LOSSES)
         kind = next((kind for kind in get_args(hints[name]) if kind in _KINDS), hints[name])
         if choices and value not in choices:
             raise UserError(f"{place}{name} = {value!r}: choose one of {', '.join(map(str, choices))}")
@@ -147,7 +147,7 @@ def _label(key: str, value) -> str:
     """A value's part of an arm's name, fit for a folder: `grpo_clip`, `group_size4`, `no_normalize_by_std`."""
     if isinstance(value, bool):
         return key if value else f"no_{key}"
-    text = str(value).replace("/", "-")
+    text = str(value).replace("/", "-").replace(":", ".")
     return text if isinstance(value, str) and value else f"{key}{text}"
 
 

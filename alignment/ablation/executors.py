@@ -1,7 +1,5 @@
 """Executors of a sweep's runs: one after another on this machine, or side by side on a Ray cluster's free cores or GPUs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The figures of a report, as SVG."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The report of a study: verdicts in the terminal, and as one page of verdicts, curves, samples and commands."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,11 +7,10 @@ from pathlib import Path
 import jinja2
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from alignment.ablation.figures import figures
 from alignment.ablation.statistics import Comparison, interquartile_mean
-from alignment.ablation.study import Study, shell
+from alignment.ablation.study import Study, shell_command
 from alignment.ablation.verdicts import (
     areas,
     choices,
@@ -27,7 +24,7 @@ from alignment.ablation.verdicts import (
 )
 from alignment.runs.run_records import Run
 from alignment.system.files import read_jsonl, write_atomically
-from alignment.system.terminal import printable
+from alignment.system.terminal import make_table, printable
 
 SHOWN_PAIRS = 15  # in the Markdown summary; the page has all
 WINNERS = 4  # differences that the headline names
@@ -37,13 +34,11 @@ def print_verdicts(study: Study, console: Console) -> None:
     """Print the verdicts as tables: one for each varied argument of a full grid, else one of the pairs of arms."""
     factors = {f"final accuracy: {name}, averaged over all else": rows for name, rows in decide_factors(study).items()}
     for title, comparisons in (factors or {"final accuracy": decide(study)}).items():
-        table = Table(title=title)
-        for heading in ("", "difference", "95 % interval", "seeds", "verdict"):
-            table.add_column(heading, overflow="fold")
-        for c in _ranked(comparisons):
-            interval = f"{c.low:+.3f} .. {c.high:+.3f}"
-            table.add_row(f"{c.a} - {c.b}", f"{c.difference:+.3f}", interval, str(c.seeds), c.verdict)
-        console.print(table)
+        rows = [
+            (f"{c.a} - {c.b}", f"{c.difference:+.3f}", f"{c.low:+.3f} .. {c.high:+.3f}", str(c.seeds), c.verdict)
+            for c in _ranked(comparisons)
+        ]
+        console.print(make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows))
     for name in study.missing:
         console.print(f"missing: {name}", style="red", markup=False)
 
@@ -80,7 +75,7 @@ def contents(study: Study) -> dict[str, object]:
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "grid": grid_of(study, {arm["name"]: arm["mean"] for arm in arms}),
         "study": study,
-        "commands": [(run.path.name, shell(run.command)) for run in study.runs],
+        "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
         "versions": any_run.versions if any_run else {},
         "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
         "questions": len(any_run.scores.questions) if any_run else 0,

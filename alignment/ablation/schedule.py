@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from alignment.ablation.design import Design
 from alignment.ablation.executors import LOST, Executor, Job
 from alignment.args import RLArgs, SFTArgs, as_command, command_line
 from alignment.system.errors import UserError
-from alignment.system.files import LOCK, read_json, read_jsonl, write_atomically
+from alignment.system.files import LOCK, read_json, read_jsonl, write_json
+from alignment.system.terminal import make_table
 
 if TYPE_CHECKING:  # the statistics load scipy, which a sweep needs only once its runs are done
     from alignment.ablation.statistics import Comparison
@@ -70,7 +70,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
         "command": list(command),
         "versions": versions(),
     }
-    write_atomically(file, json.dumps(facts, indent=2) + "\n")
+    write_json(file, facts)
 
 
 def expected_seconds(design: Design, output_dir: str) -> float | None:
@@ -161,13 +161,10 @@ def _log(design: Design, state: State) -> Path:
 def progress_table(design: Design, states: Sequence[State]) -> Table:
     """A row for each arm and a cell for each seed: the run's step, or its final accuracy."""
     seeds = sorted({state.seed for state in states})
-    table = Table(title=f"{sum(state.status == 'done' for state in states)} of {len(states)} runs done")
-    for heading in ("arm", *(f"seed {seed}" for seed in seeds)):
-        table.add_column(heading, overflow="fold")
+    title = f"{sum(state.status == 'done' for state in states)} of {len(states)} runs done"
     cells = {(state.arm, state.seed): _progress(design, state) for state in states}
-    for arm in design.arms:
-        table.add_row(arm, *(cells.get((arm, seed), "") for seed in seeds))
-    return table
+    rows = [(arm, *(cells.get((arm, seed), "") for seed in seeds)) for arm in design.arms]
+    return make_table(title, ("arm", *(f"seed {seed}" for seed in seeds)), rows)
 
 
 def _progress(design: Design, state: State) -> str:

@@ -212,7 +212,8 @@ def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: in
 
     half = half_width(own / seeds, seeds - 1, questions)
     p, p_tie = p_values(np.abs(mean)), p_values(tie - np.abs(mean))
-    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, half, p, p_tie, strict=True)]
+    pairs_of_p = zip(p, p_tie, strict=True)
+    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, half, pairs_of_p, strict=True)]
 
 
 def tail(distance_C: np.ndarray, variance_C: np.ndarray, dof_C: np.ndarray, questions_C: np.ndarray) -> np.ndarray:
@@ -246,7 +247,11 @@ def half_width(variance_C: np.ndarray, dof_C: np.ndarray, questions_C: np.ndarra
     return (low + high) / 2
 
 
-def _verdict(e: _Estimate, half: float, p: float, p_tie: float, tie: float, alpha: float, family: int) -> Comparison:
+def _verdict(
+    e: _Estimate, half: float, p_values: tuple[float, float], tie: float, alpha: float, family: int
+) -> Comparison:
+    """The comparison of an estimate, from half the length of its interval and its p-values: of no difference, of no tie."""
+    p, p_tie = p_values
     a, b = e.contrast.a, e.contrast.b
     more, kind = None, "undecided"
     if p < alpha:

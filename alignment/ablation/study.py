@@ -1,6 +1,4 @@
-"""A study: the finished runs of a sweep's folder, or of several run folders, sorted into arms."""
-
-from __future__ import annotations
+"""A study: finished runs, from a sweep's folder or several run folders, grouped into the arms that a report compares."""
 
 import json
 import shlex
@@ -13,23 +11,23 @@ from alignment.runs.run_records import Run, read_run
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
 
-RUN_ONLY = {"seed", "run_name", "output_dir", "resume"}  # arguments in which the runs of one arm differ
+RUN_ARGUMENTS = {"seed", "run_name", "output_dir", "resume"}  # the runs of one arm may differ in these
 
 
 @dataclass(frozen=True)
 class Study:
-    """Runs by arm and seed, with the facts of the sweep's plan."""
+    """Finished runs by arm and seed, and the settings of the sweep. `missing` names the unfinished runs."""
 
     arms: Mapping[str, Mapping[int, Run]]
     varied: Mapping[str, Mapping[str, object]]
-    """For each arm, the arguments in which arms differ."""
+    """For each arm, its values of the arguments in which arms differ."""
     missing: tuple[str, ...]
     tie: float
-    hold: str
+    hold: str  # "rollouts" or "prompts" (--hold of `sweep`); "" without a sweep
     warnings: tuple[str, ...]
     command: str
     alpha: float = ALPHA
-    """Chance that any verdict of a table is false."""
+    """Largest probability that a table has any false verdict."""
 
     @property
     def runs(self) -> list[Run]:
@@ -38,14 +36,14 @@ class Study:
 
 
 def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
-    """The finished runs of a sweep's folder, or of run folders grouped by their arguments.
+    """Read a sweep's folder, or group run folders into arms by their arguments.
 
     Raises `UserError` for a folder that is neither, for damaged files, and for two runs of equal arguments and seed.
     """
     if len(folders) == 1 and (folders[0] / "sweep.json").exists():
         return _read_sweep(folders[0])
     runs = [read_run(folder) for folder in folders]
-    names = {key for run in runs for key in run.args if key not in RUN_ONLY}
+    names = {key for run in runs for key in run.args if key not in RUN_ARGUMENTS}
     differing = sorted(name for name in names if len({json.dumps(run.args.get(name)) for run in runs}) > 1)
     arms: dict[str, dict[int, Run]] = {}
     varied: dict[str, dict[str, object]] = {}
@@ -62,14 +60,14 @@ def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
 
 
 def _read_sweep(folder: Path) -> Study:
-    facts = read_json(folder / "sweep.json")
-    kinds = {"arms": dict, "seeds": list, "command": list, "warnings": list, "tie": float, "alpha": float, "hold": str}
-    planned = facts.get("arms")
-    complete = all(isinstance(facts.get(key), kind) for key, kind in kinds.items())
+    sweep = read_json(folder / "sweep.json")
+    types = {"arms": dict, "seeds": list, "command": list, "warnings": list, "tie": float, "alpha": float, "hold": str}
+    planned = sweep.get("arms")
+    complete = all(isinstance(sweep.get(key), of_type) for key, of_type in types.items())
     if not (complete and planned and all(isinstance(arm, dict) for arm in planned.values())):
-        raise UserError(f"{folder / 'sweep.json'} is damaged: it needs {', '.join(kinds)}")
+        raise UserError(f"{folder / 'sweep.json'} is damaged: it needs {', '.join(types)}")
     arms: dict[str, dict[int, Run]] = {arm: {} for arm in planned}
-    expected = {(arm, seed) for arm in planned for seed in facts["seeds"] if type(seed) is int}
+    expected = {(arm, seed) for arm in planned for seed in sweep["seeds"] if type(seed) is int}
     for path in sorted(folder.glob("*_seed*")):
         arm, _, seed = path.name.rpartition("_seed")
         if arm not in arms or not seed.isdigit():
@@ -81,16 +79,16 @@ def _read_sweep(folder: Path) -> Study:
         arms=arms,
         varied=varied_values(planned),
         missing=tuple(f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm]),
-        tie=facts["tie"],
-        hold=facts["hold"],
-        warnings=tuple(map(str, facts["warnings"])),
-        command=shell(["", *map(str, facts["command"])]),
-        alpha=facts["alpha"],
+        tie=sweep["tie"],
+        hold=sweep["hold"],
+        warnings=tuple(map(str, sweep["warnings"])),
+        command=shell_command(["", *map(str, sweep["command"])]),
+        alpha=sweep["alpha"],
     )
 
 
-def shell(command: Sequence[str]) -> str:
-    """A recorded command as a user types it, without the --resume of a second attempt."""
+def shell_command(command: Sequence[str]) -> str:
+    """A recorded command line as a user would type it. It drops --resume, which `sweep` adds when it restarts a run."""
     words = [word for word in command if word != "--resume"]
     if len(words) > 1 and words[1].endswith(".py"):
         words = ["uv", "run", "-m", f"alignment.{Path(words[1]).stem}", *words[2:]]

@@ -1,7 +1,5 @@
 """The comparisons of a study: every pair of arms, every varied argument, and the parts of an arm's gain."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

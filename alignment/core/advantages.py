@@ -1,4 +1,4 @@
-"""Advantages: rewards minus a baseline of their group, divided by a standard deviation.
+"""Advantages: rewards minus the baseline of their group and, with --normalize_by_std, divided by a standard deviation.
 
 Axes: P prompts, G samples of a prompt (the group), B = P * G responses.
 """
@@ -14,12 +14,12 @@ from alignment.core.records import Score
 if TYPE_CHECKING:
     import torch
 
-# torch and einx are imported inside functions: reading arguments, which needs the tables below, should not wait for them.
+# Functions import torch and einx themselves: the arguments need the tables below, and must not wait for torch to load.
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """How rewards become advantages. The fields are those of the flags of the same names."""
+    """The settings of `group_advantages`. Each field has the name of its flag."""
 
     group_size: int
     baseline: str = "group_mean"
@@ -40,7 +40,7 @@ DEVIATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], to
     "group_population": lambda squares_P1, number_P1, rewards: (squares_P1 / number_P1.clamp(min=1)).sqrt(),
     "batch": lambda squares_P1, number_P1, rewards: rewards.std(correction=1).nan_to_num(),
 }
-"""--std_of -> the standard deviation, from each group's sum of squares and number of responses, and all rewards."""
+"""--std_of -> the standard deviation, from (squared deviations summed by group, responses by group, all rewards)."""
 
 
 def group_advantages(
@@ -53,8 +53,8 @@ def group_advantages(
     2019; Ahmadian et al. 2024, arXiv:2402.14740, eq. 8). `std_of`: "group" (unbiased), "group_population" (divided by the
     group's size), or "batch", the unbiased deviation of all rewards (Liu et al. 2025, arXiv:2508.08221).
 
-    Responses that `counted_B1` (bool) leaves out enter no mean or deviation, and get 0; so does one that is alone in its
-    group. Raises ValueError where groups are not whole, and for groups of one, whose baseline is the reward itself.
+    A response whose `counted_B1` is False has the advantage 0 and influences no mean or deviation. The only counted response
+    of a group also has the advantage 0. Raises ValueError for incomplete groups and for a group size below 2.
     """
     import einx
     import torch
@@ -64,7 +64,7 @@ def group_advantages(
     if raw_rewards_B1.shape[0] % config.group_size:
         raise ValueError(f"{raw_rewards_B1.shape[0]} rewards are not whole groups of {config.group_size}")
     counted_B1 = torch.ones_like(raw_rewards_B1, dtype=torch.bool) if counted_B1 is None else counted_B1
-    # In float64 equal float32 rewards have exactly their own value for a mean, and so advantages of exactly 0.
+    # In float64 the mean of equal float32 rewards is exact, so their advantages are exactly 0.
     rewards_B1 = raw_rewards_B1.double()
     rewards_PG, counted_PG = (einx.id("(p g) 1 -> p g", t, g=config.group_size) for t in (rewards_B1, counted_B1))
     number_P1 = counted_PG.sum(dim=1, keepdim=True)
@@ -86,9 +86,9 @@ def compute_group_normalized_rewards(
     advantage_eps: float,
     normalize_by_std: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Score every response and normalise within its group of `group_size` neighbours.
+    """Score every response and normalise within its group of `group_size` consecutive responses.
 
-    Returns (advantages [batch, 1], raw_rewards [batch, 1], metadata). Raises ValueError as `group_advantages`.
+    Returns (advantages [batch, 1], raw_rewards [batch, 1], metadata). Raises ValueError like `group_advantages`.
     """
     import torch
 
@@ -103,20 +103,19 @@ def group_statistics(raw_rewards_B1: torch.Tensor, group_size: int) -> dict[str,
     import einx
 
     rewards_PG = einx.id("(p g) 1 -> p g", raw_rewards_B1, g=group_size)
-    flat_P = (rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)).float()
+    equal_P = (rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)).float()
     return {
         "reward_mean": rewards_PG.mean().item(),
         "reward_std": rewards_PG.std(correction=0).item(),
         "reward_max": rewards_PG.max().item(),
         "reward_min": rewards_PG.min().item(),
-        "flat_groups": flat_P.mean().item(),
+        "flat_groups": equal_P.mean().item(),
     }
 
 
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:
-    """What is added to the reward of a response of `length` tokens: 0 outside the last `buffer` tokens, in them linearly
-    down to -1.
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), a term of the reward.
 
-    DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13); a buffer of 0 adds nothing.
+    It is 0 up to `max_new_tokens - buffer` tokens and falls linearly to -1 at `max_new_tokens`. A buffer of 0 turns it off.
     """
     return -max(0, length - (max_new_tokens - buffer)) / buffer if buffer else 0.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from alignment.core.masks import masked_mean
+from alignment.core.normalization import masked_mean
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,6 @@ class Loss:
     uses_ratio: bool = False
     """Whether the loss takes the ratio to the old policy, and so needs old log-probs."""
     ratio_per_response: bool = False
-    """Whether all tokens of a response share one ratio."""
     arguments: frozenset[str] = ADVANTAGE_ARGUMENTS
     """The flags that play a part, of those that only some losses use (`OPTIONAL_ARGUMENTS`)."""
     at_ratio_one: str = ""
@@ -133,17 +132,14 @@ def _bounds(config: LossConfig) -> tuple[float, float]:
 
 
 def _no_baseline(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
-    """REINFORCE with the raw reward."""
     return compute_naive_policy_gradient_loss(*inputs.require("raw_rewards"), inputs.log_probs)
 
 
 def _reinforce_with_baseline(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
-    """REINFORCE with the group's advantage."""
     return compute_naive_policy_gradient_loss(*inputs.require("advantages"), inputs.log_probs)
 
 
 def _grpo_clip(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
-    """`compute_grpo_clip_loss`."""
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     return _clipped_surrogate(advantages, (inputs.log_probs - old_log_probs).exp(), _with_cliprange(inputs))
 
@@ -186,23 +182,16 @@ def _with_cliprange(inputs: LossInputs) -> LossConfig:
 
 # --- the entries ----------------------------------------------------------------------------------------------------------
 
+_CLIPPED = ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS
 _AT_ONE = "reinforce_with_baseline"  # with rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
 
 LOSSES: Mapping[str, Loss] = {
     "no_baseline": Loss(_no_baseline, weight="raw_rewards", arguments=frozenset()),
     "reinforce_with_baseline": Loss(_reinforce_with_baseline),
-    "grpo_clip": Loss(
-        _grpo_clip, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS | {"dual_clip"}
-    ),
+    "grpo_clip": Loss(_grpo_clip, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}),
     "grpo_no_clip": Loss(_grpo_no_clip, uses_ratio=True, at_ratio_one=_AT_ONE),
-    "gspo": Loss(
-        _gspo,
-        uses_ratio=True,
-        ratio_per_response=True,
-        at_ratio_one=_AT_ONE,
-        arguments=ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS | {"dual_clip"},
-    ),
-    "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS),
+    "gspo": Loss(_gspo, uses_ratio=True, ratio_per_response=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}),
+    "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED),
 }
 """--loss_type -> the loss."""
 

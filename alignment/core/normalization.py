@@ -1,4 +1,4 @@
-"""From per-token losses to one number: what weighs the same, and what the sum is divided by."""
+"""From per-token losses to one number: masked means and sums, what weighs the same, and what the sum is divided by."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from alignment.core.masks import masked_mean, masked_normalize
-
 if TYPE_CHECKING:
     import torch
+
+
+def masked_mean(tensor: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Mean over `dim` (all axes when None) of the elements whose mask is true; NaN where the mask is empty."""
+    kept = tensor.where(mask.bool(), 0)
+    return kept.sum() / mask.sum() if dim is None else kept.sum(dim) / mask.sum(dim)
+
+
+def masked_normalize(
+    tensor: torch.Tensor, mask: torch.Tensor, normalize_constant: float = 1.0, dim: int | None = None
+) -> torch.Tensor:
+    """Sum over `dim` (all axes when None) of the elements whose mask is true, divided by `normalize_constant`."""
+    kept = tensor.where(mask.bool(), 0)
+    return (kept.sum() if dim is None else kept.sum(dim)) / normalize_constant
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""From text and token ids to padded batches, and means over masks. Pure."""
-
-from __future__ import annotations
+"""From text and token ids to padded batches, and from batches to micro-batches."""
 
 from collections.abc import Sequence
 
@@ -34,11 +32,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     index = torch.as_tensor(rows)
     mask = batch.response_mask[index]
     width = int(mask.any(dim=0).nonzero().max()) + 1
-    return Batch(
-        input_ids=batch.input_ids[index, :width],
-        labels=batch.labels[index, :width],
-        response_mask=mask[:, :width],
-    )
+    return Batch(input_ids=batch.input_ids[index, :width], labels=batch.labels[index, :width], response_mask=mask[:, :width])
 
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]
@@ -68,17 +62,18 @@ def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
     for row in sorted(range(len(rows)), key=lambda row: -len(rows[row][1])):
         prompt_groups.setdefault(rows[row][0], []).append(row)
     pieces: list[list[int]] = []
-    room = 0
+    budget = 0
     for prompt, members in prompt_groups.items():
-        unpaid = len(prompt)
-        together = packed_tokens([rows[row] for row in members])
+        prompt_cost = len(prompt)  # 0 once the current piece holds the prompt
+        group_tokens = packed_tokens([rows[row] for row in members])
         for row in members:
             tokens = len(rows[row][1])
-            if not pieces or unpaid + tokens > room or (unpaid and room < together <= most_tokens):
+            group_fits_elsewhere = prompt_cost and budget < group_tokens <= most_tokens
+            if not pieces or prompt_cost + tokens > budget or group_fits_elsewhere:
                 pieces.append([])
-                room, unpaid = most_tokens, len(prompt)
+                budget, prompt_cost = most_tokens, len(prompt)
             pieces[-1].append(row)
-            room, unpaid = room - unpaid - tokens, 0
+            budget, prompt_cost = budget - prompt_cost - tokens, 0
     return pieces
 
 
@@ -90,8 +85,7 @@ def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence
     """
     prompt_ids = tokenizer(list(prompt_strs))["input_ids"]
     output_ids = tokenizer(list(output_strs), add_special_tokens=False)["input_ids"]
-    batch = collate(prompt_ids, output_ids, pad_token_id(tokenizer))
-    return {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}
+    return vars(collate(prompt_ids, output_ids, pad_token_id(tokenizer)))
 
 
 def pad_token_id(tokenizer) -> int:

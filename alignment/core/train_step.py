@@ -1,14 +1,10 @@
 """The loss of one micro-batch: the policy-gradient loss, weighted, plus the KL penalty, summed over tokens."""
 
-from __future__ import annotations
-
 import torch
 
-from alignment.core.importance_weights import sampler_weights
-from alignment.core.kl import kl_penalty
+from alignment.core.log_ratios import kl_penalty, sampler_weights
 from alignment.core.losses import LOSSES, LossConfig, LossInputs
-from alignment.core.masks import masked_normalize
-from alignment.core.normalization import NORMALIZATIONS
+from alignment.core.normalization import NORMALIZATIONS, masked_normalize
 
 Sums = dict[str, torch.Tensor]
 

@@ -1,6 +1,4 @@
-"""Models that need no download: the tiny policy, initialised here, and SmolLM2, unpacked from a Python package."""
-
-from __future__ import annotations
+"""Models without a download: the randomly initialised tiny policies, and SmolLM2, converted from a Python package."""
 
 import importlib.util
 from collections.abc import Iterable
@@ -19,7 +17,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def embedded_model(name: str, output_dir: str) -> Path | None:
-    """The folder of the embedded model `name`, which is built on first use; None for any other name."""
+    """Build the embedded model `name` unless its folder exists, and return the folder; None for any other name."""
     builders = {"tiny": build_tiny, "tiny_student": build_tiny_student, "smollm2": build_smollm2}
     if name not in builders:
         return None
@@ -29,7 +27,7 @@ def embedded_model(name: str, output_dir: str) -> Path | None:
             with atomic_folder(folder) as building:
                 builders[name](building)
         except OSError:
-            if not folder.exists():  # otherwise another command was faster, with the same result
+            if not folder.exists():  # else another process has just built the same model
                 raise
     return folder
 
@@ -62,7 +60,7 @@ def build_tiny(folder: Path, hidden_size: int = 128) -> None:
 
 
 def tiny_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer trained on `texts`: a word, a tag or a digit is one token, and any text round-trips."""
+    """A byte-level tokenizer trained on `texts`: a word, a tag or a digit is one token. Decoding restores any text."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(r" ?</?[a-z]+>| ?[A-Za-z]+| ?[^A-Za-z]"), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,7 +87,7 @@ def build_smollm2(folder: Path) -> None:
         raise UserError("--model smollm2 needs its weights: run with `uv run --extra smollm2 ...`")
     source = Path(package.origin).parent
     quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_GGUF, dtype=torch.bfloat16)
-    # The loaded model is marked as quantised and refuses to be saved; a new one with its weights does not.
+    # transformers refuses to save a model that its config marks as quantised, so copy the weights into a new model.
     config = quantised.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -1,14 +1,14 @@
 """Sample answers to the test problems, score them, and summarise: averages, intervals, pass@k and majority votes."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from alignment.core.records import Group, Problem, SamplingConfig, Score
 from alignment.data.tasks import Task
@@ -16,6 +16,7 @@ from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.reward import grading_report, score_groups
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import UserError
+from alignment.system.terminal import make_table
 
 AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
 CATEGORIES = ("format and answer", "format only", "neither")
@@ -76,6 +77,7 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
     """Averages, intervals, categories, pass@k and maj@k of scored groups, all of one size."""
     k = len(groups[0].completions)
     scores_PG = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
+    powers_of_two = sorted({k, *(2**i for i in range(k.bit_length()))})
     correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
     completions = [completion for group in groups for completion in group.completions]
     return Evaluation(
@@ -83,7 +85,7 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
         averages={name: sum(map(sum, rows)) / (k * len(rows)) for name, rows in scores_PG.items()},
         intervals={name: clustered_interval(rows) for name, rows in scores_PG.items()},
         categories=Counter(map(category, (score for group in groups for score in group.scores))),
-        pass_at_k={j: sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in _powers_of_two(k)},
+        pass_at_k={j: sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in powers_of_two},
         maj_at_k=sum(map(majority_share, groups)) / len(groups),
         response_length=sum(len(c.token_ids) for c in completions) / len(completions),
         finished=sum(c.finish_reason == "stop" for c in completions) / len(completions),
@@ -137,11 +139,48 @@ def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) ->
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def print_evaluation(evaluation: Evaluation, console: Console) -> None:
+    """Print the averages with their intervals, the categories, and pass@k and maj@k where samples allow."""
+    rows = [
+        (name, f"{value:.4f}", "{:.4f} .. {:.4f}".format(*evaluation.intervals[name]))
+        for name, value in evaluation.averages.items()
+    ]
+    samples = len(evaluation.groups[0].completions)
+    if samples > 1:
+        rows += [(f"pass@{k}", f"{value:.4f}") for k, value in evaluation.pass_at_k.items()]
+        rows += [(f"maj@{samples}", f"{evaluation.maj_at_k:.4f}")]
+    rows += [(name, str(evaluation.categories.get(name, 0))) for name in CATEGORIES]
+    rows += [("mean response tokens", f"{evaluation.response_length:.1f}")]
+    title, numbers = f"{len(evaluation.groups)} problems in {evaluation.seconds:.1f} s", ("value", "95 % interval")
+    console.print(make_table(title, ("", *numbers), rows, numbers))
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates a run's policy before the first step, after every `interval` steps, and after the last."""
+
+    evaluate: Callable[[Sampler], Evaluation]
+    interval: int
+    sampler: Sampler
+    run: Any
+    policy: Any
+    check: Callable[[Sequence[Group]], object] | None
+    """Compares the sampler's log-probs with the trainer's, where no rollout of this sampler is compared with them already."""
+
+    def run_if_due(self, step: int) -> None:
+        """Evaluate after `step` steps, unless that is logged already: a run may stop between a step and its evaluation."""
+        off_interval = step % self.interval and step < self.run.config.num_steps
+        if step in self.run.folder.evaluated or off_interval:
+            return
+        if self.sampler.policy_version != step:
+            self.sampler.load_weights(self.policy.weights(), step)
+        evaluation = self.evaluate(self.sampler)
+        if self.check is not None:
+            self.check(evaluation.groups)
+        self.run.folder.log_eval({"step": step, **evaluation.record()}, evaluation.groups)
+
+
 def eval_problems(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
     """The first `max_problems` problems of the task's test split; 0: all of them."""
     problems = task.problems("test", dataset_path)
     return problems[:max_problems] if max_problems else problems
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return sorted({1, most, *(2**i for i in range(1, most.bit_length()) if 2**i <= most)})

@@ -1,8 +1,5 @@
 """Two evaluations of the same problems: the paired difference, and the problems won and lost."""
 
-from __future__ import annotations
-
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +7,13 @@ from pathlib import Path
 
 import jinja2
 import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from alignment.core.records import Group
-from alignment.system.files import write_atomically
+from alignment.system.files import write_atomically, write_jsonl
+from alignment.system.terminal import printable
 
 SHOWN = 200  # problems of each kind on the page
 
@@ -90,7 +91,7 @@ def write_comparison(comparison: PairedDifference, names: Sequence[str], folder:
     """Write comparison.jsonl, a line for each problem won or lost, and comparison.html, which is returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
     records = [{"outcome": kind, **vars(outcome)} for kind, outcomes in kinds for outcome in outcomes]
-    write_atomically(folder / "comparison.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(folder / "comparison.jsonl", records)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -98,6 +99,25 @@ def write_comparison(comparison: PairedDifference, names: Sequence[str], folder:
     page = template.render(comparison=comparison, names=names, kinds=kinds, shown=SHOWN)
     write_atomically(folder / "comparison.html", page)
     return folder / "comparison.html"
+
+
+def print_comparison(comparison: PairedDifference, names: Sequence[str], console: Console) -> None:
+    """Print the difference with its interval, and the first problem that was won and the first that was lost."""
+    low, high = comparison.interval
+    console.print(
+        f"{names[1]} - {names[0]}: {comparison.difference:+.4f} (95 %: {low:+.4f} .. {high:+.4f}); {len(comparison.won)}"
+        f" problems won, {len(comparison.lost)} lost",
+        style="bold",
+        markup=False,
+    )
+    table = Table(show_lines=True)
+    for heading in ("", *names):
+        table.add_column(heading, overflow="fold")
+    for kind, outcomes in (("won", comparison.won), ("lost", comparison.lost)):
+        for outcome in outcomes[:1]:
+            cells = (f"{kind}: {outcome.question}", outcome.a_text, outcome.b_text)
+            table.add_row(*(Text(printable(cell)) for cell in cells))
+    console.print(table)
 
 
 def _mean(group: Group) -> float:

@@ -1,7 +1,5 @@
 """torchao's 8-bit AdamW, made to look like any other optimiser. The one module that imports torchao."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch

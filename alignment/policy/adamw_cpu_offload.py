@@ -1,7 +1,5 @@
 """AdamW with its moments and its step on the CPU."""
 
-from __future__ import annotations
-
 import torch
 from torch.optim.adamw import adamw
 

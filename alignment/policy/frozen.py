@@ -1,7 +1,5 @@
 """Models that only compute log-probs: the reference model, and the old policy on a device of its own."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 
@@ -28,7 +26,6 @@ class FrozenModel:
     def log_probs(
         self, batch: Batch, distribution: Distribution, micro_batch_tokens: int, rows: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """See `batch_log_probs`."""
         return batch_log_probs(self.model, batch, distribution, micro_batch_tokens, self.dtype, rows)
 
     @torch.no_grad()
@@ -39,7 +36,6 @@ class FrozenModel:
             own[name].copy_(tensor, non_blocking=True)
 
     def weights_digest(self) -> str:
-        """See `weights_digest`."""
         return weights_digest(self.model, self.dtype)
 
 

@@ -1,23 +1,20 @@
 """A policy whose layers are split over several devices by the hand-built device map."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 
 from alignment.core.records import Batch
 from alignment.core.tokens import Row, cut_by_tokens
 from alignment.policy.loading import autocast
-from alignment.policy.micro_batch import MicroBatch
 from alignment.policy.placement import issue_order
 from alignment.policy.policy import Objective
-from alignment.policy.single_device import SingleDevicePolicy
+from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 
 IN_FLIGHT = 2  # micro-batches for each device (benchmarks/README.md)
 
 
 class LayerSplitPolicy(SingleDevicePolicy):
-    """A `Policy` of one process, split by layers over its devices, with several micro-batches in flight so that all of them work.
+    """A `Policy` of one process, split by layers over its devices, with several micro-batches in flight so that all are busy.
 
     Nothing here waits for a device, so one micro-batch's late layers run beside the next ones' early layers.
     """

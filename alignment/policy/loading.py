@@ -1,11 +1,9 @@
 """Loading models and tokenizers onto their devices."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
@@ -73,11 +71,7 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) ->
     """
     load_config(model_path)
     model, report = _load(
-        AutoModelForCausalLM.from_pretrained,
-        model_path,
-        dtype=dtype,
-        attn_implementation=ATTENTION,
-        output_loading_info=True,
+        AutoModelForCausalLM.from_pretrained, model_path, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
     )
     # transformers would fill these in at random and go on.
     absent = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
@@ -86,6 +80,11 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) ->
     if len(devices) == 1:
         return model.to(devices[0])
     return spread(model, partition_layers(ModelShape.from_config(model.config), devices))
+
+
+def load_weights(model_path: str, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
+    """Every weight of a model, on the CPU, by its name; tied weights once. Raises `UserError` as `load_model` does."""
+    return load_model(model_path, ("cpu",), dtype).named_parameters()
 
 
 def spread(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:

@@ -1,7 +1,5 @@
 """Log-probabilities of sampled tokens, and entropy, without logits of every position in memory at once."""
 
-from __future__ import annotations
-
 import torch
 
 from alignment.core.records import Distribution
@@ -65,8 +63,8 @@ def get_response_log_probs(
 
     `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded. Give them on the CPU: where rows end and which
     share a prompt is read off them, for which the host would wait for a GPU. Returns {"log_probs": [batch, sequence]} on the
-    output head's device, with "token_entropy" [batch, sequence] (detached) when asked. The distribution is the tempered,
-    truncated one (`sampling_logits`).
+    output head's device, with "token_entropy" [batch, sequence] (detached) if `return_token_entropy`. The
+    distribution is the tempered, truncated one (`sampling_logits`).
 
     No padding is computed, a prompt of several rows once (`packing.Packing`), and logits for the mask's positions only, a
     bounded number at a time. Raises ValueError for a model that does not hand on what its attention is told.

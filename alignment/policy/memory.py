@@ -1,6 +1,4 @@
-"""How many tokens are computed at a time: what activations take, and what memory is free for them."""
-
-from __future__ import annotations
+"""The number of tokens in a micro-batch, from the bytes of activations per token and the free memory."""
 
 from dataclasses import dataclass
 
@@ -11,61 +9,61 @@ from transformers import PreTrainedModel
 from alignment.policy.loading import devices_of
 from alignment.policy.optimizers import OPTIMIZERS
 
-MOST_TOKENS = 16384  # at once, beyond which more is no faster (benchmarks/README.md); not measured on a GPU
-# Of activations: two micro-batches at once keep a CPU at work by then, a GPU takes what is free.
-MOST_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
-SHARE = 0.5  # of the free memory that activations may take; the rest is for logits, copies and what else runs
-BF16_SHARE = 0.6  # of a token's bytes in float32 that are kept under autocast: norms stay in float32
+MAX_TOKENS = 16384  # larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
+# 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free memory is a limit.
+MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
+ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
+BF16_FACTOR = 0.6  # activation bytes under bfloat16 autocast / in float32; more than 0.5, because norms stay in float32
 
 
-def token_bytes(config) -> int:
-    """What backward keeps of a token, in float32, in a Llama-like decoder: four rows of the MLP's width and about eleven of the
-    model's, a layer. (SmolLM2-135M: 1.50 MB by this, 1.53 MB measured.)"""
+def activation_bytes(config) -> int:
+    """Bytes of float32 activations that backward needs for one token of a Llama-like decoder. Each layer stores four vectors
+    of the MLP's width and about eleven of the hidden size. (SmolLM2-135M: 1.50 MB by this formula, 1.53 MB measured.)"""
     return 4 * config.num_hidden_layers * (4 * config.intermediate_size + 11 * config.hidden_size)
 
 
-def checkpointed_token_bytes(config) -> int:
-    """The same where each layer's input alone is kept, and some rows at the model's ends, and one layer at a time is computed
-    again."""
-    one_layer = token_bytes(config) // config.num_hidden_layers
+def checkpointed_activation_bytes(config) -> int:
+    """`activation_bytes` under gradient checkpointing: the input of every layer, about three vectors at the model's ends, and
+    the activations of the one layer that backward recomputes."""
+    one_layer = activation_bytes(config) // config.num_hidden_layers
     return 4 * (config.num_hidden_layers + 3) * config.hidden_size + one_layer
 
 
 def free_bytes(device: str) -> int:
-    """Memory that nobody uses."""
+    """Free memory of a GPU, or of the host."""
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens computed at once, and whether activations must be computed again in backward to get there."""
+    """Tokens of a micro-batch, and whether they fit only with gradient checkpointing."""
 
     tokens: int
     checkpointing: bool
 
 
 def choose_micro_batch_tokens(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, kind: str, dtype: torch.dtype, longest: int
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, optimizer_name: str, dtype: torch.dtype, longest: int
 ) -> Budget:
-    """How many tokens the memory that is free now allows: a power of two, so that a run that is repeated beside other work is
-    cut alike.
+    """The largest micro-batch that fits the free memory, rounded down to a power of two, so that slightly less free
+    memory does not change a repeated run.
 
-    `optimizer`, of the kind `kind` in `OPTIMIZERS`, may hold its moments already; `dtype` is the type of matrix products;
-    `longest` is the number of tokens of the longest row there can be. Where even one such row would not fit, gradient
-    checkpointing is needed: it computes each layer twice.
+    `optimizer_name` is the key of `optimizer` in `OPTIMIZERS`; `dtype` is the type of matrix products; `longest` is the number
+    of tokens of the longest row. If it does not fit, the budget asks for gradient checkpointing, which computes layers twice.
     """
     devices = [str(device) for device in devices_of(model)]
-    trained = sum(parameter.numel() for parameter in model.parameters()) // len(devices)
+    parameters = sum(parameter.numel() for parameter in model.parameters()) // len(devices)
     states = [value for state in optimizer.state.values() for value in state.values()]
-    held = sum(value.nbytes for value in states if torch.is_tensor(value) and value.ndim and str(value.device) in devices)
-    # The weights are in memory already. A split policy has only some layers on each device: what all of them take is more.
-    free = min(free_bytes(device) for device in devices)
-    free += held // len(devices) - trained * (OPTIMIZERS[kind].device_bytes - 4)
-    room = int(SHARE * max(free, 0))
-    share = 1 if dtype == torch.float32 else BF16_SHARE
-    each = int(share * token_bytes(model.config))
-    checkpointing = room < longest * each
+    moments = [value for value in states if torch.is_tensor(value) and value.ndim and str(value.device) in devices]
+    moment_bytes = sum(moment.nbytes for moment in moments) // len(devices)
+    # The weights are allocated already. (A device of a split policy needs fewer activations than all layers do.)
+    to_allocate = parameters * (OPTIMIZERS[optimizer_name].device_bytes - 4) - moment_bytes
+    free = min(free_bytes(device) for device in devices) - to_allocate
+    available = int(ACTIVATION_SHARE * max(free, 0))
+    factor = 1 if dtype == torch.float32 else BF16_FACTOR
+    per_token = int(factor * activation_bytes(model.config))
+    checkpointing = available < longest * per_token
     if checkpointing:
-        each = int(share * checkpointed_token_bytes(model.config))
-    most = min(max(min(room, MOST_BYTES[model.device.type]) // each, 1), MOST_TOKENS)
-    return Budget(2 ** (most.bit_length() - 1), checkpointing)
+        per_token = int(factor * checkpointed_activation_bytes(model.config))
+    tokens = min(max(min(available, MAX_ACTIVATION_BYTES[model.device.type]) // per_token, 1), MAX_TOKENS)
+    return Budget(2 ** (tokens.bit_length() - 1), checkpointing)

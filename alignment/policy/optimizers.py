@@ -1,4 +1,4 @@
-"""The optimisers: AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with its moments beside the weights, on the CPU, or in 8 bits.
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with its moments beside the weights, on the CPU, or in 8 bits.
 
 This module loads no tensor library when it is imported, so that arguments and plans can read `OPTIMIZERS` at once.
 """
@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from alignment.system.registry import load
+from alignment.system.registry import import_object
 
 if TYPE_CHECKING:
     import torch
-
-BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
@@ -49,4 +47,4 @@ def make_optimizer(
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return load("--optimizer", entry.path)(groups, lr=learning_rate, betas=BETAS, **entry.options)
+    return import_object("--optimizer", entry.path)(groups, lr=learning_rate, betas=(0.9, 0.95), **entry.options)

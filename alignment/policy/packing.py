@@ -54,12 +54,12 @@ class Packing:
     def attend(self, module, query, key, value, scaling) -> torch.Tensor:
         """See `Layout.attend`; there is one row, of N tokens."""
         here = self.to(query.device)
-        q_NHD, k_NHD, v_NHD = (t[0].transpose(0, 1) for t in (query, key, value))
-        prefixes = _attend(q_NHD, k_NHD, v_NHD, here.prefixes_SL, here.prefixes_SL, None, scaling)
+        qkv_NHD = tuple(t[0].transpose(0, 1) for t in (query, key, value))
+        prefixes = _attend(qkv_NHD, here.prefixes_SL, here.prefixes_SL, None, scaling)
         out = [prefixes.index_select(0, here.prefix_tokens)]
         if here.suffixes_RQ is not None:
             bias = here.bias(query.shape[1] // key.shape[1], query.dtype)
-            suffixes = _attend(q_NHD, k_NHD, v_NHD, here.suffixes_RQ, here.seen_RK, bias, scaling)
+            suffixes = _attend(qkv_NHD, here.suffixes_RQ, here.seen_RK, bias, scaling)
             out.append(suffixes.index_select(0, here.suffix_tokens))
         return torch.cat(out)[None]
 
@@ -76,7 +76,7 @@ class Packing:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on its way to a device; the host goes on meanwhile, which it can only where the memory is pinned."""
+    """A tensor on its way to a device. The host does not wait for the copy, for which the memory must be pinned."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)  # what comes to a CPU must have arrived
@@ -202,8 +202,9 @@ def attention_by_layout(model: torch.nn.Module, layout: Layout) -> Iterator[None
         )
 
 
-def _attend(q_NHD, k_NHD, v_NHD, queries_RQ, keys_RK, bias, scaling) -> torch.Tensor:
+def _attend(qkv_NHD, queries_RQ, keys_RK, bias, scaling) -> torch.Tensor:
     """Attention of some places to others, causal where there is no bias: [R * Q, H, D]."""
+    q_NHD, k_NHD, v_NHD = qkv_NHD
     (rows, width), heads, groups = queries_RQ.shape, k_NHD.shape[1], q_NHD.shape[1] // k_NHD.shape[1]
     q = q_NHD.index_select(0, queries_RQ.flatten()).view(rows, width, heads, groups, -1)
     k, v = (

@@ -7,6 +7,7 @@ Devices are the strings "cpu" and "cuda:N". A device map is the dict that `from_
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -207,11 +208,7 @@ FAMILIES = {
         "mlp_bias": config.mlp_bias,
     },
     "qwen2": lambda config: {"qkv_bias": True},
-    "qwen3": lambda config: {
-        "qkv_bias": config.attention_bias,
-        "output_bias": config.attention_bias,
-        "qk_norm": True,
-    },
+    "qwen3": lambda config: {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias, "qk_norm": True},
 }
 """model_type -> the optional parts of its layers."""
 
@@ -301,13 +298,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
 def _smallest_bottleneck(sizes: Sequence[int], parts: int) -> int:
     """The least limit within which at most `parts` contiguous parts hold every item (cutting further keeps to it)."""
     low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if _parts_within(sizes, middle) <= parts:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return low + bisect_left(range(low, high), True, key=lambda limit: _parts_within(sizes, limit) <= parts)
 
 
 def _parts_within(sizes: Sequence[int], limit: int) -> int:

@@ -1,23 +1,19 @@
 """Clients of the reference model that `alignment.reference_server` serves: log-probs over HTTP, as safetensors files."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import os
-import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator
 
 import httpx
 import safetensors.torch
 import torch
 
 from alignment.core.records import Batch, Distribution
-from alignment.policy.reference_protocol import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, ServedModel
+from alignment.policy.reference_protocol import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, ServedModel, check_url
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.processes import START_SECONDS as PROCESS_START_SECONDS
 from alignment.system.processes import ChildProcess
@@ -40,17 +36,13 @@ class RemoteReference:
     restarts = 0
 
     def __init__(self, url: str, token: str, vocabulary: int, timeout: float):
-        match = re.fullmatch(r"http://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})/?", url)
-        if match is None or not 0 < int(match[1]) < 65536:
-            raise UserError(f"--reference_url {printable(url)}: must be http://HOST:PORT, as the reference server prints it")
+        check_url(url)
         self.url, self.token, self.timeout = url, token, timeout
         # No proxy (trust_env) and no redirect (httpx follows none): the token goes nowhere else. A connection serves one
         # request, so none can break while it is idle.
-        limits, headers = httpx.Limits(max_keepalive_connections=0), {"Accept-Encoding": "identity"}
-        headers |= {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.Client(
-            headers=headers, trust_env=False, verify=False, limits=limits
-        )  # http:// needs no certificates
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(headers=headers, trust_env=False, verify=False, limits=limits)  # http:// has no certificates
         self.info = self._get_info()
         if self.info["vocabulary"] != vocabulary:
             raise UserError(
@@ -63,27 +55,22 @@ class RemoteReference:
         full_key, body = _encode(key, batch, distribution, micro_batch_tokens)
         if len(body) > (most := self.info["max_upload_bytes"]):
             self._stop(f"takes at most {most} bytes, and a rollout has {len(body)}: raise its --max_upload_mib")
-        for _ in self._attempts("has had no room for another rollout"):
-            status, answer = self._request("POST", f"/upload?key={full_key}", body)
-            if status == 202:
-                return
-            if status != 503:
-                self._stop_refused(status, answer)
+        status, answer = self._poll(503, "has had no room for another rollout", "POST", f"/upload?key={full_key}", body)
+        if status != 202:
+            self._stop_refused(status, answer)
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
         """The log-probs [B, T] of the responses, 0 elsewhere. Uploads the batch where the server does not have it."""
         path = f"/get?key={_encode(key, batch, distribution, micro_batch_tokens)[0]}"
         most = batch.labels.numel() * 4 + LONGEST_MESSAGE
-        uploads = 0
-        for _ in self._attempts("has not computed its log-probs"):
-            status, answer = self._request("GET", path, most=most)
+        for _ in range(1 + UPLOADS):
+            status, answer = self._poll(202, "has not computed its log-probs", "GET", path, most=most)
             if status == 200:
                 return self._read_log_probs(answer, batch.response_mask)
-            if status == 404 and uploads < UPLOADS:
-                self.upload(key, batch, distribution, micro_batch_tokens)
-                uploads += 1
-            elif status != 202:
-                self._stop_refused(status, answer)
+            if status != 404:
+                break
+            self.upload(key, batch, distribution, micro_batch_tokens)
+        self._stop_refused(status, answer)
 
     def _get_info(self) -> dict:
         flag = f"--reference_url {self.url}"
@@ -148,15 +135,16 @@ class RemoteReference:
             self._stop("answers log-probs that are no logarithms of probabilities: look after its model and its device")
         return torch.where(mask, log_probs_BT, 0.0)
 
-    def _attempts(self, failure: str) -> Iterator[None]:
-        """Turns to send a request again, with growing pauses. Raises `RunStopped` with `failure` after `timeout` seconds."""
+    def _poll(self, again: int, failure: str, *request, **limits) -> tuple[int, bytes]:
+        """Status and body of an answer. Repeats a request with growing pauses while its status is `again`, for `timeout`
+        seconds; then raises `RunStopped` with `failure`."""
         deadline, pause = time.monotonic() + self.timeout, 0.005
-        while True:
-            yield
+        while (answer := self._request(*request, **limits))[0] == again:
             if time.monotonic() + pause > deadline:
                 self._stop(f"{failure} for {self.timeout:g} seconds: see what it is doing")
             time.sleep(pause)
             pause = min(1.5 * pause, 1.0)
+        return answer
 
     def _stop_refused(self, status: int, answer: bytes) -> None:
         reason = " ".join(printable(str(_json(answer).get("error"))).split())[:300]
@@ -199,7 +187,9 @@ class ReferenceProcess:
         self._child.close()
 
     def _start(self, port: int) -> None:
-        self._child = ChildProcess("reference model's process", "alignment.policy.reference_service:serve", os.environ)
+        self._child = ChildProcess(
+            "reference model's process", "alignment.policy.reference_service:serve", os.environ, grace_seconds=0
+        )
         with self._child.time_limit(max(self._timeout, PROCESS_START_SECONDS)):
             try:
                 self._child.connection.send((self._model, self.token, port))

@@ -1,12 +1,11 @@
 """What the reference server and its clients share: names, the token, and what a server serves. Importing it loads no torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass
 
 from alignment.system.errors import UserError
+from alignment.system.terminal import printable
 
 TOKEN_VARIABLE = "ALIGNMENT_REFERENCE_TOKEN"
 SERVICE = "alignment.reference_server"
@@ -28,6 +27,13 @@ class ServedModel:
     max_upload_bytes: int = 1 << 32
     name: str = ""
     deterministic: bool = False
+
+
+def check_url(url: str) -> None:
+    """Raise `UserError` for an address that is not a reference server's."""
+    match = re.fullmatch(r"http://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})/?", url)
+    if match is None or not 0 < int(match[1]) < 65536:
+        raise UserError(f"--reference_url {printable(url)}: must be http://HOST:PORT, as the reference server prints it")
 
 
 def reference_token() -> str:

@@ -1,6 +1,4 @@
-"""A policy that sits whole on one device, and what every policy of one process shares."""
-
-from __future__ import annotations
+"""A policy on one device. `LayerSplitPolicy` inherits from it and replaces the order of the micro-batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,20 +10,58 @@ from transformers import PreTrainedModel
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, split_rows, take_rows
 from alignment.policy.frozen import batch_log_probs, model_log_probs
-from alignment.policy.loading import load_model
+from alignment.policy.loading import autocast, first_device, load_model
+from alignment.policy.log_probs import head_log_probs, hidden_states
 from alignment.policy.memory import choose_micro_batch_tokens
-from alignment.policy.micro_batch import MicroBatch
 from alignment.policy.optimizers import make_optimizer
+from alignment.policy.packing import send
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.system.files import full_disk_is_an_os_error
 
 
+class MicroBatch:
+    """The forward and backward pass of some rows of a batch: the constructor, then `head`, then `backward`.
+
+    `head` backpropagates to the hidden states only, which frees the head's memory before the backward pass of the layers.
+    Supervised objectives keep one graph from the weights to the loss instead.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, batch: Batch, rows: Sequence[int], objective: Objective):
+        self.model, self.dtype, self.rows, self.objective = model, dtype, rows, objective
+        self.part = take_rows(batch, rows)
+        with autocast(first_device(model), dtype):
+            self.hidden_NH = hidden_states(model, self.part.input_ids, self.part.response_mask)
+
+    def head(self) -> None:
+        """Compute log-probs and loss, and backpropagate the loss to the hidden states."""
+        one_graph, objective = self.objective.supervised, self.objective
+        self.head_input_NH = self.hidden_NH if one_graph else self.hidden_NH.detach().requires_grad_()
+        labels, mask = self.part.labels, self.part.response_mask
+        with autocast(first_device(self.model), self.dtype):
+            outputs = head_log_probs(self.model, self.head_input_NH, labels, mask, objective.distribution, objective.entropy)
+        log_probs = outputs["log_probs"]
+        loss, sums = objective.loss(self.rows, log_probs, send(mask, log_probs.device))
+        loss.backward()
+        entropy = {"entropy_sum": outputs["token_entropy"].sum()} if objective.entropy else {}
+        self.log_probs, self.sums = log_probs.detach(), {"loss": loss.detach(), **entropy, **sums}
+
+    def backward(self) -> None:
+        """Backpropagate from the hidden states to the weights."""
+        if not self.objective.supervised:
+            self.hidden_NH.backward(self.head_input_NH.grad)
+        del self.hidden_NH, self.head_input_NH
+
+    def result(self, tokens: int) -> MicroBatchResult:
+        """The record that `Policy.accumulate` yields; `tokens` is the number of computed tokens."""
+        return MicroBatchResult(self.rows, self.log_probs, {"tokens": tokens, **self.sums})
+
+
 class SingleDevicePolicy:
-    """A `Policy` of one process, on the one device of its configuration. Raises `UserError` for weights that cannot be loaded."""
+    """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be loaded."""
 
     def __init__(self, config: PolicyConfig):
-        self.settings = config
+        self.policy_config = config
         self.devices = config.devices
         self.dtype = getattr(torch, config.dtype)
         self.micro_batch_tokens = config.micro_batch_tokens
@@ -34,11 +70,9 @@ class SingleDevicePolicy:
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
 
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """See `Policy.log_probs`."""
         return batch_log_probs(self.model, batch, distribution, self.micro_batch_tokens, self.dtype, rows)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
-        """See `Policy.accumulate`."""
         self.model.train()
         if not rows:
             for parameter in self.model.parameters():
@@ -51,7 +85,7 @@ class SingleDevicePolicy:
     def _micro_batches(
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
     ) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
-        """Each micro-batch, its gradient added, with its places in `rows`; two at a time where a CPU's cores allow it."""
+        """Yield each micro-batch, after adding its gradient, with its indices into `rows`. A CPU may compute two at a time."""
 
         def compute(piece: Sequence[int]) -> MicroBatch:
             micro_batch = MicroBatch(self.model, self.dtype, batch, [rows[i] for i in piece], objective)
@@ -64,13 +98,12 @@ class SingleDevicePolicy:
 
     @staticmethod
     def _split(batch: Batch, rows: Sequence[int], with_last_label: bool) -> list[Row]:
-        """The token ids of some rows, by which they are cut into micro-batches."""
+        """The token ids of some rows, from which `cut_for_parallel` makes micro-batches."""
         chosen = take_rows(batch, rows)
         split = split_rows(chosen.input_ids, chosen.response_mask)
         return [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
 
     def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
-        """See `Policy.supervised_log_probs`."""
         self.model.eval()
         rows = range(len(batch.labels))
         pieces, parallel = cut_for_parallel(self.model, self._split(batch, rows, True), self.micro_batch_tokens)
@@ -82,38 +115,32 @@ class SingleDevicePolicy:
         return run_parallel(compute, pieces, parallel)
 
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
-        """See `Policy.clip_gradient`."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def step(self, learning_rate: float) -> None:
-        """See `Policy.step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.drop_gradient()
 
     def drop_gradient(self) -> None:
-        """See `Policy.drop_gradient`."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradient(self) -> torch.Tensor:
-        """See `Policy.gradient`."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in trained])
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """See `Policy.weights`."""
         return self.model.named_parameters()
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
-        """See `Policy.model_on`."""
         return self.model if self.devices == (device,) and self.model.dtype == dtype else None
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
-        """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on where one row alone would not fit."""
+        """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""
         if self.micro_batch_tokens:
             return None
-        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.settings.optimizer, self.dtype, longest)
+        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.policy_config.optimizer, self.dtype, longest)
         self.micro_batch_tokens = previous or budget.tokens
         if not budget.checkpointing:
             return None
@@ -121,19 +148,16 @@ class SingleDevicePolicy:
         return "memory is short: activations are computed again in backward (gradient checkpointing)"
 
     def save(self, folder: Path, tokenizer) -> None:
-        """See `Policy.save`."""
         self.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, file: Path) -> None:
-        """See `Policy.save_optimizer`."""
         state = self.optimizer.state_dict()["state"]
         tensors = {f"{index}.{key}": t.contiguous() for index, values in state.items() for key, t in values.items()}
         with full_disk_is_an_os_error(file):
             save_file(tensors, file)
 
     def load_optimizer(self, file: Path) -> None:
-        """See `Policy.load_optimizer`."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in load_file(file).items():
             index, _, key = name.partition(".")

@@ -1,7 +1,5 @@
 """Negative controls: rewards that have nothing to teach about answers. Evaluations are by the task's own rule."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 

@@ -4,8 +4,6 @@ A ground truth is `65 = 19 36 55 7`: the target, then the numbers. Expressions a
 hold sums, differences, products, quotients, minus signs and whole numbers, and nothing else.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from fractions import Fraction

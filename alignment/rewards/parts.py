@@ -1,7 +1,5 @@
 """Parts of a reward: functions of a response that a run may add up with weights."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter

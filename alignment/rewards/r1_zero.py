@@ -12,8 +12,6 @@ The grader is a cascade, cheapest stage first; each stage decides or passes the 
 Model text is hostile input: it is never evaluated as Python, and every size is bounded before anything is computed.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The reward of a run, and the scoring of sampled groups: a rule, a control, or a weighted sum of parts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Rules: how good a response is, from the response and the ground truth alone. Evaluations report a rule, never a part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Rewards by functions of the user's own, called as ours or as TRL's; their results are checked."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import traceback

@@ -5,8 +5,6 @@ itself and resumes as exactly as any other. By the same rule at most `max_stalen
 versions of the weights for the sampler: each side waits for the other where it must.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle
@@ -23,7 +21,7 @@ from multiprocessing.connection import Connection
 import psutil
 import torch
 
-from alignment.core.rollout import SampledStep
+from alignment.core.records import SampledStep
 from alignment.core.tokens import pad_token_id
 from alignment.policy.loading import load_config, load_tokenizer, make_deterministic
 from alignment.policy.policy import Policy
@@ -32,10 +30,10 @@ from alignment.rollouts.batches import collate_groups
 from alignment.rollouts.config import RolloutConfig, Schedule
 from alignment.rollouts.source import open_source
 from alignment.rollouts.sync import check_staleness
-from alignment.sampling.sampler import SamplerConfig, find_engine, open_sampler
+from alignment.sampling.open import open_sampler
+from alignment.sampling.sampler import SamplerConfig, find_engine
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
-from alignment.system.background import run_in_background
-from alignment.system.clock import Clock
+from alignment.system.clock import Clock, run_in_background
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import GRACE_SECONDS, POLL_SECONDS, START_SECONDS, ChildProcess
 from alignment.system.signals import defer_signals

@@ -1,21 +1,18 @@
 """From groups of completions to the batch that updates are made from."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from alignment.core.advantages import AdvantageConfig, group_advantages, overlong_penalty
-from alignment.core.records import Completion, Group
-from alignment.core.rollout import Rollout
+from alignment.core.records import Completion, Group, Rollout
 from alignment.core.tokens import collate
 from alignment.rollouts.config import RolloutConfig
 
 
 def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id: int) -> Rollout:
-    """All completions as one padded batch, with their rewards, the penalty of overlong ones included, and without advantages."""
+    """All completions as one padded batch with their rewards, length penalties included, and without advantages."""
     completions = [completion for group in groups for completion in group.completions]
     batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id)
     rewards_B1 = torch.tensor([[score["reward"]] for group in groups for score in group.scores], dtype=torch.float32)
@@ -42,10 +39,3 @@ def length_penalty(completion: Completion, config: RolloutConfig) -> float:
 def is_counted(completion: Completion, config: RolloutConfig) -> bool:
     """Whether a completion enters baselines and updates: with --skip_unfinished those that were cut off do not."""
     return not config.skip_unfinished or completion.finish_reason == "stop"
-
-
-def values_of_responses(values_BT: torch.Tensor, rollout: Rollout, rows: Iterable[int]) -> Iterable[list[float]]:
-    """Each row's values at its response tokens; none for rows that are not among `rows`."""
-    chosen = set(rows)
-    masked = enumerate(zip(values_BT, rollout.batch.response_mask, strict=True))
-    return (values[mask].tolist() if row in chosen else [] for row, (values, mask) in masked)

@@ -1,23 +1,19 @@
 """Sampling and scoring one step: prompts to groups, with refills for groups of equal rewards."""
 
-from __future__ import annotations
-
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from alignment.core.advantages import group_statistics
-from alignment.core.records import Completion, Group, Problem
-from alignment.core.rollout import SampledStep
+from alignment.core.records import Completion, Group, Problem, SampledStep
 from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
 from alignment.rewards.reward import Reward, find_reward, graded_ahead, grading_report
 from alignment.rollouts.batches import is_counted, length_penalty
-from alignment.rollouts.config import RolloutConfig, derived_seed
-from alignment.rollouts.prompts import problems_of_step, refill_problems, training_problems
+from alignment.rollouts.config import RolloutConfig, derived_seed, problems_of_step, refill_problems, training_problems
 from alignment.sampling.sampler import Sampler
+from alignment.system.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -31,12 +27,14 @@ class RolloutSource:
 
     def sample_step(self, step: int, sampler: Sampler) -> SampledStep:
         """Sample and score a step's groups with the weights that the sampler has."""
-        seconds, version = {"sample": 0.0, "score": 0.0}, sampler.policy_version
+        clock, version = Clock(), sampler.policy_version
 
         def sample_and_score(problems: Sequence[Problem], refill: int) -> list[Group]:
-            groups, spent = self._sample_and_score(problems, step, refill, sampler)
-            seconds.update({phase: seconds[phase] + spent[phase] for phase in seconds})
-            return groups
+            sampling = self.config.sampling_of_step(self.task.stop, step, refill)
+            with clock("sample"), graded_ahead(self.reward.rule, problems) as on_response_end:
+                completions = sampler.sample([problem.prompt for problem in problems], sampling, on_response_end)
+            with clock("score"):
+                return self.reward.score(problems, completions)
 
         torch.manual_seed(derived_seed(self.config.seed, step))
         groups, sampled = refilled_groups(self.problems, self.config, step, sample_and_score)
@@ -45,19 +43,7 @@ class RolloutSource:
         if self.config.max_refills:
             rewards = [score["reward"] for group in sampled for score in group.scores]
             report |= {"prompts_asked": len(sampled), "reward_asked": sum(rewards) / len(rewards)}
-        return SampledStep(step, version, groups, report, seconds)
-
-    def _sample_and_score(
-        self, problems: Sequence[Problem], step: int, refill: int, sampler: Sampler
-    ) -> tuple[list[Group], dict[str, float]]:
-        """The groups of some problems, and the seconds that sampling and scoring took."""
-        start = time.perf_counter()
-        sampling = self.config.sampling_of_step(self.task.stop, step, refill)
-        with graded_ahead(self.reward.rule, problems) as on_response_end:
-            completions = sampler.sample([problem.prompt for problem in problems], sampling, on_response_end)
-        sampled = time.perf_counter()
-        groups = self.reward.score(problems, completions)
-        return groups, {"sample": sampled - start, "score": time.perf_counter() - sampled}
+        return SampledStep(step, version, groups, report, clock.seconds)
 
 
 def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
@@ -69,10 +55,7 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
 
 
 def refilled_groups(
-    problems: Sequence[Problem],
-    config: RolloutConfig,
-    step: int,
-    sample: Callable[[Sequence[Problem], int], Sequence[Group]],
+    problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable[[Sequence[Problem], int], Sequence[Group]]
 ) -> tuple[list[Group], list[Group]]:
     """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores.
 

@@ -1,18 +1,15 @@
 """Rollouts that are sampled between the updates, by a sampler that has each step's weights."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from alignment.core.rollout import SampledStep
+from alignment.core.records import SampledStep
 from alignment.policy.policy import Policy
 from alignment.rollouts.source import RolloutSource
 from alignment.sampling.sampler import Sampler
-from alignment.system.background import run_in_background
-from alignment.system.clock import Clock
+from alignment.system.clock import Clock, run_in_background
 from alignment.system.signals import defer_signals
 
 
@@ -24,7 +21,6 @@ class Rollouts(Protocol):
 
     def next(self, step: int) -> SampledStep:
         """The sampled and scored groups of a step."""
-        ...
 
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
@@ -32,11 +28,9 @@ class Rollouts(Protocol):
 
         Signals are deferred from here on: the step is made, but not yet logged.
         """
-        ...
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
         """The rollouts of later steps that are sampled already, with weights older than those of `step`."""
-        ...
 
 
 class SyncRollouts:
@@ -47,11 +41,9 @@ class SyncRollouts:
 
     @property
     def restarts(self) -> int:
-        """See `Rollouts.restarts`."""
         return self.sampler.restarts
 
     def next(self, step: int) -> SampledStep:
-        """See `Rollouts.next`."""
         sampled = self.source.sample_step(step, self.sampler)
         check_staleness(sampled, 0)
         self.clock.seconds |= sampled.seconds
@@ -59,7 +51,6 @@ class SyncRollouts:
 
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
-        """See `Rollouts.syncing`."""
         defer_signals()
         with run_in_background(functools.partial(self.sampler.load_weights, policy.weights(), step), self.clock("sync")):
             yield

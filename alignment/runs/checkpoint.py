@@ -4,8 +4,6 @@ All randomness of a run is a function of its seed and the step number, so a resu
 weights, optimiser, and the rollouts that older weights have sampled ahead.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -14,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from alignment.core.records import Completion, Group, Problem, Score
-from alignment.core.rollout import SampledStep
+from alignment.core.records import Completion, Group, Problem, SampledStep, Score
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, damage, full_disk_is_an_os_error, manifested, read_jsonl
 

@@ -1,7 +1,5 @@
 """What the numbers of a run say is going wrong, while it can still be stopped."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,15 +40,14 @@ class Health:
         self.latest = [*self.latest, record][-max(GRADER_WINDOW, self.limits.max_bad_steps) :]
 
     def judge(self, record: Record) -> tuple[list[str], dict]:
-        """Take note of the next step. Returns what is to be printed, and the record with the names of its warnings; a warning is
+        """Take note of the next step. Returns messages to print, and the record with the names of its warnings. A warning is
         printed when it begins."""
         before = self.latest[-1]["warnings"] if self.latest else []
-        slow = slowness(self.latest, record)
         warnings = health_warnings(self.first, [*self.latest, record], self.limits.max_new_tokens)
         messages = [warnings[name] for name in sorted(warnings.keys() - set(before))]
         if record["bad_updates"]:
             messages.append(f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite")
-        if slow:
+        if slow := slowness(self.latest, record):
             messages.append(slow)
         record = {**record, "warnings": sorted(warnings)}
         self._add(record)
@@ -64,8 +61,8 @@ class Health:
         if len(last) == self.limits.max_bad_steps and all_bad:
             raise RunStopped(
                 f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps); their batches are in"
-                " bad_batches/: look at their rewards and log-probs, and start a run from its last checkpoint (--sft_base) with a"
-                " lower --learning_rate"
+                " bad_batches/: look at their rewards and log-probs, and start a run from its last checkpoint (--sft_base) with"
+                " a lower --learning_rate"
             )
         recent = self.latest[-GRADER_WINDOW:]
         failed, graded = (sum(record[key] for record in recent) for key in ("grading_failed", "responses"))

@@ -1,7 +1,8 @@
-"""One training run: its folder, lock, checkpoints, log, and what happens to it when it stops."""
+"""One training run: its folder, lock, checkpoints and log, and the save when it is stopped."""
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alignment.core.rollout import Rollout, SampledStep
+from alignment.core.records import Rollout, SampledStep
 from alignment.runs.checkpoint import (
     checkpoint_folder,
     drop_old_checkpoints,
@@ -31,7 +32,7 @@ from alignment.system.terminal import progress_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-FREE_ON_RESUME = frozenset(
+CHANGEABLE_ON_RESUME = frozenset(
     """resume run_name num_steps save_interval keep_checkpoints sampler_timeout max_bad_steps max_grader_failures""".split()
 )
 """Arguments that a resumed run may change."""
@@ -39,39 +40,41 @@ FREE_ON_RESUME = frozenset(
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is written, how long it is, and what its args.json says."""
+    """The folder, length and checkpoint schedule of a run, and the contents of its args.json."""
 
     output_dir: str
     run_name: str
     default_name: str
-    """The name where `run_name` is empty, with the first number that is free."""
+    """The name if `run_name` is empty; a second run of this name has the suffix "-2", and so on."""
     resume: bool
     num_steps: int
     save_interval: int
     keep_checkpoints: int
     limits: HealthLimits
     arguments: Mapping[str, object]
-    """All arguments, which a resumed run must share but for `FREE_ON_RESUME`."""
+    """All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`."""
     defaults: Mapping[str, object]
-    """What arguments were before they existed, for runs that were started with an older version."""
+    """Values of arguments that are missing from the args.json of a run that an older version started."""
     seeds: Mapping[str, int]
     resume_command: Callable[[str], str]
-    """The command that continues the run of a name."""
+    """Run name -> the command that resumes it."""
 
 
 class Run:
-    """A run that is open. Its folder appears when `start` is called, after everything else could be built."""
+    """An open run. `start` creates its folder, after everything else has been built."""
 
     def __init__(self, config: RunConfig, console: Console):
         self.config, self.console = config, console
         self.closing = ExitStack()
-        """What is closed when the run ends: samplers, processes, locks."""
+        """Closes samplers, processes and locks when the run ends."""
         self.clock = Clock()
         self.path: Path | None = None
         self.step = 0
-        """The last step that is done."""
+        """The last finished step."""
         self.resumed_at = 0
-        self._started = False
+        self.started = False
+        """Whether `start` has been called, so that there is something to save."""
+        self._restarts = 0
 
     @property
     def checkpoint(self) -> Path | None:
@@ -79,10 +82,9 @@ class Run:
         return checkpoint_folder(self.path, self.step) if self.step else None
 
     def resume(self) -> None:
-        """Find the run to go on with, lock it, and put damaged checkpoints aside. Raises `UserError` where it cannot go on."""
-        self.path = Path(self.config.output_dir) / resumed_run_name(
-            self.config.output_dir, self.config.run_name, self.config.default_name
-        )
+        """Find the run, lock it, and rename damaged checkpoints. Raises `UserError` if the run cannot continue."""
+        output = self.config.output_dir
+        self.path = Path(output) / resumed_run_name(output, self.config.run_name, self.config.default_name)
         self.closing.enter_context(lock_run_folder(self.path))
         refuse_other_arguments(self.path, self.config)
         summary = self.path / "summary.json"
@@ -91,64 +93,52 @@ class Run:
         if finished >= self.config.num_steps or step > self.config.num_steps:
             raise UserError(f"--resume: {self.path} has already done {step} of --num_steps {self.config.num_steps}")
         for damage in damages:
-            words = f"{damage}; it is put aside, and the run goes on from step {step}"
-            self.console.print(words, style="red", markup=False, soft_wrap=True)
+            self._print(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
         put_aside(self.path, after=step)
-        # A shorter run ended with these; its model is still there as its last checkpoint.
+        # These belong to the end of a shorter run. Its last checkpoint still has the model.
         summary.unlink(missing_ok=True)
         shutil.rmtree(self.path / "final", ignore_errors=True)
         self.step = self.resumed_at = step
 
     def start(self, policy, tokenizer, rollouts, restarts: Callable[[], int]) -> None:
-        """Claim the folder, and open its log. `restarts` counts the processes that were lost and replaced so far."""
+        """Create the folder and open its log. `restarts()` is the number of processes that died and were replaced so far."""
         config = self.config
+        write = functools.partial(write_args, arguments=config.arguments, seeds=config.seeds)
         if self.path is None:
-            self.path = claim_run_folder(config.output_dir, config.run_name, config.default_name, self._write_args)
+            self.path = claim_run_folder(config.output_dir, config.run_name, config.default_name, write)
             self.closing.enter_context(lock_run_folder(self.path))
         else:
-            self._write_args(self.path)
+            write(self.path)
         self.folder = RunFolder(self.path, self.step)
         self.closing.callback(self.folder.close)
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), config.limits)
         self._policy, self._tokenizer, self._rollouts, self._count_restarts = policy, tokenizer, rollouts, restarts
-        self._restarts = 0
         self._progress = self.closing.enter_context(progress_line("RL", config.num_steps, self.console))
-        self._started = True
-
-    def _write_args(self, folder: Path) -> None:
-        write_args(folder, self.config.arguments, self.config.seeds)
+        self.started = True
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, from 1."""
+        """The remaining steps; the first step of a run is 1."""
         for step in range(self.step + 1, self.config.num_steps + 1):
             self.clock.restart()
             yield step
 
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
-        """Write the step's completions with the trainer's log-probs, and the batches for which no update could be made."""
-        mask_BT, chosen = rollout.batch.response_mask, set(result.rows_with_gradient)
-        trainer = (
-            log_probs[mask].tolist() if row in chosen else []
-            for row, (log_probs, mask) in enumerate(zip(result.trainer_log_probs_BT, mask_BT, strict=True))
-        )
+        """Write the step's completions with the trainer's log-probs, and the mini-batches without a finite loss or gradient."""
+        trainer = rollout.response_values(result.trainer_log_probs_BT, result.rows_with_gradient)
         self.folder.log_completions("rollout", sampled.step, sampled.groups, trainer)
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 
     def log_step(self, sampled: SampledStep, rollout: Rollout, result) -> None:
-        """Log a step that is done, with its warnings. From here on signals are delivered. Raises `RunStopped` where the run
-        cannot go on to any purpose."""
+        """Log a finished step and its warnings, then deliver the signals that `update` deferred. Raises `RunStopped` if the
+        health checks find the run hopeless."""
         restarts = self._count_restarts()
         record = {"step": sampled.step, "micro_batch_tokens": self._policy.micro_batch_tokens, **result.report}
-        record |= {
-            **sampled.report,
-            "restarts": restarts - self._restarts,
-            **step_seconds(self.clock, sampled, rollout, record),
-        }
+        record |= sampled.report | {"restarts": restarts - self._restarts}
+        record |= step_seconds(self.clock, sampled, rollout, result.report["update_tokens"])
         self._restarts = restarts
         warnings, record = self.health.judge(record)
         for warning in warnings:
-            words = f"warning, step {sampled.step}: {warning}"
-            self.console.print(words, style="yellow", markup=False, soft_wrap=True)
+            self._print(f"warning, step {sampled.step}: {warning}", "yellow")
         self.folder.log_step(record)
         self.step = sampled.step
         deliver_signals()
@@ -161,49 +151,46 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of the last step, and drop old ones; the one this run began from may start a lost sampler again."""
+        """Write a checkpoint, and delete old ones except that of `resumed_at`, from which a sampler that died restarts."""
         self.folder.flush()
         ahead = self._rollouts.sampled_ahead(self.step)
         save_checkpoint(checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead)
         drop_old_checkpoints(self.path, self.config.keep_checkpoints, spared=self.resumed_at)
 
     def finish(self, title: str) -> None:
-        """Write the final model, the learning curve and the summary, and print before and after."""
+        """Write the final model, the learning curve and the summary, and print the accuracy before and after."""
         with atomic_folder(self.path / "final") as building:
             save_model(building, lambda folder: self._policy.save(folder, self._tokenizer))
         write_summary(self.path, title, self.console)
 
     def save_when_stopped(self, stop: BaseException) -> None:
-        """Save what is done when a signal or a hopeless run ends the loop, and say how to go on."""
+        """Save the last finished step when a signal or `RunStopped` ends the loop, and print the command to resume it."""
         step = self.step
         try:
-            if signals_are_deferred():  # the weights are between two steps: the last checkpoint stands
+            if signals_are_deferred():  # the update has begun, so the weights are of no finished step
                 step, _ = last_whole_step(self.path)
             elif step and not checkpoint_folder(self.path, step).exists():
                 self.save()
-        except RunStopped:  # a sampler that is lost has taken with it what older weights had sampled
+        except RunStopped:  # the sampler died, and its rollouts sampled ahead, which a checkpoint needs, with it
             step, _ = last_whole_step(self.path)
-        command = self.config.resume_command(self.path.name)
-        self.console.print(f"stopped after step {step} ({stop}); go on with: {command}", markup=False, soft_wrap=True)
+        self._print(f"stopped after step {step} ({stop}); go on with: {self.config.resume_command(self.path.name)}")
 
-    def explain(self, error: OSError) -> RunStopped:
-        """What a full disk, or another fault of the file system, means for a run."""
+    def _print(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
+
+    def stopped_by(self, error: OSError) -> RunStopped:
+        """The error of a run that a full disk or another fault of the file system has stopped."""
         kept = "it had no checkpoint yet"
         with suppress(UserError, OSError):
             step, _ = last_whole_step(self.path)
             kept = f"its checkpoint of step {step} is whole" if step else kept
         return RunStopped(f"{error}. The run {self.path} has stopped; {kept}: go on with --resume when that is mended")
 
-    @property
-    def started(self) -> bool:
-        """Whether there is something to save."""
-        return self._started
-
 
 @contextmanager
 def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
-    """A run, locked and resumed where --resume says so. What the run holds is closed at the end; where a signal or a fault
-    ends it, what is done is saved first, and the user is told how to go on."""
+    """Open a run and, with --resume, lock and resume its folder. At the end `Run.closing` closes everything. If a signal or a
+    fault ends the run, `save_when_stopped` first writes a checkpoint."""
     run = Run(config, console)
     with run.closing:
         if config.resume:
@@ -218,12 +205,12 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
             raise
         except OSError as error:
             if run.started:
-                raise run.explain(error) from None
+                raise run.stopped_by(error) from None
             raise
 
 
 def refuse_other_arguments(path: Path, config: RunConfig) -> None:
-    """Raise `UserError` where a run was started with other arguments than `config` has."""
+    """Raise `UserError` if a run was started with other arguments than those of `config`."""
     before = read_json(path / "args.json").get("args")
     if not isinstance(before, dict):
         raise UserError(f"--resume: {path / 'args.json'} is damaged, so it does not say how the run was started")
@@ -231,17 +218,17 @@ def refuse_other_arguments(path: Path, config: RunConfig) -> None:
     changed = [
         f"--{key} was {before.get(key, defaults.get(key))!r}, now {value!r}"
         for key, value in now.items()
-        if before.get(key, defaults.get(key)) != value and key not in FREE_ON_RESUME
+        if before.get(key, defaults.get(key)) != value and key not in CHANGEABLE_ON_RESUME
     ]
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
 
 
-def step_seconds(clock: Clock, sampled: SampledStep, rollout: Rollout, record: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, and tokens a second: those sampled, and those, prompts included, that updates computed."""
+def step_seconds(clock: Clock, sampled: SampledStep, rollout: Rollout, update_tokens: int) -> dict[str, float]:
+    """Seconds by phase, sampled tokens per second, and tokens per second of the updates, prompts included."""
     return {
         **{f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()},
         "seconds": clock.elapsed(),
         "tokens_per_second_sample": sum(rollout.lengths) / sampled.seconds["sample"],
-        "tokens_per_second_update": record["update_tokens"] / clock.seconds["update"],
+        "tokens_per_second_update": update_tokens / clock.seconds["update"],
     }

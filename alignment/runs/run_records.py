@@ -1,7 +1,5 @@
 """The records of finished and unfinished runs, read from their folders."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

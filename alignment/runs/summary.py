@@ -1,18 +1,14 @@
-"""The end of a run: its before and after, where its time went, and summary.json."""
+"""The end of a run: its before and after, its learning curve, where its time went, and summary.json."""
 
-from __future__ import annotations
-
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from alignment.runs.learning_curve import plot_learning_curve
-from alignment.system.files import read_jsonl, write_atomically
-from alignment.system.terminal import printable
+from alignment.runs.run_folder import Record
+from alignment.system.files import read_jsonl, write_json
+from alignment.system.terminal import make_table, printable
 
 
 def write_summary(path: Path, title: str, console: Console) -> None:
@@ -23,14 +19,14 @@ def write_summary(path: Path, title: str, console: Console) -> None:
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after = evals[0], evals[-1]
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
-    table = Table(title=f"{path.name}: {after['problems']} held-out problems, {title}")
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("accuracy", *(_with_interval(e) for e in (before, after)))
-    table.add_row("format rate", *(f"{e['avg_format_rewards']:.3f}" for e in (before, after)))
-    table.add_row("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after)))
-    table.add_row("seconds of RL", "", f"{sum(m['seconds'] for m in metrics):.0f}")
-    console.print(table)
+    rows = [
+        ("accuracy", *(_with_interval(e) for e in (before, after))),
+        ("format rate", *(f"{e['avg_format_rewards']:.3f}" for e in (before, after))),
+        ("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after))),
+        ("seconds of RL", "", f"{sum(m['seconds'] for m in metrics):.0f}"),
+    ]
+    heading, sides = f"{path.name}: {after['problems']} held-out problems, {title}", ("before", "after")
+    console.print(make_table(heading, ("", *sides), rows, numbers=sides))
     console.print(f"of these seconds: {', '.join(f'{name} {share:.1%}' for name, share in phase_shares(metrics))}")
     first, last = (read_jsonl(path / "completions" / f"eval_{e['step']:06d}.jsonl") for e in (before, after))
     pairs = list(zip(first, last, strict=True))
@@ -48,10 +44,35 @@ def write_summary(path: Path, title: str, console: Console) -> None:
         "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }
-    write_atomically(path / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_json(path / "summary.json", summary)
 
 
-def phase_shares(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
+def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str) -> None:
+    """Write a PNG of training reward, held-out accuracy with its 95 % interval, and response length over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 1), layout="constrained")
+    steps = [m["step"] for m in metrics]
+    top.plot(steps, [m["reward"] for m in metrics], color="tab:gray", alpha=0.6, label="training reward")
+    top.plot(steps, [m["format_reward"] for m in metrics], color="tab:orange", alpha=0.6, label="training format reward")
+    eval_steps, accuracy = [e["step"] for e in evals], [e["avg_all_rewards"] for e in evals]
+    spread = [[a - e["avg_all_rewards_ci"][0], e["avg_all_rewards_ci"][1] - a] for a, e in zip(accuracy, evals, strict=True)]
+    look = {"color": "tab:blue", "marker": "o", "capsize": 3, "label": "held-out accuracy (95 %)"}
+    top.errorbar(eval_steps, accuracy, yerr=list(zip(*spread, strict=True)), **look)
+    top.set(ylim=(0, 1), title=title)
+    top.legend(loc="best")
+    top.grid(alpha=0.3)
+    bottom.plot(steps, [m["response_length"] for m in metrics], color="tab:green")
+    bottom.set(xlabel="rollout step", ylabel="response tokens")
+    bottom.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def phase_shares(metrics: Sequence[Record]) -> list[tuple[str, float]]:
     """Each phase's share of the steps' time, the largest first; what no phase claims is "other" (logging, books)."""
     total = sum(record["seconds"] for record in metrics)
     names = {key for record in metrics for key in record if key.startswith("seconds_")}

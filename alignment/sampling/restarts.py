@@ -16,18 +16,15 @@ if TYPE_CHECKING:
 
 
 class RestartingSampler:
-    """A `Sampler` that replaces a lost engine once a request: the new one gets the weights of the version that the lost one had,
-    and the same request, which gives the same completions.
+    """A `Sampler` that replaces a lost engine once a request: the new one gets the weights that the lost one had, and the same
+    request, which gives the same completions.
 
     `start` makes an engine with the weights that sampling began with; `weights` gives the present ones, and is None where they
     never change. Raises `RunStopped` where the new engine is lost as well.
     """
 
     def __init__(
-        self,
-        start: Callable[[], Sampler],
-        weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
-        vocabulary: int,
+        self, start: Callable[[], Sampler], weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None, vocabulary: int
     ):
         self._start, self._weights, self._vocabulary = start, weights, vocabulary
         self._engine = start()
@@ -65,7 +62,7 @@ class RestartingSampler:
         return completions
 
     def _restart(self, lost: SamplerLost, request: Callable = lambda: None):
-        """Start a new engine with the weights of the lost one; returns its answer to the request that the lost one left open."""
+        """Start a new engine with the weights of the lost one; returns its answer to the request that was left open."""
         print(f"the sampler is started again: {lost}", file=sys.stderr)
         self.restarts += 1
         self._engine.close()

@@ -1,11 +1,10 @@
-"""Samplers draw completions from a policy: the protocol, the table of engines, and opening one.
+"""Samplers draw completions from a policy: the protocol, and the table of engines.
 
 This module loads no engine and no tensor library when it is imported, so that arguments can be checked against `SAMPLERS`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.system.errors import UserError
-from alignment.system.registry import find, load
+from alignment.system.registry import find
 
 if TYPE_CHECKING:
     import torch
-
-    from alignment.policy.policy import Policy
 
 OnResponseEnd = Callable[[int, str], object]
 """Called with the number of a response's prompt, and the response's text."""
@@ -108,12 +105,15 @@ def engine_name(sampler: str) -> str:
     return "vllm" if _is_installed("vllm") else "transformers"
 
 
-def find_engine(sampler: str) -> SamplerEngine:
-    """The engine that --sampler names: "auto", one of `SAMPLERS`, or an engine of the user's own, package.module:name.
+def named_engine(sampler: str) -> SamplerEngine:
+    """The engine that --sampler names: "auto", one of `SAMPLERS`, or the user's own, package.module:name; installed or not.
+    Raises `UserError` for other names."""
+    return find("--sampler", engine_name(sampler), SAMPLERS, wrap=SamplerEngine)
 
-    Raises `UserError` for other names, and for an engine whose package is not installed.
-    """
-    engine = find("--sampler", engine_name(sampler), SAMPLERS, wrap=SamplerEngine)
+
+def find_engine(sampler: str) -> SamplerEngine:
+    """As `named_engine`. Raises `UserError` for an engine whose package is not installed, too."""
+    engine = named_engine(sampler)
     if engine.package and not _is_installed(engine.package):
         raise UserError(
             "the vllm sampler needs vLLM: start the command with `uv run --extra vllm ...` on NVIDIA GPUs or"
@@ -125,30 +125,6 @@ def find_engine(sampler: str) -> SamplerEngine:
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
     return spec is not None and spec.origin is not None  # without an origin it is some folder of that name
-
-
-def open_sampler(
-    engine: SamplerEngine,
-    config: SamplerConfig,
-    tokenizer,
-    policy: Policy | None = None,
-    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None,
-) -> Sampler:
-    """Start a sampler.
-
-    `policy` is the one whose weights it will be given: an engine may read the policy's own model in place. `weights` gives the
-    present weights to an engine that takes the place of a lost one; by default they are the policy's.
-    """
-    start = load("--sampler", engine.open) if isinstance(engine.open, str) else engine.open
-    if not engine.can_be_lost:
-        return start(config, tokenizer, policy)
-    from alignment.policy.loading import load_config  # here, because it loads transformers
-    from alignment.sampling.restarts import RestartingSampler
-
-    weights = weights or (None if policy is None else policy.weights)
-    return RestartingSampler(
-        functools.partial(start, config, tokenizer, None), weights, load_config(config.model_path).vocab_size
-    )
 
 
 def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int) -> list[list[int]]:

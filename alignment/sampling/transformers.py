@@ -46,7 +46,8 @@ class TransformersSampler:
         self.policy_version = policy_version
         self.restarts = 0
         self._device = model.get_input_embeddings().weight.device
-        self._eos = {tokenizer.eos_token_id, *_as_list(model.generation_config.eos_token_id)} - {None}
+        ends = model.generation_config.eos_token_id
+        self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
         self._may_end: dict[tuple[str, ...], list[bool]] = {}
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -78,22 +79,14 @@ class TransformersSampler:
             rows = self._decode(encoded, wave, lines, sampling, on_response_end)
             for position, row in enumerate(rows):
                 index = wave[position // sampling.n]
-                groups[index].append(self._completion(encoded[index], row, self._text(row, sampling.stop)))
+                reason = "stop" if row.finished else "length"
+                drawn = (tuple(encoded[index]), tuple(row.token_ids), tuple(row.log_probs), self._text(row, sampling.stop))
+                groups[index].append(Completion(*drawn, reason, self.policy_version))
         self.model.train(was_training)
         return groups
 
     def _text(self, row: _Row, stop: tuple[str, ...]) -> str:
         return _up_to_stop(self.tokenizer.decode(row.token_ids, skip_special_tokens=True), stop)
-
-    def _completion(self, prompt_ids: list[int], row: _Row, text: str) -> Completion:
-        return Completion(
-            prompt_ids=tuple(prompt_ids),
-            token_ids=tuple(row.token_ids),
-            log_probs=tuple(row.log_probs),
-            text=text,
-            finish_reason="stop" if row.finished else "length",
-            policy_version=self.policy_version,
-        )
 
     def _waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[list[int]]:
         """Prompts cut into lots of similar length whose keys and values fit in the cache."""
@@ -243,10 +236,6 @@ def _up_to_stop(text: str, stop: tuple[str, ...]) -> str:
     """The text up to and with the first stop string; the last token may carry letters beyond it."""
     ends = [text.index(string) + len(string) for string in stop if string in text]
     return text[: min(ends)] if ends else text
-
-
-def _as_list(value) -> list:
-    return value if isinstance(value, list) else [value]
 
 
 def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ cause above", and leaves one process to end instead of a tree. Everything crosse
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import random
@@ -27,43 +26,32 @@ from alignment.system.processes import POLL_SECONDS, START_SECONDS, ChildProcess
 
 
 class VLLMSampler:
-    """A `Sampler` that runs vLLM on `device` ("cpu" or "cuda:<index>") with the weights of the folder `model_path`.
+    """A `Sampler` that runs vLLM on the device of its configuration, "cpu" or "cuda:<index>".
 
-    `context` is in tokens; `gpu_memory_utilization` is vLLM's share of the GPU's memory. On a CPU the keys and values
-    get VLLM_CPU_KVCACHE_SPACE GiB instead (2 where unset). In bfloat16 a completion also depends on what shares its
+    `context` is in tokens; None: the model's own. On a CPU the keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where
+    unset) in place of a share of the memory. In bfloat16 a completion also depends on what shares its
     batch, so the same seed repeats it only for the same list of prompts.
 
     Raises `UserError` where vLLM cannot start. An engine that breaks or dies later, or does not answer within
-    `timeout` seconds, raises `SamplerLost` with its last words and is closed.
+    `config.timeout` seconds, raises `SamplerLost` with its last words and is closed.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        tokenizer,
-        *,
-        device: str,
-        dtype: str,
-        context: int,
-        gpu_memory_utilization: float,
-        timeout: float = math.inf,
-        policy_version: int = 0,
-        seed: int = 0,
-    ):
+    def __init__(self, config: SamplerConfig, tokenizer, context: int | None = None, seed: int = 0):
+        device, model_path = config.device, config.model_path
         self.tokenizer = tokenizer
-        self.context = context
-        self.policy_version = policy_version
+        self.context = context or context_length(load_config(model_path))
+        self.policy_version = config.policy_version
         self.restarts = 0
-        self._timeout = timeout
+        self._timeout = config.timeout
         self._device = device
-        self._dtype = getattr(torch, dtype)
+        self._dtype = getattr(torch, config.dtype)
         entry = "alignment.sampling.vllm:serve"
         self._worker = ChildProcess(f"vLLM process on {device}", entry, worker_environment(device, os.environ))
         options = dict(
             model=str(model_path),
-            dtype=dtype,
-            max_model_len=context,
-            gpu_memory_utilization=gpu_memory_utilization,
+            dtype=config.dtype,
+            max_model_len=self.context,
+            gpu_memory_utilization=config.memory_share,
             seed=seed,
         )
         try:
@@ -264,13 +252,4 @@ VERBS = {"generate": _generate, "reload": _reload}
 
 def open_vllm(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMSampler:
     """vLLM with a copy of the weights of its own."""
-    return VLLMSampler(
-        config.model_path,
-        tokenizer,
-        device=config.device,
-        dtype=config.dtype,
-        context=context_length(load_config(config.model_path)),
-        gpu_memory_utilization=config.memory_share,
-        timeout=config.timeout,
-        policy_version=config.policy_version,
-    )
+    return VLLMSampler(config, tokenizer)

@@ -22,8 +22,6 @@ listen, let ADDRESS be 127.0.0.1 and come through an SSH tunnel, or give the ser
 https URL. A server serves one command at a time: it holds one policy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
@@ -34,7 +32,6 @@ import ssl
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -45,7 +42,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import context_length, load_config, load_model
+from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
@@ -62,65 +59,47 @@ SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in KEEPALIVE.items() if hasattr(socket, name)
 ]
 SHARD_BYTES = 2**30  # of weights in memory at a time, unless one tensor has more
-ANSWER_BYTES = 2**20  # of an answer, and besides for each token of a completion and of a prompt:
+ANSWER_BYTES = 2**20  # of an answer, and besides for each token of a completion:
 TOKEN_BYTES = 1024
-PROMPT_TOKEN_BYTES = 16
 
 # What must be the same for the server's model to take our weights and tokens.
 SHAPE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
+    *"model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split(),
+    *"num_key_value_heads tie_word_embeddings".split(),
 )
 
 
 class VLLMServerSampler:
-    """A `Sampler` that draws from the vLLM server at `url`, started as the module says, with the weights of `model_path`.
+    """A `Sampler` that draws from the vLLM server at `config.url`, started as the module says.
 
-    `context` is in tokens. `weights_folder` is where weights are written on their way, one version at a time and each
-    only until the server has loaded it; the server must see it under the same name. `token` is the server's key. In
-    bfloat16 a completion also depends on what shares its batch, as it does within a process.
+    `context` is in tokens; None: the model's own. `config.weights_folder` is where weights are written on their way, one
+    version at a time and each only until the server has loaded it; the server must see it under the same name. `token` is the
+    server's key. In bfloat16 a completion also depends on what shares its batch, as it does within a process.
 
-    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `timeout` seconds,
-    answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
+    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
+    seconds, answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
     `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model_path: str,
-        tokenizer,
-        *,
-        context: int,
-        dtype: str,
-        weights_folder: str | Path,
-        timeout: float,
-        token: str | None = None,
-        policy_version: int = 0,
-    ):
+    def __init__(self, config: SamplerConfig, tokenizer, context: int | None = None, token: str | None = None):
+        model_path, dtype = config.model_path, config.dtype
+        model_config = load_config(model_path)
+        text_config = model_config.get_text_config()
         self.tokenizer = tokenizer
-        self.context = context
-        self.policy_version = policy_version
+        self.context = context or context_length(model_config)
+        self.policy_version = config.policy_version
         self.restarts = 0
-        self._timeout = timeout
+        self._timeout = config.timeout
         self._dtype = getattr(torch, dtype)
-        self._weights_folder = Path(weights_folder).resolve()
-        self._client = _JSONClient(url, token)
-        config = load_config(model_path).get_text_config()
-        self._vocabulary = config.vocab_size
-        command = _command(model_path, dtype, context)
+        self._weights_folder = Path(config.weights_folder).resolve()
+        self._client = _JSONClient(config.url, token)
+        shape = _shape(text_config)
+        self._vocabulary = shape["vocab_size"]
         self._model = self._served_model()
-        self._refuse_unfit({key: getattr(config, key, None) for key in SHAPE}, dtype, command)
+        self._refuse_unfit(shape, dtype, _command(model_path, dtype, self.context))
         try:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
-            weights = load_model(model_path, ("cpu",), self._dtype).named_parameters()
-            self._reload(weights, max(self._timeout, START_SECONDS))
+            self._reload(load_weights(model_path, self._dtype), max(self._timeout, START_SECONDS))
         except SamplerLost as error:
             raise UserError(
                 f"--sampler_url: {error}. It has to see {self._weights_folder}, where weights are written: let both machines"
@@ -134,13 +113,15 @@ class VLLMServerSampler:
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         n = 1 if sampling.temperature == 0 else sampling.n
         self._drop_cached_prefixes(until)
-        answers = self._client.ask(_completion_requests(self._model, encoded, sampling, n), until)
-        # Afterwards, as a server that dies meanwhile answers none of the requests.
+        # The answer repeats the prompt with each completion.
+        most = ANSWER_BYTES + n * (sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0))
+        requests = _completion_requests(self._model, encoded, sampling, n)
+        answers = self._client.post("/v1/completions", requests, until, most)
+        # Checked after the answers have come: a server that is lost before gives none.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
             raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
         drawn = [
-            [Completion(prompt_ids=tuple(ids), policy_version=self.policy_version, **fields) for fields in _completions(answer)]
-            * (sampling.n // n)
+            _completions(answer, tuple(ids), self.policy_version) * (sampling.n // n)
             for ids, answer in zip(encoded, answers, strict=True)
         ]
         check_completions(drawn, len(prompts), sampling, self._vocabulary)
@@ -172,15 +153,20 @@ class VLLMServerSampler:
 
         Refused while there are requests, such as those of a caller that has just been interrupted, so they are waited for.
         """
-        while self._client.ask([_Request("POST", "/reset_prefix_cache")], until)[0].get("success") is not True:
-            if time.monotonic() + RETRY_SECONDS > until:
-                raise SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
+        busy = None
+        while busy is None or time.monotonic() + RETRY_SECONDS <= until:
+            try:
+                if self._client.post("/reset_prefix_cache", [None], until)[0].get("success") is True:
+                    return
+            except SamplerLost as error:
+                raise (busy if busy and time.monotonic() >= until else error) from None
+            busy = SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
             time.sleep(RETRY_SECONDS)
+        raise busy
 
     def _call(self, method: str, until: float, *arguments: str) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""
-        request = _Request("POST", "/collective_rpc", {"method": method, "args": arguments})
-        results = self._client.ask([request], until)[0].get("results")
+        results = self._client.post("/collective_rpc", [{"method": method, "args": arguments}], until)[0].get("results")
         if not (isinstance(results, list) and results and all(isinstance(result, dict) for result in results)):
             raise SamplerLost(f"{self._client} answered with no results")
         return results
@@ -188,7 +174,7 @@ class VLLMServerSampler:
     def _served_model(self) -> str:
         """The name that the server has for its model. Raises `UserError` where there is no vLLM server to be talked to."""
         try:
-            cards = self._client.ask([_Request("GET", "/v1/models")], self._until_checked())[0].get("data")
+            cards = self._client.get("/v1/models", self._until_checked()).get("data")
             return next(str(card["id"]) for card in cards if card["owned_by"] == "vllm")
         except _Refused as error:
             if error.status == 401:
@@ -199,9 +185,8 @@ class VLLMServerSampler:
         except SamplerLost as error:
             raise UserError(f"--sampler_url: {error}. Check the address, and that a vLLM server runs there") from None
         except (StopIteration, KeyError, TypeError):
-            raise UserError(
-                f"--sampler_url: {self._client} serves no model, so it is no vLLM server: check host and port"
-            ) from None
+            message = "serves no model, so it is no vLLM server: check host and port"
+            raise UserError(f"--sampler_url: {self._client} {message}") from None
 
     def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
         """Raise `UserError` for a server that could not take our weights, or whose log-probs would be others."""
@@ -209,21 +194,19 @@ class VLLMServerSampler:
             facts = self._call("sampler_facts", self._until_checked())[0]
         except SamplerLost as error:
             raise UserError(f"--sampler_url: {error}. To be given new weights, it must be started as: {command}") from None
-        theirs = facts.get("shape") if isinstance(facts.get("shape"), dict) else {}
+        theirs, context = facts.get("shape"), facts.get("context")
+        theirs = theirs if isinstance(theirs, dict) else {}
         others = [f"{key} {theirs.get(key)} and not {ours}" for key, ours in shape.items() if theirs.get(key) != ours]
+        fits = isinstance(context, int) and context >= self.context
         wrong = {
             f"serves another model, with {', '.join(others)}": bool(others),
-            f"has a context of {facts.get('context')} tokens and not {self.context}": not self._holds(facts.get("context")),
+            f"has a context of {context} tokens and not {self.context}": not fits,
             f"computes in {facts.get('dtype')} and not in {dtype}": facts.get("dtype") != dtype,
             "gives log-probs that leave out temperature, top-p and top-k": facts.get("logprobs_mode") != "processed_logprobs",
             "cuts prompts into chunks, which loses the seeds on a CPU": facts.get("chunked_on_cpu") is not False,
         }
-        if any(wrong.values()):
-            found = "; ".join(reason for reason, applies in wrong.items() if applies)
-            raise UserError(f"--sampler_url: {self._client} {found}. Start it as: {command}")
-
-    def _holds(self, context: object) -> bool:
-        return isinstance(context, int) and context >= self.context
+        if reasons := [reason for reason, applies in wrong.items() if applies]:
+            raise UserError(f"--sampler_url: {self._client} {'; '.join(reasons)}. Start it as: {command}")
 
     def _until_checked(self) -> float:
         return time.monotonic() + min(self._timeout, CHECK_SECONDS)
@@ -238,29 +221,24 @@ def _command(model_path: str, dtype: str, context: int) -> str:
     )
 
 
+def _shape(config) -> dict:
+    return {key: getattr(config, key, None) for key in SHAPE}
+
+
 def _write_shards(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
     """Write the weights, cast to `dtype`, as safetensors files of about `SHARD_BYTES`."""
     shard: dict[str, torch.Tensor] = {}
-    number = 0
     with full_disk_is_an_os_error(folder):
-        for name, tensor in named_tensors:
+        for number, (name, tensor) in enumerate(named_tensors):
             shard[name] = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
             if sum(part.nbytes for part in shard.values()) >= SHARD_BYTES:
                 save_file(shard, folder / f"{number:05d}.safetensors")
-                shard, number = {}, number + 1
+                shard = {}
         if shard:
-            save_file(shard, folder / f"{number:05d}.safetensors")
+            save_file(shard, folder / "rest.safetensors")
 
 
-# What is asked and answered.
-
-
-@dataclass(frozen=True)
-class _Request:
-    method: str
-    path: str
-    body: dict | None = None
-    limit: int = ANSWER_BYTES  # of the answer
+# Requests and answers.
 
 
 class _Refused(SamplerLost):
@@ -271,7 +249,7 @@ class _Refused(SamplerLost):
         self.status = status
 
 
-def _completion_requests(model: str, encoded: Sequence[Sequence[int]], sampling: SamplingConfig, n: int) -> list[_Request]:
+def _completion_requests(model: str, encoded: Sequence[Sequence[int]], sampling: SamplingConfig, n: int) -> list[dict]:
     """A request for `n` completions of each prompt, with a seed of its own."""
     # As for vLLM within a process: child j of a request has the seed + j, and neighbouring seeds share no child.
     first_seed = random.Random(sampling.seed).getrandbits(48)
@@ -293,39 +271,25 @@ def _completion_requests(model: str, encoded: Sequence[Sequence[int]], sampling:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,  # beside the log-probs, where the tokens' texts would be longer
     }
-    response_bytes = ANSWER_BYTES + n * sampling.max_new_tokens * TOKEN_BYTES
-    return [
-        _Request(
-            "POST",
-            "/v1/completions",
-            shared | {"prompt": ids, "seed": first_seed + index * n},
-            response_bytes + n * len(ids) * PROMPT_TOKEN_BYTES,  # it comes back with each completion
-        )
-        for index, ids in enumerate(encoded)
-    ]
+    return [shared | {"prompt": ids, "seed": first_seed + index * n} for index, ids in enumerate(encoded)]
 
 
-def _completions(answer: dict) -> list[dict]:
-    """The fields of a prompt's completions that the server knows. Raises `SamplerLost` for values of other types."""
+def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int) -> list[Completion]:
+    """The completions of one prompt. Raises `SamplerLost` for values of other types."""
+    completions = []
     try:
-        return [_fields(choice) for choice in answer["choices"]]
+        for choice in answer["choices"]:
+            tokens, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            text, reason = choice["text"], choice["finish_reason"]
+            if {type(token) for token in tokens} != {int} or not {type(value) for value in log_probs} <= {int, float}:
+                raise TypeError
+            if not isinstance(text, str) or reason not in ("stop", "length"):  # not "abort", or what a newer vLLM invents
+                raise ValueError
+            numbers = tuple(map(float, log_probs))
+            completions.append(Completion(prompt_ids, tuple(tokens), numbers, text, reason, version))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise SamplerLost("a vLLM server answered what are no completions") from None
-
-
-def _fields(choice: dict) -> dict:
-    token_ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    finish_reason, text = choice["finish_reason"], choice["text"]
-    if not (all(type(token) is int for token in token_ids) and all(type(value) in (int, float) for value in log_probs)):
-        raise TypeError
-    if not (isinstance(text, str) and finish_reason in ("stop", "length")):  # not "abort", or what a newer vLLM invents
-        raise ValueError
-    return {
-        "token_ids": tuple(token_ids),
-        "log_probs": tuple(map(float, log_probs)),
-        "text": text,
-        "finish_reason": finish_reason,
-    }
+    return completions
 
 
 class _JSONClient:
@@ -350,57 +314,63 @@ class _JSONClient:
     def __str__(self) -> str:
         return f"the vLLM server at {self._url}"
 
-    def ask(self, requests: Sequence[_Request], until: float) -> list[dict]:
-        """The answers to requests that are sent side by side, in order, by the clock's time `until`.
+    def get(self, path: str, until: float) -> dict:
+        """The answer to a GET."""
+        return self._ask("GET", path, [None], until, ANSWER_BYTES)[0]
+
+    def post(self, path: str, bodies: Sequence[dict | None], until: float, most: int = ANSWER_BYTES) -> list[dict]:
+        """The answers, of at most `most` bytes each, to POSTs that are sent side by side, in order, before the time `until`.
 
         Raises `SamplerLost` for the first that fails. Cuts off the others then, and the server drops them.
         """
-        with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
-            return portal.call(self._answers, requests, until)
+        return self._ask("POST", path, bodies, until, most)
 
-    async def _answers(self, requests: Sequence[_Request], until: float) -> list[dict]:
+    def _ask(self, *request) -> list[dict]:
+        with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
+            return portal.call(self._answers, *request)
+
+    async def _answers(self, method: str, path: str, bodies: Sequence[dict | None], until: float, most: int) -> list[dict]:
         seconds, slots = until - time.monotonic(), asyncio.Semaphore(CONCURRENT)
-        limits = httpx.Limits(max_keepalive_connections=0)
-        transport = httpx.AsyncHTTPTransport(
-            verify=self._certificates, trust_env=False, limits=limits, socket_options=SOCKET_OPTIONS
-        )
+        options = {"limits": httpx.Limits(max_keepalive_connections=0), "socket_options": SOCKET_OPTIONS}
+        transport = httpx.AsyncHTTPTransport(verify=self._certificates, trust_env=False, **options)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         client = httpx.AsyncClient(transport=transport, headers=self._headers, timeout=timeout, trust_env=False)
+
+        async def answer(body: dict | None) -> dict:
+            async with slots, client.stream(method, self._url + path, json=body) as response:
+                return await self._read(response, path, most)
+
         try:
             async with asyncio.timeout(seconds), client, asyncio.TaskGroup() as group:
-                answers = [group.create_task(self._answer(client, slots, request)) for request in requests]
+                answers = [group.create_task(answer(body)) for body in bodies]
         except TimeoutError:
             raise SamplerLost(f"{self} gave no answer within {seconds:.1f} s") from None
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [answer.result() for answer in answers]
-
-    async def _answer(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, request: _Request) -> dict:
-        data = bytearray()
-        try:
-            async with slots, client.stream(request.method, self._url + request.path, json=request.body) as response:
-                async for part in response.aiter_raw():
-                    data += part
-                    if len(data) > request.limit:
-                        raise SamplerLost(f"{self} answered with more than {request.limit} bytes")
-        except (httpx.TransportError, ValueError) as error:
+            error = failures.exceptions[0]
+            if not isinstance(error, httpx.TransportError | ValueError):
+                raise error from None
             cause = os_error(error)
             raise SamplerLost(f"{self} cannot be reached, or broke off ({type(cause).__name__}: {cause})") from None
-        return self._checked(response.status_code, data, request)
+        return [answer.result() for answer in answers]
 
-    def _checked(self, status: int, data: bytes, request: _Request) -> dict:
+    async def _read(self, response: httpx.Response, path: str, most: int) -> dict:
+        data = bytearray()
+        async for part in response.aiter_raw():
+            data += part
+            if len(data) > most:
+                raise SamplerLost(f"{self} answered with more than {most} bytes")
         try:
-            found = json.loads(data)
+            content = json.loads(data)
         except (ValueError, RecursionError):
-            found = None
-        if status != 200:
-            said = found.get("error", found.get("detail")) if isinstance(found, dict) else None
+            content = None
+        if response.status_code != 200:
+            said = content.get("error", content.get("detail")) if isinstance(content, dict) else None
             said = said.get("message") if isinstance(said, dict) else said
             reason = f": {' '.join(str(said).split())[:300]}" if said else ""
-            raise _Refused(f"{self} answered {request.path} with status {status}{reason}", status)
-        if not isinstance(found, dict):
+            raise _Refused(f"{self} answered {path} with status {response.status_code}{reason}", response.status_code)
+        if not isinstance(content, dict):
             raise SamplerLost(f"{self} answered what is no JSON object")
-        return found
+        return content
 
 
 # What the server runs.
@@ -414,10 +384,9 @@ class SamplerWorker:
     def sampler_facts(self) -> dict:
         """What a sampler must know before it uses this server, and whose weights it has."""
         config = self.vllm_config
-        text_config = config.model_config.hf_text_config
         on_cpu = config.device_config.device_type == "cpu"
         return {
-            "shape": {key: getattr(text_config, key, None) for key in SHAPE},
+            "shape": _shape(config.model_config.hf_text_config),
             "context": config.model_config.max_model_len,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode,
@@ -465,14 +434,4 @@ class Guard:
 
 def open_vllm_server(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMServerSampler:
     """The server at `config.url`; its key is in the environment variable ALIGNMENT_SAMPLER_TOKEN."""
-    return VLLMServerSampler(
-        config.url,
-        config.model_path,
-        tokenizer,
-        context=context_length(load_config(config.model_path)),
-        dtype=config.dtype,
-        weights_folder=config.weights_folder,
-        timeout=config.timeout,
-        token=os.environ.get("ALIGNMENT_SAMPLER_TOKEN"),
-        policy_version=config.policy_version,
-    )
+    return VLLMServerSampler(config, tokenizer, token=os.environ.get("ALIGNMENT_SAMPLER_TOKEN"))

@@ -1,7 +1,5 @@
 """TODO."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 

@@ -1,10 +1,9 @@
-"""Seconds of each phase of a step."""
-
-from __future__ import annotations
+"""Seconds of each phase of a step, and work in a thread beside a block of code."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 
 
 class Clock:
@@ -27,3 +26,14 @@ class Clock:
     def elapsed(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self.start
+
+
+@contextmanager
+def run_in_background(work: Callable[[], None], waiting: AbstractContextManager) -> Iterator[None]:
+    """Run `work` in a thread beside the block; after the block, wait for its end inside the context `waiting`. Raises the
+    error of either, that of the block if both fail."""
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(work)
+        yield
+        with waiting:
+            result.result()

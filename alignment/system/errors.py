@@ -1,7 +1,5 @@
 """The errors that a command reports to its user as one line with an exit code."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

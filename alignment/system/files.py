@@ -1,7 +1,5 @@
 """Files and folders that appear whole or not at all, checksums of a folder's files, and the lock of a run folder."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json
@@ -9,7 +7,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -54,6 +52,16 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a whole JSON file, or nothing."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_jsonl(path: Path, records: Iterable[object]) -> None:
+    """Write a whole file of one JSON value a line, or nothing."""
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _temporary_path(path: Path) -> Path:
@@ -185,6 +193,18 @@ def read_records(file: Path) -> list[dict]:
         if type(record.get("step")) is not int:
             raise UserError(f"{file}:{number}: has no step; the file is damaged")
     return records
+
+
+def text_lines(file: Path) -> list[tuple[str, str]]:
+    """(place, line) of each line that is not blank, in a file of a user's; the place is "file:number".
+
+    Raises `UserError` if the file is not text.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    return [(f"{file}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def flush(path: Path) -> None:

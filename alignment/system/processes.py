@@ -4,8 +4,6 @@
 Each child has a session of its own: Ctrl-C in the terminal reaches the parent only, and its process group can be killed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -121,7 +119,7 @@ def start_command(
 ) -> subprocess.Popen:
     """Start `python -m module flags` in `folder`, with `threads` OpenMP threads; the file `log` gets its output appended.
 
-    Raises `Interrupted`, with nothing left running, where a signal arrives meanwhile.
+    Raises `Interrupted`, with nothing left running, where a signal arrives while it starts.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
@@ -154,11 +152,7 @@ def _kill_group(process: subprocess.Popen) -> None:
 
 
 def _start(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    output: IO | int,
-    *descriptors: int,
-    folder: Path | None = None,
+    arguments: Sequence[str], environment: Mapping[str, str], output: IO | int, *descriptors: int, folder: Path | None = None
 ) -> subprocess.Popen:
     """Start child.py with these arguments and open descriptors, output and errors in one file, and this project importable."""
     path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])

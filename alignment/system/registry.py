@@ -1,7 +1,5 @@
 """Named choices: one table of entries for each flag, to which a user adds an entry of their own as `package.module:name`."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Callable, Mapping
@@ -37,17 +35,20 @@ def find(
         hint = f" (did you mean {nearest[0]}?)" if nearest else ""
         noun = flag.lstrip("-").replace("_", " ")
         raise UserError(f"{flag} {name}: there is no such {noun}; {choose} {', '.join(table)}, or name {own}{hint}")
-    found = load(flag, name)
+    found = import_object(flag, name)
     if isinstance(found, kind):
         return found
     if not (takes_functions and callable(found)):
         wanted = "a function" if takes_functions else kind.__name__
         raise UserError(f"{flag} {name}: cannot be imported (TypeError: it is of type {type(found).__name__}, not {wanted})")
-    return wrap(found) if wrap else found
+    try:
+        return wrap(found) if wrap else found
+    except (TypeError, ValueError) as error:  # such as a callable without a signature
+        raise UserError(f"{flag} {name}: cannot be imported ({type(error).__name__}: {error})") from None
 
 
-def load(flag: str, path: str) -> object:
-    """The object that `path`, written as `package.module:name`, imports. Raises `UserError`, whose message begins with `flag`."""
+def import_object(flag: str, path: str) -> object:
+    """The object that `path`, written as `package.module:name`, imports. Raises `UserError` that begins with `flag`."""
     module, _, attribute = path.rpartition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

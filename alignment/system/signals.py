@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: the first signal stops a command where nothing is half done, the second one at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -12,7 +10,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """A signal asked the command to end. No subclass of Exception, so that code that handles errors does not catch it."""
+    """A signal ended the command. No subclass of Exception, so that code that handles errors does not catch it."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)

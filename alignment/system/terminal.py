@@ -1,17 +1,25 @@
 """Terminal output: the console of all commands, progress lines, and text that is safe to print."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 
 def make_console() -> Console:
     """The console that a command prints to. It leaves words between colons, such as :three:, as they are."""
     return Console(emoji=False)
+
+
+def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence], numbers: Sequence[str] = ()) -> Table:
+    """A table, whose columns with a heading among `numbers` are aligned to the right."""
+    columns = [Column(heading, justify="right" if heading in numbers else "left", overflow="fold") for heading in headings]
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """How a rollout becomes updates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

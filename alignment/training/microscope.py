@@ -1,7 +1,5 @@
 """Gradients of different estimators on one frozen set of rollouts, by the very code that updates are made with."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +10,7 @@ import torch
 
 from alignment.core.losses import LOSSES
 from alignment.core.normalization import NORMALIZATIONS
-from alignment.core.rollout import Rollout
+from alignment.core.records import Rollout
 from alignment.policy.policy import Policy
 from alignment.rollouts.batches import with_advantages
 from alignment.system.errors import UserError

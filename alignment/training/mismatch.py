@@ -1,25 +1,22 @@
-"""The check that what is trained is what was sampled: the sampler's log-probs against the trainer's."""
-
-from __future__ import annotations
+"""Detects a sampler with stale or wrong weights: compares its log-probs with the trainer's."""
 
 from collections.abc import Sequence
 
 import torch
 
-from alignment.core.records import Distribution
-from alignment.core.rollout import Rollout
+from alignment.core.records import Distribution, Rollout
 from alignment.policy.policy import MicroBatchResult, Policy
 from alignment.system.errors import RunStopped
 
-SAMPLE = 16  # responses of an evaluation on which sampler and trainer are compared
-STALE_MISMATCH = 0.5  # nats a token that weights some steps old may differ; far less would be a long way for one update
+COMPARED = 16  # responses of an evaluation, to compare sampler and trainer on
+STALE_MISMATCH = 0.5  # limit in nats a token for a sampler some steps behind; one update changes log-probs by far less
 
 RowLogProbs = Sequence[tuple[Sequence[int], torch.Tensor]]
 """Row numbers of a rollout, and the trainer's log-probs [b, t] of these rows."""
 
 
 class SamplerMismatchCheck:
-    """Compares the log-probs that a step's update has computed with the sampler's, before the weights first change."""
+    """Compares the log-probs of a step's first update with the sampler's, before the weights first change."""
 
     def __init__(self, rollout: Rollout, limit: float, steps_old: int):
         """`limit`: largest mean difference in nats a token; `steps_old`: steps that the sampler's weights are behind."""
@@ -28,9 +25,9 @@ class SamplerMismatchCheck:
         self._passed, self._weights_moved = False, False
 
     def check(self, mini_batch: Sequence[MicroBatchResult]) -> None:
-        """Compare the first mini-batch that has a gradient; the others are not looked at. Raises `RunStopped` as `mismatch`.
+        """Compare the first mini-batch that has a gradient; ignore the others. Raises `RunStopped` like `mismatch`.
 
-        A mini-batch without a gradient that came before has let momentum move the weights a little.
+        After an earlier mini-batch without a gradient, momentum has already moved the weights a little.
         """
         if not self._passed and mini_batch:
             computed = [(result.rows, result.log_probs) for result in mini_batch]
@@ -40,9 +37,9 @@ class SamplerMismatchCheck:
 
 
 def sampler_mismatch(policy: Policy, rollout: Rollout, distribution: Distribution, limit: float) -> dict[str, float]:
-    """`mismatch` on `SAMPLE` responses spread over a rollout, by a forward pass of the policy."""
+    """`mismatch` on `COMPARED` responses spread over a rollout, by a forward pass of the policy."""
     number = len(rollout.lengths)
-    rows = list(range(0, number, number // SAMPLE + 1))  # no whole number of groups, so that each sample number gets its turn
+    rows = list(range(0, number, number // COMPARED + 1))  # no whole number of groups, so that each sample number gets its turn
     log_probs_BT = policy.log_probs(rollout.batch, distribution, rows)
     return mismatch([(rows, log_probs_BT[rows])], rollout, limit)
 
@@ -52,7 +49,7 @@ def mismatch(trainer: RowLogProbs, rollout: Rollout, limit: float, steps_old: in
 
     Both are taken under the distribution that was sampled from, before the weights change. Raises `RunStopped` where the mean
     exceeds `limit` (--max_sampler_mismatch): the gradient would be of another policy than the one that was sampled. A sampler
-    whose weights are `steps_old` steps old may differ by up to `STALE_MISMATCH`: what these steps have changed is in it.
+    whose weights are `steps_old` steps old may differ by up to `STALE_MISMATCH`, because these steps changed the log-probs.
     """
     differences = []
     for rows, trainer_bt in trainer:

@@ -1,14 +1,11 @@
 """Old and reference log-probs of a rollout: the other policies that a loss compares with."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Protocol
 
 import torch
 
-from alignment.core.records import Batch, Distribution
-from alignment.core.rollout import Rollout
+from alignment.core.records import Batch, Distribution, Rollout
 from alignment.policy.frozen import FrozenModel
 from alignment.policy.policy import Policy
 from alignment.system.clock import Clock
@@ -24,7 +21,6 @@ class Reference(Protocol):
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
         """Log-probs [B, T] of a batch's responses; `key` names the batch."""
-        ...
 
 
 class LocalReference:
@@ -36,7 +32,6 @@ class LocalReference:
         self.model = model
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        """See `Reference.log_probs`."""
         return self.model.log_probs(batch, distribution, micro_batch_tokens)
 
 

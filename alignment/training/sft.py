@@ -1,7 +1,5 @@
 """Supervised fine-tuning on worked solutions, response tokens only."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -50,11 +48,7 @@ class SFTData:
 
 
 def fine_tune(
-    policy: Policy,
-    data: SFTData,
-    config: SFTConfig,
-    log_step: Callable[[dict], None],
-    progress: Callable[[int, str], None],
+    policy: Policy, data: SFTData, config: SFTConfig, log_step: Callable[[dict], None], progress: Callable[[int, str], None]
 ) -> None:
     """Make `num_steps` optimiser steps on the mean negative log-likelihood of a batch's response tokens.
 

@@ -1,18 +1,15 @@
 """The optimiser updates made on one rollout."""
 
-from __future__ import annotations
-
-import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from alignment.core.losses import LossInputs
 from alignment.core.normalization import loss_denominator
-from alignment.core.rollout import Rollout
+from alignment.core.records import Rollout
 from alignment.core.train_step import micro_batch_loss
 from alignment.policy.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, Policy
@@ -24,10 +21,10 @@ from alignment.training.mismatch import SamplerMismatchCheck
 
 @dataclass
 class UpdateResult:
-    """What the updates of one rollout report, and what of them is logged.
+    """The metrics of the updates on one rollout, with log-probs and row numbers for the logs.
 
-    `trainer_log_probs_BT` are the trainer's log-probs before the first update, of `rows_with_gradient`; `bad` are the rows of
-    each mini-batch whose loss or gradient was not finite, for which no update was made.
+    `trainer_log_probs_BT` are the trainer's log-probs of `rows_with_gradient`, before the first update. `bad` lists the rows of
+    each mini-batch whose loss or gradient was not finite; `update` skipped these.
     """
 
     report: dict[str, float | None]
@@ -37,19 +34,16 @@ class UpdateResult:
 
 
 def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, steps_old: int = 0) -> UpdateResult:
-    """Make all optimiser updates of one rollout. From the first change of the weights on, signals are deferred.
+    """Make all optimiser updates of one rollout. It defers signals from the first change of the weights on.
 
-    Responses without a gradient count in every denominator, but are not computed. Before the weights first change, the
-    log-probs just computed are compared with the sampler's (`SamplerMismatchCheck`), whose weights are `steps_old` steps old.
-    Raises `RunStopped` where they differ too much. Nothing in here waits for a device but the check of each gradient.
+    It skips the forward pass of responses without a gradient, but counts them in every denominator. Before the weights first
+    change, `SamplerMismatchCheck` compares the log-probs with those of the sampler, whose weights are `steps_old` steps old,
+    and raises `RunStopped` if they differ too much. Inside the loop only `is_finite` waits for the device.
     """
     torch.manual_seed(derived_seed(config.seed, step))
     check = SamplerMismatchCheck(rollout, config.max_sampler_mismatch, steps_old)
     informative = rows_with_gradient(rollout, config)
-    computed: list[MicroBatchResult] = []
-    norms: list[torch.Tensor] = []
-    kept: list[MicroBatchResult] = []
-    bad: list[Sequence[int]] = []
+    computed, stepped, norms, bad = [], [], [], []  # all micro-batch results, those of optimiser steps, norms, skipped rows
     rate = learning_rate(config, (step - 1) * config.updates_per_rollout)
     for mini_batch in mini_batches(rollout, config, step):
         objective = rollout_objective(rollout, mini_batch, config)
@@ -62,19 +56,19 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
             defer_signals()
             policy.step(rate)
             norms.append(norm)
-            kept += results
+            stepped += results
         else:
             policy.drop_gradient()
             bad.append(mini_batch)
-    report = update_report(kept, norms, rate) | {"rows_with_gradient": len(informative), "bad_updates": len(bad)}
+    report = update_report(stepped, norms, rate) | {"rows_with_gradient": len(informative), "bad_updates": len(bad)}
     padded = rollout.batch.labels.numel() * config.epochs_per_rollout
     report |= {"update_token_share": report["update_tokens"] / padded, **check.report}
-    trainer_BT = rollout.old_log_probs_BT if config.old_log_probs == "policy" else first_pass(computed, rollout)
+    trainer_BT = rollout.old_log_probs_BT if config.old_log_probs == "policy" else first_log_probs(computed, rollout)
     return UpdateResult(report, trainer_BT, informative, bad)
 
 
 def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:
-    """The trained rows whose loss depends on the policy: with a KL penalty all, else those whose weight is not zero."""
+    """The trained rows whose loss has a gradient: all with a KL penalty, else those with a non-zero advantage or reward."""
     weight = config.loss.loss.weight
     if config.loss.beta or weight is None:
         return rollout.trained_rows
@@ -83,23 +77,23 @@ def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:
 
 
 def mini_batches(rollout: Rollout, config: UpdateConfig, step: int) -> list[list[int]]:
-    """The rows of each optimiser update: passes over the groups in a random order, cut into mini-batches."""
-    size, cuts = config.train_mini_batch_size or len(rollout.lengths), []
+    """The rows of each optimiser update: every epoch shuffles the groups and cuts them into mini-batches."""
+    size, parts = config.train_mini_batch_size or len(rollout.lengths), []
     for epoch in range(config.epochs_per_rollout):
         seed = f"update {config.data_seed} {step} {epoch}"
         order = shuffled_groups(rollout.trained_rows, config.advantage.group_size, seed)
-        cuts += [order[start : start + size] for start in range(0, len(order), size)]
-    return cuts
+        parts += [order[start : start + size] for start in range(0, len(order), size)]
+    return parts
 
 
 def shuffled_groups(rows: Sequence[int], group_size: int, seed: str) -> list[int]:
-    """The rows in a random order of their groups: a mini-batch that holds a group whole computes its prompt once."""
+    """Shuffle whole groups, not rows: a mini-batch computes the prompt of a whole group once."""
     groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row // group_size)]
     return [row for group in random.Random(seed).sample(groups, len(groups)) for row in group]
 
 
 def rollout_objective(rollout: Rollout, mini_batch: Sequence[int], config: UpdateConfig) -> Objective:
-    """The loss of one optimiser update, whose denominator counts all rows of `mini_batch`, on any micro-batch of it."""
+    """The objective of one optimiser update: any micro-batch's loss, divided by the denominator of the whole `mini_batch`."""
     lengths = rollout.lengths
     denominator = loss_denominator(config.loss.loss_normalization, [lengths[row] for row in mini_batch], config.max_new_tokens)
 
@@ -112,8 +106,11 @@ def rollout_objective(rollout: Rollout, mini_batch: Sequence[int], config: Updat
 def loss_inputs(
     rollout: Rollout, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor, config: UpdateConfig
 ) -> LossInputs:
-    """What the loss of some rows of a rollout is computed from, on the device of their log-probs."""
-    take: Callable = functools.partial(_take, rows, log_probs_bt.shape[1], log_probs_bt.device)
+    """The inputs of the loss for some rows of a rollout, on the device of `log_probs_bt`."""
+
+    def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
+
     old_bt = take(rollout.old_log_probs_BT)
     return LossInputs(
         config.loss,
@@ -121,43 +118,38 @@ def loss_inputs(
         mask_bt,
         raw_rewards=take(rollout.raw_rewards_B1),
         advantages=take(rollout.advantages_B1),
-        # Where there are no old log-probs, there is one update a rollout, and the old policy is this one.
+        # Without old log-probs a rollout has one update, so the old policy is the current one.
         old_log_probs=log_probs_bt.detach() if old_bt is None else old_bt,
         reference_log_probs=take(rollout.reference_log_probs_BT),
         sampler_log_probs=take(rollout.sampler_log_probs_BT),
     )
 
 
-def _take(rows: Sequence[int], width: int, device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Some rows of a tensor [B, 1] or [B, T], cut to `width`, on their way to `device`."""
-    return None if tensor is None else send(tensor[rows, :width], device)
-
-
 def is_finite(norm: torch.Tensor, results: Sequence[MicroBatchResult]) -> bool:
-    """Whether a mini-batch's gradient norm and the losses of its micro-batches are numbers."""
+    """Whether a mini-batch's gradient norm and the losses of its micro-batches are finite."""
     losses = sum((result.sums["loss"].to(norm.device) for result in results), start=torch.zeros_like(norm))
     return bool((torch.isfinite(norm) & torch.isfinite(losses)).item())
 
 
 def learning_rate(config: UpdateConfig, update_number: int) -> float:
-    """Linear rise over `warmup_steps` updates (from 1), constant after."""
+    """Linear warm-up over `warmup_steps` updates, then constant. `update_number` starts at 1."""
     return config.learning_rate * min(1.0, update_number / max(1, config.warmup_steps))
 
 
-def first_pass(computed: Sequence[MicroBatchResult], rollout: Rollout) -> torch.Tensor:
-    """Each row's log-probs [B, T] when it was first computed, on the CPU; 0 for rows that never were."""
+def first_log_probs(computed: Sequence[MicroBatchResult], rollout: Rollout) -> torch.Tensor:
+    """Log-probs [B, T] on the CPU, of each row's first forward pass; 0 for rows without one."""
     log_probs_BT = torch.zeros(rollout.batch.labels.shape)
     for result in reversed(computed):
         log_probs_BT[result.rows, : result.log_probs.shape[1]] = result.log_probs.cpu()
     return log_probs_BT
 
 
-_MEANS = {"kl": "kl_sum", "correction_mean": "weight_sum"}  # over response tokens, where the loss has them
+_MEANS = {"kl": "kl_sum", "correction_mean": "weight_sum"}  # metric -> sum over response tokens, if the loss reports it
 
 
 def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float) -> dict[str, float | None]:
-    """Losses averaged over updates; entropy, ratio and clip fraction over the response tokens that carry a gradient; the tokens
-    that were computed, shared prompts once. None where no update was made, or no token carries a gradient."""
+    """The metrics: the loss averaged over updates; entropy, ratio and clip fraction averaged over response tokens with a
+    gradient. Metrics are None without an update or without such a token. "update_tokens" counts a shared prompt once."""
     totals = [result.sums for result in results]
     report = {"loss": None, "entropy": None, "grad_norm": None, "learning_rate": rate, "updates": len(norms)}
     report["update_tokens"] = sum(sums["tokens"] for sums in totals)

@@ -10,7 +10,7 @@ import pytest
 
 from alignment import report
 from alignment.ablation.report import grid_of, headline, write_report
-from alignment.ablation.study import read_study, shell
+from alignment.ablation.study import read_study, shell_command
 from alignment.ablation.verdicts import decide, decide_factors, half_widths, over_tasks, split_of_gain
 from alignment.runs.run_records import read_run
 from alignment.system.errors import UserError, run_command
@@ -183,7 +183,7 @@ def test_arms_that_were_evaluated_at_other_steps_are_drawn_too(tmp_path):
 
 def test_a_recorded_command_is_one_that_can_be_typed():
     command = ["python3", "/a/b/alignment/train_rl.py", "--sft_base", "", "--model", "my model", "--resume"]
-    assert shell(command) == "uv run -m alignment.train_rl --sft_base '' --model 'my model'"
+    assert shell_command(command) == "uv run -m alignment.train_rl --sft_base '' --model 'my model'"
 
 
 def test_no_finished_run_is_one_clear_line(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import pytest
 
 from alignment.core.records import Completion, Group, Problem
 from alignment.data.tasks import jsonl
-from alignment.rejection_sample import REASONS, select, with_examples
+from alignment.rejection_sample import REASONS, read_examples, select, with_examples
 from alignment.rewards.reward import RULES
 from alignment.system.errors import UserError
 
@@ -78,5 +78,5 @@ def test_rows_that_are_none_are_named(line, message, tmp_path):
 
 def test_examples_come_before_each_question(tmp_path):
     file = write(tmp_path / "shown.jsonl", {"question": "What is 1 + 1?", "response": " 2"})
-    (asked,) = with_examples([PROBLEM], file, "tiny", None)
+    (asked,) = with_examples([PROBLEM], read_examples(file), "tiny", None)
     assert asked.prompt == "User: What is 1 + 1?\nAssistant: <think> 2\n\n" + PROBLEM.prompt

@@ -9,24 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment import args as arguments
-from alignment.ablation.design import WITHOUT_RATIO
 from alignment.core.advantages import (
+    BASELINES,
+    DEVIATIONS,
+    AdvantageConfig,
     compute_group_normalized_rewards,
+    group_advantages,
     group_statistics,
-    normalize_group_rewards,
     overlong_penalty,
 )
-from alignment.core.importance_weights import CORRECTIONS, sampler_weights
-from alignment.core.kl import kl_penalty
+from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS, kl_penalty, sampler_weights
 from alignment.core.losses import (
     LOSSES,
-    USES_OLD_POLICY,
     compute_grpo_clip_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
 )
-from alignment.core.train_step import SUMS, grpo_microbatch_train_step, loss_denominator, sft_microbatch_train_step
-from alignment.rewards.reward import CONTROLS, RULES
+from alignment.core.normalization import NORMALIZATIONS, loss_denominator
+from alignment.core.train_step import grpo_microbatch_train_step, sft_microbatch_train_step
+from alignment.rewards.controls import CONTROLS
+
+WITH_RATIO = sorted(name for name, loss in LOSSES.items() if loss.uses_ratio)
 
 
 def column(*values):
@@ -38,73 +41,84 @@ def close(actual, expected):
 
 
 def test_names_on_the_command_line_are_the_keys_of_the_tables():
-    assert get_args(arguments.LossType) == tuple(LOSSES)
-    assert get_args(arguments.LossNormalization) == tuple(SUMS)
-    assert arguments.RULES is RULES and arguments.CONTROLS is CONTROLS
-    assert get_args(arguments.Correction) == CORRECTIONS
-    assert set(LOSSES) - USES_OLD_POLICY == set(WITHOUT_RATIO)
+    assert all(arguments.RLArgs(loss_type=name).loss is loss for name, loss in LOSSES.items())
+    assert get_args(arguments.LossNormalization) == tuple(NORMALIZATIONS)
+    assert get_args(arguments.Baseline) == tuple(BASELINES) and get_args(arguments.Deviation) == tuple(DEVIATIONS)
+    assert get_args(arguments.KLEstimator) == tuple(KL_ESTIMATORS)
+    assert arguments.CONTROLS is CONTROLS
+    assert get_args(arguments.Correction) == tuple(CORRECTIONS)
+    assert {name for name, loss in LOSSES.items() if loss.at_ratio_one} == set(WITH_RATIO)
 
 
 def test_mean_baseline():
     # Groups (1, 0) and (3, 1): means 0.5 and 2.
-    close(normalize_group_rewards(column(1, 0, 3, 1), 2, 1e-6, normalize_by_std=False), column(0.5, -0.5, 1, -1))
+    close(group_advantages(column(1, 0, 3, 1), AdvantageConfig(2, normalize_by_std=False)), column(0.5, -0.5, 1, -1))
 
 
 def test_unbiased_std():
     # Group (1, 0, 0, 0): mean 1/4; unbiased variance (9/16 + 3/16) / 3 = 1/4, std 1/2.
-    close(normalize_group_rewards(column(1, 0, 0, 0), 4, 0, normalize_by_std=True), column(1.5, -0.5, -0.5, -0.5))
+    close(group_advantages(column(1, 0, 0, 0), AdvantageConfig(4, advantage_eps=0)), column(1.5, -0.5, -0.5, -0.5))
 
 
 def test_eps_is_added_to_the_std():
     # Group (1, 0): deviations +-1/2, std sqrt(1/2).
     expected = 0.5 / (math.sqrt(0.5) + 0.1)
-    close(normalize_group_rewards(column(1, 0), 2, 0.1, normalize_by_std=True), column(expected, -expected))
+    close(group_advantages(column(1, 0), AdvantageConfig(2, advantage_eps=0.1)), column(expected, -expected))
 
 
 def test_equal_rewards_have_no_advantage():
-    close(normalize_group_rewards(column(1, 1, 0, 0), 2, 1e-6, normalize_by_std=True), column(0, 0, 0, 0))
+    close(group_advantages(column(1, 1, 0, 0), AdvantageConfig(2)), column(0, 0, 0, 0))
 
 
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(0, 2**31), st.booleans())
 def test_advantages_sum_to_zero_in_each_group_and_ignore_other_groups(group, prompts, seed, by_std):
     rewards = torch.rand(prompts * group, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    whole = normalize_group_rewards(rewards, group, 1e-6, by_std)
+    whole = group_advantages(rewards, AdvantageConfig(group, normalize_by_std=by_std))
     close(whole.view(prompts, group).sum(1), torch.zeros(prompts))
-    close(normalize_group_rewards(rewards[:group], group, 1e-6, by_std), whole[:group])
+    close(group_advantages(rewards[:group], AdvantageConfig(group, normalize_by_std=by_std)), whole[:group])
 
 
 def test_leave_one_out():
     # Group (1, 0, 0): the others' means 0, 1/2, 1/2.
-    close(normalize_group_rewards(column(1, 0, 0), 3, 1e-6, False, baseline="leave_one_out"), column(1, -0.5, -0.5))
+    close(
+        group_advantages(column(1, 0, 0), AdvantageConfig(3, normalize_by_std=False, baseline="leave_one_out")),
+        column(1, -0.5, -0.5),
+    )
 
 
-def test_whose_deviation():
+def test_standard_deviation_of_group_population_and_batch():
     # Groups (2, 0) and (1, 1): deviations +-1 and 0. Unbiased: sqrt(2); population: 1; all four rewards: mean 1, squares
     # 1, 1, 0, 0, unbiased variance 2/3.
     rewards = column(2, 0, 1, 1)
     for std_of, std in (("group", math.sqrt(2)), ("group_population", 1.0), ("batch", math.sqrt(2 / 3))):
         expected = 1 / (std + 1e-4)
-        close(normalize_group_rewards(rewards, 2, 1e-4, True, std_of=std_of), column(expected, -expected, 0, 0))
+        close(
+            group_advantages(rewards, AdvantageConfig(2, std_of=std_of, advantage_eps=1e-4)), column(expected, -expected, 0, 0)
+        )
 
 
-def test_what_does_not_count_is_in_no_mean_and_gets_nothing():
+def test_uncounted_responses_enter_no_mean_and_get_no_advantage():
     # Of group (1, 0, 5) the last does not count: mean 1/2. Of (3, 0, 0) one is left alone.
     counted = column(1, 1, 0, 1, 0, 0).bool()
-    found = normalize_group_rewards(column(1, 0, 5, 3, 0, 0), 3, 1e-6, False, counted_B1=counted)
-    close(found, column(0.5, -0.5, 0, 0, 0, 0))
-    left = normalize_group_rewards(column(1, 0, 5, 3, 0, 0), 3, 0.1, True, "leave_one_out", "group_population", counted)
-    close(left, column(1 / 0.6, -1 / 0.6, 0, 0, 0, 0))
+    advantages = group_advantages(column(1, 0, 5, 3, 0, 0), AdvantageConfig(3, normalize_by_std=False), counted)
+    close(advantages, column(0.5, -0.5, 0, 0, 0, 0))
+    advantages = group_advantages(
+        column(1, 0, 5, 3, 0, 0),
+        AdvantageConfig(3, baseline="leave_one_out", std_of="group_population", advantage_eps=0.1),
+        counted,
+    )
+    close(advantages, column(1 / 0.6, -1 / 0.6, 0, 0, 0, 0))
 
 
 def test_equal_rewards_that_are_no_binary_fractions_have_exactly_no_advantage():
     rewards = torch.full((7, 1), 0.1)
-    assert normalize_group_rewards(rewards, 7, 1e-6, normalize_by_std=True).eq(0).all()
+    assert group_advantages(rewards, AdvantageConfig(7)).eq(0).all()
 
 
 @pytest.mark.parametrize(("rewards", "size", "words"), [((1, 0), 1, "at least 2"), ((1, 0, 1), 2, "not whole groups")])
 def test_impossible_groups_are_refused(rewards, size, words):
     with pytest.raises(ValueError, match=words):
-        normalize_group_rewards(column(*rewards), size, 1e-6, False)
+        group_advantages(column(*rewards), AdvantageConfig(size, normalize_by_std=False))
 
 
 def test_rewards_are_scored_and_normalised():
@@ -168,12 +182,12 @@ def test_dual_clip():
     assert metadata["clipped"].tolist() == [[True, False, False, True], [False, True, False, True]]
 
 
-def worked(loss_type, **how):
+def worked(loss_type, **options):
     """Loss and gradient at log-probs (ln 2, ln 1/2, garbage) with old ones 0, of which the last is no response's."""
     new = torch.tensor([[2.0, 0.5, 9.0]], dtype=torch.float64).log().requires_grad_()
     mask = torch.tensor([[True, True, False]])
-    how = {"cliprange": 0.2, "response_mask": mask, "old_log_probs": torch.zeros_like(new), **how}
-    loss, metadata = compute_policy_gradient_loss(new, loss_type, advantages=column(3), **how)
+    options = {"cliprange": 0.2, "response_mask": mask, "old_log_probs": torch.zeros_like(new), **options}
+    loss, metadata = compute_policy_gradient_loss(new, loss_type, advantages=column(3), **options)
     loss[mask].sum().backward()
     return loss[mask], new.grad, metadata
 
@@ -227,8 +241,8 @@ def test_k1_and_k3_average_to_the_divergence_and_k2_has_its_gradient():
         close((policy.exp() * kl_penalty(policy, reference, estimator)).sum().detach(), divergence.detach())
     (true,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     for estimator, gradient in (("k2", true), ("k1", torch.zeros(3))):
-        found = (policy.exp().detach() * kl_penalty(policy, reference, estimator)).sum()
-        close(torch.autograd.grad(found, logits, retain_graph=True)[0], gradient)
+        penalty = (policy.exp().detach() * kl_penalty(policy, reference, estimator)).sum()
+        close(torch.autograd.grad(penalty, logits, retain_graph=True)[0], gradient)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +312,7 @@ def test_each_loss_uses_its_own_weights():
         ("gspo", {"advantages": torch.ones(1, 1), "old_log_probs": torch.zeros(1, 1), "cliprange": 0.2}, "mask"),
     ],
 )
-def test_a_lacking_input_is_named(loss_type, given_inputs, missing):
+def test_a_missing_input_is_named(loss_type, given_inputs, missing):
     with pytest.raises(ValueError, match=missing):
         compute_policy_gradient_loss(torch.zeros(1, 1), loss_type, **given_inputs)
 
@@ -324,9 +338,11 @@ def test_normalisations(normalization, expected):
 
 
 def test_default_denominators_split_evenly_over_accumulation_steps():
-    def loss(steps, **how):
+    def loss(steps, **options):
         log_probs = torch.full((2, 4), -1.0, requires_grad=True)
-        return grpo_microbatch_train_step(log_probs, MASK, steps, "no_baseline", raw_rewards=torch.ones(2, 1), **how)[0].item()
+        return grpo_microbatch_train_step(log_probs, MASK, steps, "no_baseline", raw_rewards=torch.ones(2, 1), **options)[
+            0
+        ].item()
 
     assert loss(1) == pytest.approx(1)
     assert loss(4) == pytest.approx(1 / 4)
@@ -348,7 +364,7 @@ def test_ratio_sums_cover_response_tokens_only():
 
 @given(
     st.lists(st.integers(1, 6), min_size=2, max_size=8),
-    st.sampled_from(sorted(SUMS)),
+    st.sampled_from(sorted(NORMALIZATIONS)),
     st.sampled_from(sorted(LOSSES)),
     st.integers(0, 2**31),
     st.data(),
@@ -378,8 +394,8 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(lengths, normalizati
     assert summed == pytest.approx(loss)
 
 
-@pytest.mark.parametrize("loss_type", sorted(USES_OLD_POLICY))
-@pytest.mark.parametrize("normalization", sorted(SUMS))
+@pytest.mark.parametrize("loss_type", WITH_RATIO)
+@pytest.mark.parametrize("normalization", sorted(NORMALIZATIONS))
 def test_at_ratio_one_losses_with_a_ratio_have_the_gradient_of_reinforce(normalization, loss_type):
     generator = torch.Generator().manual_seed(0)
     new = torch.randn(2, 4, generator=generator, dtype=torch.float64)

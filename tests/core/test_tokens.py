@@ -5,11 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alignment.core.normalization import masked_mean, masked_normalize
 from alignment.core.tokens import (
     collate,
     cut_by_tokens,
-    masked_mean,
-    masked_normalize,
     packed_tokens,
     split_rows,
     take_rows,
@@ -45,7 +44,7 @@ def test_masked_mean_and_normalize():
     assert masked_normalize(values, mask, 2.0, dim=1).tolist() == [1.5, 2]
 
 
-def test_what_is_masked_cannot_spread():
+def test_masked_values_do_not_spread():
     values = torch.tensor([[1.0, float("nan")]], requires_grad=True)
     mean = masked_mean(values, torch.tensor([[True, False]]))
     mean.backward()

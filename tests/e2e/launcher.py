@@ -22,22 +22,25 @@ from collections.abc import Callable, Container
 import matplotlib.pyplot  # noqa: F401  what a run imports late, imported once for all forks
 import torch.utils.tensorboard  # noqa: F401
 
-from alignment import train_rl
+from alignment import build, models, train_rl
 from alignment.data.tasks import TASKS
 from alignment.rewards.grading.ask_math_verify import WORKERS
 from alignment.rewards.reward import Reward
-from alignment.rollouts import collect
+from alignment.rollouts.source import RolloutSource
+from alignment.runs import run as runs
+from alignment.runs import summary
 from alignment.runs.run_folder import RunFolder
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import run_command
+from alignment.training import update
 
 # What a run is in the middle of, by the functions it is in; of two, the inner one says.
 PHASES = {
-    (train_rl, "save_checkpoint"): "checkpoint",
-    (train_rl, "drop_old_checkpoints"): "checkpoint",
-    (train_rl, "save_model"): "final",
-    (train_rl, "evaluate_vllm"): "evaluation",
-    (train_rl, "update"): "update",
+    (runs, "save_checkpoint"): "checkpoint",
+    (runs, "drop_old_checkpoints"): "checkpoint",
+    (runs, "save_model"): "final",
+    (models, "evaluate_vllm"): "evaluation",
+    (update, "update"): "update",
     (TransformersSampler, "sample"): "sampling",
     (Reward, "score"): "scoring",
     (TransformersSampler, "load_weights"): "weight sync",
@@ -45,14 +48,14 @@ PHASES = {
     (RunFolder, "log_eval"): "logging",
     (RunFolder, "log_completions"): "logging",
     (RunFolder, "__init__"): "start",
-    (train_rl, "claim_run_folder"): "start",
-    (train_rl, "resume"): "start",
-    (train_rl, "report"): "report",
+    (runs, "claim_run_folder"): "start",
+    (runs.Run, "resume"): "start",
+    (runs, "write_summary"): "report",
 }
 # Seconds of every start, and nothing that a kill could harm: made once, for all forks.
 TASKS["arithmetic"] = dataclasses.replace(TASKS["arithmetic"], problems=functools.cache(TASKS["arithmetic"].problems))
-train_rl.plot_learning_curve = lambda *arguments: None
-train_rl.encode_prompts = lambda *arguments: [[0] * 40]  # all of them fit
+summary.plot_learning_curve = lambda *arguments: None
+build.encode_prompts = lambda *arguments: [[0] * 40]  # all of them fit
 
 FILE_CALLS = {"open", "write", "mkdir", "rename", "fsync", "close", "serialize_file", "save"}
 OURS = os.path.dirname(train_rl.__file__)
@@ -119,8 +122,8 @@ def run(request: dict) -> None:
     if request.get("workers"):
         WORKERS.warm_up()
     if pause := request.get("pause"):  # before each step, for who wants to see the steps go by
-        draw = collect.draw_groups
-        collect.draw_groups = lambda *arguments: time.sleep(pause) or draw(*arguments)
+        sample_step = RolloutSource.sample_step
+        RolloutSource.sample_step = lambda *arguments: time.sleep(pause) or sample_step(*arguments)
     if "phase" in request or "count" in request:
         at_every_call([request["phase"]] if "phase" in request else set(PHASES.values()), on_call)
     try:

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import time
 
 import psutil
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
-from alignment.rollouts.ahead import version_for
+from alignment.rollouts.config import Schedule
 from alignment.runs.checkpoint import last_whole_step
 from alignment.system.files import read_jsonl
 from alignment.verify_resume import TIMINGS, digests
@@ -24,17 +23,17 @@ STALE = [*ASYNC, "--max_staleness", "2", "--sync_every", "2", "--num_steps", "7"
 @given(st.integers(0, 20), st.data(), st.integers(1, 200))
 def test_each_rollout_has_the_oldest_weights_that_it_may_have(staleness, data, step):
     every = data.draw(st.integers(1, staleness + 1))
-    args = from_preset(RLArgs, "tiny", rollouts="async", max_staleness=staleness, sync_every=every)
-    version = version_for(step, args)
+    schedule = Schedule(num_steps=200, max_staleness=staleness, sync_every=every)
+    version = schedule.version_for(step)
     assert version % every == 0 and 0 <= step - 1 - version <= staleness
     assert version == 0 or step - 1 - (version - every) > staleness  # an older one would be too old
-    assert version_for(step + 1, args) in (version, version + every)  # none is skipped, none comes back
+    assert schedule.version_for(step + 1) in (version, version + every)  # none is skipped, none comes back
 
 
 def test_versions_by_hand():
     def versions(**settings) -> list[int]:
-        args = from_preset(RLArgs, "tiny", rollouts="async", **settings)
-        return [version_for(step, args) for step in range(1, 9)]
+        schedule = from_preset(RLArgs, "tiny", rollouts="async", **settings).schedule
+        return [schedule.version_for(step) for step in range(1, 9)]
 
     assert versions(max_staleness=0) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert versions() == [0, 0, 1, 2, 3, 4, 5, 6]
@@ -42,11 +41,11 @@ def test_versions_by_hand():
 
 
 def samplers_of(pid: int) -> list[psutil.Process]:
-    """The sampler's process of a run, which knows its parent's id; one or, when the run is over, none."""
+    """The sampler's process of a run, which is given its parent's id; one or, when the run is over, none."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "alignment.rollouts.ahead:serve" in (process.info["cmdline"] or []) and process.info["cmdline"][-1] == str(pid)
+        if (process.info["cmdline"] or [])[3:6] == [str(pid), "call", "alignment.rollouts.ahead:serve"]
     ]
 
 
@@ -114,13 +113,11 @@ def test_a_signal_keeps_the_rollouts_that_were_drawn_ahead(straight, warm, launc
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sampler_that_is_lost_stops_the_run_which_then_goes_on(number, straight, warm, launcher, tmp_path, wait_for):
     flags = ["--sft_base", str(warm), *STALE]
-    pid = launcher.start(tmp_path, *flags, "--sampler_timeout", "15")
+    pid = launcher.start(tmp_path, *flags, "--sampler_timeout", "5")
     wait_for(lambda: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= 1)
-    start = time.monotonic()
     samplers_of(pid)[0].send_signal(number)
     assert launcher.wait() == 1, said(tmp_path)
-    assert time.monotonic() - start < 120
-    wanted = "sampler's process was killed by SIGKILL" if number == signal.SIGKILL else "within 30 s"
+    wanted = "sampler's process was killed by SIGKILL" if number == signal.SIGKILL else "within 10 s"
     assert wanted in said(tmp_path).replace("\n", " ") and "Traceback" not in said(tmp_path)
     assert "go on with: uv run -m alignment.train_rl" in said(tmp_path)
     assert samplers_of(pid) == []

@@ -1,4 +1,4 @@
-"""What users get wrong, at every run_command: one line that says what, where and what to do; exit code 2; nothing written."""
+"""What users get wrong, at every command: one line that says what, where and what to do; exit code 2; nothing written."""
 
 import json
 import shutil

@@ -1,5 +1,6 @@
 """Faults, injected into real runs: killed anywhere, stopped by signals, out of disk, beside another run of the same folder."""
 
+import itertools
 import json
 import os
 import random
@@ -15,14 +16,15 @@ from safetensors.torch import load_file
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.rewards.reward import CONTROLS, RULES
+from alignment.rewards.controls import CONTROLS
+from alignment.rewards.rules import RULES
 from alignment.runs.checkpoint import last_whole_step
 from alignment.system.errors import run_command
 from alignment.system.files import damage, lock_run_folder, read_jsonl
 from alignment.verify_resume import digests
 from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 
-KILLS = 50
+KILLS, KILLS_A_RUN = 50, 5
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +47,31 @@ def resume(launcher: Launcher, warm: Path, output: Path, *flags: str, **request)
 
 @pytest.mark.timeout(900)
 def test_a_run_killed_anywhere_ends_as_the_undisturbed_one(straight, warm, launcher, tmp_path):
-    """Killed at points drawn from every phase, inside checkpoints, evaluations and weight syncs too, and resumed."""
+    """Killed at points drawn from every phase, inside checkpoints, evaluations and weight syncs too, and resumed.
+
+    A run is killed several times on its way to the end: of what it resumes, no kill reaches further than the last.
+    """
     run, counts = straight
     expected = digests(run)
     rng, killed = random.Random(7), Counter()
     assert {"checkpoint", "evaluation", "weight sync", "update", "sampling", "logging", "start", "final"} <= set(counts)
     phases = sorted(counts)
-    for trial in range(KILLS):
-        phase = phases[trial % len(phases)]
-        output = tmp_path / str(trial)
-        code = launcher.run(output, "--sft_base", str(warm), phase=phase, nth=rng.randint(1, counts[phase]))
-        assert code == -signal.SIGKILL, said(output)
-        killed[phase] += 1
-        if (output / NAME / "summary.json").exists():
-            continue  # in its very last call
-        assert resume(launcher, warm, output) == 0, said(output)
-        assert digests(output / NAME) == expected, f"killed in {phase}"
+    for trial in itertools.count():
+        output, points = tmp_path / str(trial), []
+        while not (output / NAME / "summary.json").exists():
+            phase = phases[killed.total() % len(phases)]
+            points.append((phase, rng.randint(1, max(1, counts[phase] // (1 if len(points) == 0 else STEPS)))))
+            last = killed.total() >= KILLS or len(points) > KILLS_A_RUN
+            request = {} if last else {"phase": phase, "nth": points[-1][1]}
+            code = resume(launcher, warm, output, **request)
+            killed[phase] += code == -signal.SIGKILL
+            assert code in (0, -signal.SIGKILL), said(output)
+        assert digests(output / NAME) == expected, f"killed at {points}"
         assert not list(output.rglob(".*.tmp"))
-    print(f"\n{sum(killed.values())} kills: {dict(killed)}; weights {expected['weights'][:16]}")
+        if killed.total() >= KILLS:
+            break
+    assert set(killed) == set(phases)
+    print(f"\n{killed.total()} kills: {dict(killed)}; weights {expected['weights'][:16]}")
 
 
 def test_two_runs_with_one_seed_write_the_same_and_other_seeds_do_not(straight, warm, launcher, tmp_path):
@@ -139,13 +148,13 @@ def test_a_second_signal_ends_even_what_is_held():
     """A second signal within a moment is the same one, as it reaches a process group; a later one means it."""
     script = """if True:
         import os, signal, time
-        from alignment import interrupts
-        with interrupts.interruptible():
-            interrupts.hold()
+        from alignment.system import signals
+        with signals.interruptible():
+            signals.defer_signals()
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             print("held", flush=True)
-            time.sleep(interrupts.AGAIN + 0.1)
+            time.sleep(signals.REPEAT_SECONDS + 0.1)
             os.kill(os.getpid(), signal.SIGINT)
             print("not reached", flush=True)
     """

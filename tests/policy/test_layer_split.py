@@ -1,20 +1,22 @@
 """A policy split over devices: the same numbers, and no waiting between micro-batches."""
 
 import copy
-import dataclasses
 
+import pytest
 import torch
+from rollout_helpers import open_tiny, rollout_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.records import Completion, Group, Problem
-from alignment.policy import layer_split, parallel_micro_batches
-from alignment.policy.loading import load_model, spread
+from alignment.policy import parallel_micro_batches
+from alignment.policy.layer_split import LayerSplitPolicy
+from alignment.policy.loading import spread
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.placement import ModelShape, partition_layers
-from alignment.rollouts.batches import make_rollout
-from alignment.training.update import backward
+from alignment.policy.policy import PolicyConfig, open_policy, policy_kind
+from alignment.training.update import rollout_objective
 
 CONFIG = Qwen2Config(
     vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
@@ -35,10 +37,10 @@ def test_loss_and_gradients_equal_those_of_the_whole_model():
     device_map = partition_layers(ModelShape.from_config(CONFIG), ["cpu", "cpu:0"])
     assert set(device_map.values()) == {"cpu", "cpu:0"}
     split = spread(copy.deepcopy(whole), device_map)
-    expected, found = log_probs(whole), log_probs(split)
-    assert torch.equal(found, expected)
-    expected.sum().backward()
-    found.sum().backward()
+    of_whole, of_split = log_probs(whole), log_probs(split)
+    assert torch.equal(of_split, of_whole)
+    of_whole.sum().backward()
+    of_split.sum().backward()
     for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
         assert torch.equal(other.grad, one.grad), name
 
@@ -58,57 +60,70 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def made_up_rollout(args):
+ARGS = from_preset(RLArgs, "tiny", train_mini_batch_size=0)
+
+
+def made_up_rollout():
     """Two groups of eight responses of three tokens, half of them right."""
     completion = Completion((1, 2), (3, 4, 5), (-1.0, -1.0, -1.0), "", "stop", 0)
     score = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
     other = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
     group = Group(Problem("", "", "", ""), (completion,) * 8, (score, other) * 4)
-    return make_rollout([group, group], args, pad=0)
+    return rollout_of([group, group], ARGS, pad=0)
 
 
-def test_micro_batches_do_not_wait_for_the_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_micro_batches, "PARALLEL", 1)  # as on a GPU
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a model of `CONFIG`."""
     torch.manual_seed(0)
-    Qwen2ForCausalLM(CONFIG).save_pretrained(saved := tmp_path / "model")
-    args = from_preset(RLArgs, "tiny", train_mini_batch_size=0)
-    rollout, model = made_up_rollout(args), load_model(saved, ("cpu",), torch.float32)
+    Qwen2ForCausalLM(CONFIG).save_pretrained(folder := tmp_path / "model")
+    return str(folder)
+
+
+def accumulate(policy, rollout):
+    """The micro-batches of one update on the whole rollout."""
+    return policy.accumulate(rollout.batch, range(16), rollout_objective(rollout, range(16), ARGS.update_config))
+
+
+def test_micro_batches_do_not_wait_for_the_device(saved, monkeypatch):
+    monkeypatch.setattr(parallel_micro_batches, "PARALLEL", 1)  # as on a GPU
+    rollout, policy = made_up_rollout(), open_tiny(saved)
 
     def reads(micro_batch_tokens: int) -> tuple[int, int]:
-        few = dataclasses.replace(args, micro_batch_tokens=micro_batch_tokens)
+        policy.micro_batch_tokens = micro_batch_tokens
         with HostReads() as counter:
-            pieces = list(backward(model, rollout, range(16), 16.0, few, torch.float32))
+            pieces = list(accumulate(policy, rollout))
         return len(pieces), counter.count - HOST_SIDE * (1 + len(pieces))
 
     assert reads(1000) == (1, 0)
     assert reads(8) == (6, 0)  # 2 tokens of prompt and 2 of each response: three responses a micro-batch
 
 
-def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(monkeypatch):
-    torch.manual_seed(0)
-    whole = Qwen2ForCausalLM(CONFIG)
-    split = spread(copy.deepcopy(whole), partition_layers(ModelShape.from_config(CONFIG), ["cpu", "cpu:0"]))
-    here = [torch.device("cpu"), torch.device("cpu", 0)]  # which torch takes for one
-    monkeypatch.setattr(layer_split, "devices_of", lambda model: here[: 2 if model is split else 1])
-    args = from_preset(RLArgs, "tiny", train_mini_batch_size=0, micro_batch_tokens=16)
-    rollout, under_way, most = made_up_rollout(args), 0, 0
+def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(saved):
+    # Two names for the CPU, which torch takes for one.
+    policies = [
+        open_policy(policy_kind("auto", devices), PolicyConfig(saved, devices, "float32", micro_batch_tokens=16))
+        for devices in (("cpu",), ("cpu", "cpu:0"))
+    ]
+    whole, split = policies
+    assert isinstance(split, LayerSplitPolicy) and not isinstance(whole, LayerSplitPolicy)
+    rollout, in_flight, most = made_up_rollout(), 0, 0
 
     def count(change):
-        nonlocal under_way, most
-        under_way += change
-        most = max(most, under_way)
+        nonlocal in_flight, most
+        in_flight += change
+        most = max(most, in_flight)
 
-    split.model.norm.register_forward_hook(lambda *_: count(1))
-    split.model.norm.register_full_backward_hook(lambda *_: count(-1))
-    rows = {name: [r for r, *_ in backward(m, rollout, range(16), 16.0, args, torch.float32)]
-            for name, m in (("whole", whole), ("split", split))}  # fmt: skip
-    # Of four in flight each has a quarter of the budget, and so one response.
-    assert (len(rows["whole"]), len(rows["split"]), most) == (3, 16, 4)
-    for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+    split.model.model.norm.register_forward_hook(lambda *_: count(1))
+    split.model.model.norm.register_full_backward_hook(lambda *_: count(-1))
+    micro_batches = [len(list(accumulate(policy, rollout))) for policy in policies]
+    # With four in flight each has a quarter of the budget, and so one response.
+    assert (*micro_batches, most) == (3, 16, 4)
+    for (name, one), (_, other) in zip(whole.model.named_parameters(), split.model.named_parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=1e-6, msg=name)
 
 
-def test_the_check_sees_a_wait():
+def test_the_counter_sees_a_wait():
     with HostReads() as counter:
         float(torch.ones(1) + 1)
     assert counter.count == 1

@@ -67,19 +67,19 @@ def test_gradients_of_a_truncated_distribution(model, batch, monkeypatch, distri
     """Against autograd through the very distribution that is sampled from."""
     monkeypatch.setattr(module, "LOGITS_IN_MEMORY", at_a_time)
     inputs, labels, mask = batch
-    how = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **distribution}
-    kept = sampling_logits(model(inputs).logits[mask], *how.values(), keep=labels[mask])
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **distribution}
+    kept = sampling_logits(model(inputs).logits[mask], *settings.values(), keep=labels[mask])
     expected = kept.log_softmax(-1).gather(-1, labels[mask][:, None])[:, 0]
     weights = torch.randn(len(expected))
     (weights * expected).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    out = get_response_log_probs(model, inputs, labels, True, response_mask=mask, **how)
+    out = get_response_log_probs(model, inputs, labels, True, response_mask=mask, **settings)
     torch.testing.assert_close(out["log_probs"][mask], expected, rtol=0, atol=1e-5)
     (weights * out["log_probs"][mask]).sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5)
-    entropy = compute_entropy(model(inputs).logits[mask] / how["temperature"])
+    entropy = compute_entropy(model(inputs).logits[mask] / settings["temperature"])
     torch.testing.assert_close(out["token_entropy"][mask], entropy, rtol=0, atol=1e-5)
 
 
@@ -92,7 +92,7 @@ def test_a_second_backward_gives_the_same_gradient_again(model, batch):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-6)
 
 
-def test_under_autocast_it_is_what_autocast_makes_of_the_plain_computation(model, batch):
+def test_under_autocast_values_equal_the_plain_computation_under_autocast(model, batch):
     inputs, labels, mask = batch
     model.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):

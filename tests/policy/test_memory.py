@@ -1,31 +1,32 @@
-"""What activations take, and how rollouts are cut for the memory that is free."""
-
-import dataclasses
+"""Bytes of activations, and the micro-batches that the free memory allows."""
 
 import pytest
 import torch
-from rich.console import Console
+from rollout_helpers import open_tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from alignment.args import RLArgs, SFTArgs, from_preset
+from alignment.args import SFTArgs, from_preset
+from alignment.models import make_policy
 from alignment.policy import memory
-from alignment.policy.loading import make_optimizer
 from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.memory import checkpointed_token_bytes, fit, token_bytes
-from alignment.policy.packing import ATTENTION
+from alignment.policy.memory import checkpointed_activation_bytes, choose_micro_batch_tokens, activation_bytes
+from alignment.policy.optimizers import make_optimizer
 
-ARGS = from_preset(RLArgs, "tiny")
-QUIET = Console(quiet=True)
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model in the proportions of SmolLM2-135M."""
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=144, intermediate_size=384, num_hidden_layers=4, num_attention_heads=9,
+        num_key_value_heads=3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder := tmp_path_factory.mktemp("memory") / "model")
+    return folder
 
 
 @pytest.fixture
-def model():
-    """In the proportions of SmolLM2-135M."""
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=144, intermediate_size=384, num_hidden_layers=4, num_attention_heads=9,
-        num_key_value_heads=3, attn_implementation=ATTENTION,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).train()
+def policy(folder):
+    return open_tiny(folder)
 
 
 def saved_bytes(model, tokens: int) -> int:
@@ -46,61 +47,72 @@ def saved_bytes(model, tokens: int) -> int:
     return sum(size for size, _ in kept.values())
 
 
-def test_what_a_token_takes_is_what_autograd_keeps_of_it(model):
+def test_a_tokens_bytes_are_those_that_autograd_keeps(policy):
     """Of 96 more tokens, of which a quarter are of the shared prompt."""
+    model = policy.model.train()
     more = saved_bytes(model, 256) - saved_bytes(model, 128)
-    assert token_bytes(model.config) * 96 == pytest.approx(more, rel=0.2)
+    assert activation_bytes(model.config) * 96 == pytest.approx(more, rel=0.2)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     less = saved_bytes(model, 256) - saved_bytes(model, 128)
-    one_layer = token_bytes(model.config) // 4
-    assert (checkpointed_token_bytes(model.config) - one_layer) * 96 == pytest.approx(less, rel=0.35)
+    one_layer = activation_bytes(model.config) // 4
+    assert (checkpointed_activation_bytes(model.config) - one_layer) * 96 == pytest.approx(less, rel=0.35)
 
 
-def with_free(monkeypatch, model, args, tokens: float, longest: int = 10):
-    """`fit` where activations of so many tokens have room."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    free = int(tokens * token_bytes(model.config) / memory.SHARE) + 12 * parameters + 1
+def chosen_with_free(monkeypatch, policy, tokens: float, longest: int = 10) -> int:
+    """The micro-batch that a policy chooses where activations of so many tokens have room."""
+    parameters = sum(weight.numel() for _, weight in policy.weights())
+    free = int(tokens * activation_bytes(policy.config) / memory.ACTIVATION_SHARE) + 12 * parameters + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-    return fit(model, args, longest, QUIET).micro_batch_tokens
+    policy.micro_batch_tokens = 0
+    policy.choose_micro_batch_tokens(longest)
+    return policy.micro_batch_tokens
 
 
-def test_the_free_memory_decides_in_powers_of_two(model, monkeypatch):
-    assert with_free(monkeypatch, model, ARGS, 300) == 256
-    assert with_free(monkeypatch, model, ARGS, 255) == 128
-    assert not model.is_gradient_checkpointing
-    assert with_free(monkeypatch, model, from_preset(SFTArgs, "tiny"), 300) == 256
+def test_the_free_memory_decides_in_powers_of_two(policy, folder, monkeypatch):
+    assert chosen_with_free(monkeypatch, policy, 300) == 256
+    assert chosen_with_free(monkeypatch, policy, 255) == 128
+    assert not policy.model.is_gradient_checkpointing
+    assert chosen_with_free(monkeypatch, make_policy(from_preset(SFTArgs, "tiny"), str(folder)), 300) == 256
 
 
-def test_more_than_what_is_of_use_is_not_taken(model, monkeypatch):
-    assert with_free(monkeypatch, model, ARGS, 10**9) == memory.MOST_TOKENS
-    monkeypatch.setitem(memory.MOST_BYTES, "cpu", 100 * token_bytes(model.config))
-    assert with_free(monkeypatch, model, ARGS, 10**9) == 64
+def test_no_more_than_a_useful_number_is_taken(policy, monkeypatch):
+    assert chosen_with_free(monkeypatch, policy, 10**9) == memory.MAX_TOKENS
+    monkeypatch.setitem(memory.MAX_ACTIVATION_BYTES, "cpu", 100 * activation_bytes(policy.config))
+    assert chosen_with_free(monkeypatch, policy, 10**9) == 64
 
 
-def test_what_is_asked_for_counts_and_what_a_stopped_run_had(model, monkeypatch):
-    assert with_free(monkeypatch, model, dataclasses.replace(ARGS, micro_batch_tokens=77), 3, longest=9) == 77
-    assert not model.is_gradient_checkpointing
+def test_a_given_number_stays_and_a_stopped_runs_number_returns(policy, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    policy.micro_batch_tokens = 77
+    assert policy.choose_micro_batch_tokens(longest=9) is None and policy.micro_batch_tokens == 77
+    assert not policy.model.is_gradient_checkpointing
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40)
-    assert fit(model, ARGS, 10, QUIET, before=32).micro_batch_tokens == 32
+    policy.micro_batch_tokens = 0
+    policy.choose_micro_batch_tokens(longest=10, previous=32)
+    assert policy.micro_batch_tokens == 32
 
 
-def test_moments_that_are_there_are_not_counted_again(model, monkeypatch):
-    """As when a run goes on: what is free is then less by as much."""
-    optimizer = make_optimizer(model, 1e-3, 0.0)
+def test_existing_moments_are_not_counted_again(policy, monkeypatch):
+    """As when a run is resumed: the free memory is then less by as much."""
+    model, unused = policy.model, make_optimizer(policy.model, 1e-3, 0.0)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    policy.step(1e-3)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    free = int(300 * token_bytes(model.config) / memory.SHARE) + 4 * parameters + 1
+    free = int(300 * activation_bytes(model.config) / memory.ACTIVATION_SHARE) + 4 * parameters + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-    assert fit(model, ARGS, 10, QUIET, optimizer=optimizer).micro_batch_tokens == 256
-    assert fit(model, ARGS, 10, QUIET, torch.bfloat16, optimizer).micro_batch_tokens == 256  # 300 / 0.6 = 500
-    assert fit(model, ARGS, 10, QUIET).micro_batch_tokens < 256
+
+    def chosen(optimizer, dtype=torch.float32) -> int:
+        return choose_micro_batch_tokens(model, optimizer, "adamw", dtype, longest=10).tokens
+
+    assert chosen(policy.optimizer) == 256
+    assert chosen(policy.optimizer, torch.bfloat16) == 256  # 300 / 0.6 = 500
+    assert chosen(unused) < 256
 
 
-def test_layers_are_computed_twice_only_where_a_row_would_not_fit(model, monkeypatch):
-    assert with_free(monkeypatch, model, ARGS, 300, longest=300) == 256 and not model.is_gradient_checkpointing
-    fitted = with_free(monkeypatch, model, ARGS, 300, longest=301)
-    assert model.is_gradient_checkpointing and fitted > 256
-    each = 300 * token_bytes(model.config) // checkpointed_token_bytes(model.config)
-    assert fitted == 2 ** (each.bit_length() - 1)
+def test_layers_are_computed_twice_only_where_a_row_would_not_fit(policy, monkeypatch):
+    assert chosen_with_free(monkeypatch, policy, 300, longest=300) == 256 and not policy.model.is_gradient_checkpointing
+    checkpointed = chosen_with_free(monkeypatch, policy, 300, longest=301)
+    assert policy.model.is_gradient_checkpointing and checkpointed > 256
+    tokens = 300 * activation_bytes(policy.config) // checkpointed_activation_bytes(policy.config)
+    assert checkpointed == 2 ** (tokens.bit_length() - 1)

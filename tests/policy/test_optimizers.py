@@ -6,45 +6,36 @@ from typing import get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignment import args as arguments
 from alignment import plan
 from alignment.args import RLArgs, parse
-from alignment.policy.loading import load_model, load_tokenizer, make_optimizer, set_learning_rate
-from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.placement import TRAINED_BYTES, place
-from alignment.runs.checkpoint import OPTIMIZER, load_optimizer, save_checkpoint
+from alignment.policy.optimizers import OPTIMIZERS, make_optimizer
+from alignment.policy.placement import place
+from alignment.policy.policy import PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_folder):
-    return load_tokenizer(str(tiny_folder))
+def trained(folder, kind: str, steps: int) -> tuple[SingleDevicePolicy, list[float]]:
+    """The tiny model after some steps with clipped gradients and a changing learning rate, and the losses of these steps."""
+    policy = SingleDevicePolicy(PolicyConfig(str(folder), ("cpu",), "float32", kind, weight_decay=0.1))
+    return policy, [train_once(policy, step) for step in range(steps)]
 
 
-def trained(folder, kind: str, steps: int):
-    """The tiny model after some steps with clipped gradients and a moving rate, its optimiser, and the losses on the way."""
-    model = load_model(str(folder), ("cpu",), torch.float32)
-    optimizer = make_optimizer(model, 1.0, 0.1, kind)
-    return model, optimizer, [train_once(model, optimizer, step) for step in range(steps)]
-
-
-def train_once(model, optimizer, step: int) -> float:
+def train_once(policy: SingleDevicePolicy, step: int) -> float:
     ids = torch.randint(0, 300, (4, 16), generator=torch.Generator().manual_seed(step % 3))
-    loss = model(ids, labels=ids).loss
+    loss = policy.model(ids, labels=ids).loss
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    set_learning_rate(optimizer, 1e-3 * (1 + step % 2))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    assert all(p.grad is None for p in model.parameters())
+    policy.clip_gradient(0.5)
+    policy.step(1e-3 * (1 + step % 2))
+    assert all(p.grad is None for p in policy.model.parameters())
     return loss.item()
 
 
 def test_the_names_are_those_of_the_flag(capsys):
-    assert get_args(arguments.Optimizer) == tuple(OPTIMIZERS) == tuple(TRAINED_BYTES)
+    assert get_args(arguments.OptimizerName) == tuple(OPTIMIZERS)
     assert RLArgs().optimizer == "adamw"
     with pytest.raises(SystemExit) as stop:
         parse(RLArgs, ["--optimizer", "sgd"])
@@ -60,13 +51,13 @@ def test_without_torchao_one_line_says_how_to_get_it(monkeypatch):
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_offloaded_steps_are_those_of_adamw_bit_for_bit(tiny_folder, monkeypatch, copied):
-    expected, _, losses = trained(tiny_folder, "adamw", 5)
+    expected, losses = trained(tiny_folder, "adamw", 5)
     if copied:  # as from a GPU: the step is made on copies, and only what is brought back counts
         monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
-    found, _, same = trained(tiny_folder, "adamw_cpu_offload", 5)
+    offloaded, same = trained(tiny_folder, "adamw_cpu_offload", 5)
     assert same == losses
-    for one, other in zip(expected.parameters(), found.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for (name, one), (_, other) in zip(expected.weights(), offloaded.weights(), strict=True):
+        assert torch.equal(one, other), name
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="simulated GPUs need the CUDA build of torch")
@@ -91,30 +82,13 @@ def test_offloaded_moments_are_on_the_cpu_wherever_the_weights_are(monkeypatch):
         assert all(p.grad is None for p in model)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_saved_optimizer_goes_on_bit_for_bit(tiny_folder, tokenizer, tmp_path, kind):
-    model, optimizer, _ = trained(tiny_folder, kind, 3)
-    save_checkpoint(tmp_path / "one", model, tokenizer, optimizer)
-    again = load_model(str(tmp_path / "one"), ("cpu",), torch.float32)
-    resumed = make_optimizer(again, 1.0, 0.1, kind)
-    load_optimizer(tmp_path / "one", resumed)
-    for m, o, name in ((model, optimizer, "whole"), (again, resumed, "resumed")):
-        train_once(m, o, 3)
-        save_checkpoint(tmp_path / name, m, tokenizer, o)
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
-    whole, other = (load_file(tmp_path / name / OPTIMIZER) for name in ("whole", "resumed"))
-    assert whole.keys() == other.keys()
-    assert all(torch.equal(whole[name], other[name]) for name in whole)
-
-
 def test_8bit_trains_as_adamw_within_half_a_percent(tiny_folder):
-    _, _, plain = trained(tiny_folder, "adamw", 30)
-    _, optimizer, rounded = trained(tiny_folder, "adamw_8bit", 30)
+    _, plain = trained(tiny_folder, "adamw", 30)
+    policy, rounded = trained(tiny_folder, "adamw_8bit", 30)
     assert plain[-1] < plain[0] / 2  # there is something to compare
     assert rounded == pytest.approx(plain, rel=0.005)
     assert rounded != plain
-    assert optimizer.param_groups[0]["lr"] == 2e-3  # the number that was set, not a rounded tensor
+    assert policy.optimizer.param_groups[0]["lr"] == 2e-3  # the number that was set, not a rounded tensor
 
 
 def test_8bit_moments_take_a_quarter():
@@ -132,7 +106,7 @@ def test_8bit_moments_take_a_quarter():
 
 
 @pytest.mark.parametrize(
-    ("flags", "found"),
+    ("flags", "bytes_by_role"),
     [
         ([], {"policy": 16}),
         (["--optimizer", "adamw_cpu_offload"], {"policy": 8, "moments": 8}),
@@ -140,13 +114,13 @@ def test_8bit_moments_take_a_quarter():
         (["--preset", "countdown_qwen2.5_3b"], {"policy": 8, "moments": 8}),
     ],
 )
-def test_the_plan_counts_the_moments(tiny_folder, monkeypatch, flags, found):
+def test_the_plan_counts_the_moments(tiny_folder, monkeypatch, flags, bytes_by_role):
     shares = []
-    monkeypatch.setattr(plan, "place", lambda *how: shares.extend(place(*how)) or shares)
+    monkeypatch.setattr(plan, "place", lambda *arguments: shares.extend(place(*arguments)) or shares)
     monkeypatch.setattr(
         "sys.argv", ["plan", "--model", str(tiny_folder), "--num_gpus", "1", "--sampler", "transformers", *flags]
     )
     plan.main()
     parameters = 466_304
-    assert {s.role: s.bytes / parameters for s in shares if s.role in ("policy", "moments")} == found
+    assert {s.role: s.bytes / parameters for s in shares if s.role in ("policy", "moments")} == bytes_by_role
     assert {s.device for s in shares if s.role == "moments"} <= {"cpu"}

@@ -68,7 +68,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(model, prompts, data, 
         )
 
 
-def test_what_is_packed():
+def test_a_packing_by_hand():
     """Two responses of one prompt, a row of its own, and a response of a single token, which is only ever a label."""
     packing = pack([((1, 2), (3, 4)), ((5,), (6,)), ((1, 2), (7,)), ((1, 2), ())])
     assert packing.input_ids_1N.tolist() == [[1, 2, 5, 6, 3, 4, 7]]
@@ -89,8 +89,8 @@ def test_prompts_of_several_lengths_are_padded_on_the_left():
 
 def test_a_packing_is_copied_to_a_device_once():
     packing = pack([((1, 2), (3,)), ((1, 2), (4,))])
-    there = packing.to("meta")
-    assert there.prefixes_SL.is_meta and there.bias_R1QK.is_meta and packing.to("meta") is there
+    copied = packing.to("meta")
+    assert copied.prefixes_SL.is_meta and copied.bias_R1QK.is_meta and packing.to("meta") is copied
     assert packing.to("cpu") is packing and not packing.prefixes_SL.is_meta
 
 
@@ -128,7 +128,7 @@ def test_a_models_own_attention_is_put_back(model):
 def test_layers_that_are_run_again_in_backward_give_the_same_gradient(model):
     ids, labels = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 6]]), torch.tensor([[2, 3, 4, 5], [2, 5, 6, 7]])
     mask = torch.tensor([[False, True, True, True]] * 2)
-    found = []
+    gradients = []
     before, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
     model.train()
     for again in (False, True):
@@ -136,8 +136,8 @@ def test_layers_that_are_run_again_in_backward_give_the_same_gradient(model):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.zero_grad()
         get_response_log_probs(model, ids, labels, response_mask=mask)["log_probs"].sum().backward()
-        found.append([p.grad.clone() for p in model.parameters()])
+        gradients.append([p.grad.clone() for p in model.parameters()])
     model.gradient_checkpointing_disable()
     model.config._attn_implementation = before
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

@@ -77,7 +77,7 @@ def test_spelling_out_the_defaults_changes_nothing(num_gpus: int):
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("named", "expected"),
     [
         # The policy keeps the lowest GPU left, so here it moves up.
         (dict(num_gpus=2, sample_device="cuda:0"), Roles(("cuda:1",), "cuda:0", "cuda:0", "cuda:0")),
@@ -104,12 +104,12 @@ def test_spelling_out_the_defaults_changes_nothing(num_gpus: int):
         ),
     ],
 )
-def test_named_devices_are_honoured_and_the_rest_filled_in(asked: dict, expected: Roles):
-    assert assign_roles(**asked) == expected
+def test_named_devices_are_honoured_and_the_rest_filled_in(named: dict, expected: Roles):
+    assert assign_roles(**named) == expected
 
 
 @pytest.mark.parametrize(
-    ("asked", "parts"),
+    ("named", "parts"),
     [
         (dict(num_gpus=4, sample_device="gpu1"), ["--sample_device 'gpu1'", "cuda:N"]),
         (dict(num_gpus=4, eval_device="cuda:-1"), ["--eval_device 'cuda:-1'", "cuda:N"]),
@@ -131,10 +131,10 @@ def test_named_devices_are_honoured_and_the_rest_filled_in(asked: dict, expected
         (dict(num_gpus=0, policy_devices=("cpu", "cpu")), ["--policy_devices", "cpu 2 times", "once"]),
     ],
 )
-def test_refusals_name_the_flag_and_the_remedy(asked: dict, parts: list[str]):
+def test_refusals_name_the_flag_and_the_remedy(named: dict, parts: list[str]):
     for vllm in (False, True):
         with pytest.raises(UserError) as refusal:
-            assign_roles(**asked, vllm=vllm)
+            assign_roles(**named, vllm=vllm)
         message = str(refusal.value)
         assert "\n" not in message
         for part in parts:
@@ -142,7 +142,7 @@ def test_refusals_name_the_flag_and_the_remedy(asked: dict, parts: list[str]):
 
 
 @pytest.mark.parametrize(
-    ("asked", "parts", "remedy"),
+    ("named", "parts", "remedy"),
     [
         (
             dict(num_gpus=4, sample_device="cuda:3", reference_model_device="cuda:3"),
@@ -181,13 +181,13 @@ def test_refusals_name_the_flag_and_the_remedy(asked: dict, parts: list[str]):
         ),
     ],
 )
-def test_what_vllm_cannot_share_is_refused_and_the_remedy_is_accepted(asked: dict, parts: list[str], remedy: dict):
+def test_gpus_that_vllm_cannot_share_are_refused_and_the_remedy_is_accepted(named: dict, parts: list[str], remedy: dict):
     with pytest.raises(UserError) as refusal:
-        assign_roles(**asked, vllm=True)
+        assign_roles(**named, vllm=True)
     for part in parts:
         assert part in str(refusal.value)
-    assign_roles(**asked)  # without vLLM the same is the user's to judge
-    assign_roles(**{**asked, **remedy}, vllm=True)
+    assign_roles(**named)  # without vLLM the same is the user's to judge
+    assign_roles(**{**named, **remedy}, vllm=True)
 
 
 def test_one_gpu_and_two_gpus_share_under_vllm():
@@ -203,22 +203,22 @@ def test_one_gpu_and_two_gpus_share_under_vllm():
 @settings(deadline=None, max_examples=300)
 def test_any_request_is_honoured_or_refused(data: st.DataObject, num_gpus: int, vllm: bool):
     device = st.sampled_from(["cpu", *gpus(num_gpus)])
-    asked = [data.draw(st.none() | device) for _ in range(3)]
+    named = [data.draw(st.none() | device) for _ in range(3)]
     policy = tuple(data.draw(st.lists(device, max_size=3, unique=True)))
     try:
-        roles = assign_roles(num_gpus, *asked, policy, vllm=vllm)
+        roles = assign_roles(num_gpus, *named, policy, vllm=vllm)
     except UserError as refusal:
         assert "--" in str(refusal) and num_gpus > 0
         return
     helpers = (roles.sample, roles.reference, roles.eval)
-    assert all(got == want for got, want in zip(helpers, asked, strict=True) if want is not None)
+    assert all(got == want for got, want in zip(helpers, named, strict=True) if want is not None)
     assert policy in ((), roles.policy)
     assert {*helpers, *roles.policy} <= {"cpu", *gpus(num_gpus)} and roles.policy
     if num_gpus >= 2 and not policy:
         assert not set(helpers) & set(roles.policy)
         assert {*helpers, *roles.policy} >= set(gpus(num_gpus))  # no GPU is left idle
     if num_gpus >= 1:
-        assert all(got != "cpu" for got, want in zip(helpers, asked, strict=True) if want is None)
+        assert all(got != "cpu" for got, want in zip(helpers, named, strict=True) if want is None)
 
 
 # ---- parameter counts
@@ -467,7 +467,7 @@ def test_sampler_and_eval_on_one_gpu_are_one_copy():
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(3))) == three
 
 
-def test_the_optimizer_decides_what_the_policy_takes():
+def test_the_optimizer_decides_the_policys_bytes():
     offloaded = place(QWEN_1_5B, assign_roles(1), "adamw_cpu_offload")
     assert bytes_by_device(offloaded) == {"cuda:0": (8 + 2) * ALL, "cpu": 8 * ALL}  # 15.4 GB, and 12.3 of moments
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(0), "adamw_cpu_offload")) == {"cpu": (16 + 2) * ALL}
@@ -485,7 +485,7 @@ def test_one_micro_batch_after_another_and_several_in_flight():
 
 
 @given(st.integers(0, 9), st.integers(1, 6), st.booleans())
-def test_no_more_than_allowed_are_in_flight_and_each_comes_back(micro_batches, in_flight, heads_first):
+def test_no_more_than_allowed_are_in_flight_and_each_returns(micro_batches, in_flight, heads_first):
     order, held = list(issue_order(micro_batches, in_flight, heads_first)), 0
     for what, _ in order:
         held += {"forward": 1, "head": 0, "backward": -1}[what]

@@ -1,4 +1,4 @@
-"""Real forward passes over GPUs that are not there: fake tensors know their device and refuse to meet across devices.
+"""Real forward passes over simulated GPUs: fake tensors know their device and refuse to meet across devices.
 
 A fake tensor has a shape, a dtype and a device and no data, and every operation checks that its inputs share a device.
 So a forward pass of the true model shows whether each activation is moved to where the weights it meets are placed.
@@ -132,11 +132,11 @@ def test_qwen_1_5b_runs_over_simulated_gpus(count: int):
 
 
 @pytest.mark.parametrize("num_gpus", [1, 4, 5, 6, 8])
-def test_the_policy_runs_on_what_the_roles_leave_it(num_gpus: int):
+def test_the_policy_runs_on_the_devices_without_another_role(num_gpus: int):
     check(QWEN3_06B, assign_roles(num_gpus).policy)
 
 
-def test_each_other_role_of_eight_gpus_runs_on_its_own():
+def test_each_other_role_of_eight_gpus_runs_on_its_own_device():
     roles = assign_roles(8)
     for device in (roles.sample, roles.reference, roles.eval):
         check(QWEN3_06B, (device,))

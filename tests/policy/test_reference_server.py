@@ -1,4 +1,4 @@
-"""The served reference model: the very bits of the one in the process, whatever else is sent to the server."""
+"""The served reference model: the same bits as a model in this process, whatever else is sent to the server."""
 
 import contextlib
 import dataclasses
@@ -22,27 +22,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
+from alignment.build import make_reference
 from alignment.core.records import Batch, Distribution
-from alignment.core.rollout import Rollout
 from alignment.core.tokens import collate
 from alignment.policy import reference_client, reference_service
-from alignment.policy.loading import load_model
-from alignment.policy.placement import Roles
+from alignment.policy.frozen import FrozenModel, weights_digest
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
 from alignment.policy.reference_protocol import TOKEN_VARIABLE, ServedModel, reference_token
-from alignment.policy.reference_service import ReferenceService, model_service
+from alignment.policy.reference_service import ReferenceService, model_facts
 from alignment.reference_server import bind, main
 from alignment.system.errors import RunStopped, UserError, run_command
-from alignment.training.references import open_reference, rollout_log_probs
 
-ARGS = from_preset(RLArgs, "tiny", micro_batch_tokens=100)
+MICRO_BATCH_TOKENS = 100
 VOCABULARY = 304
 METADATA = {"temperature": "1.0", "top_p": "1.0", "top_k": "0", "micro_batch_tokens": "100"}
 
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return load_model(str(tiny_folder), ("cpu",), torch.float32)
+    return load_frozen(tiny_folder)
+
+
+def load_frozen(folder, dtype=torch.float32) -> FrozenModel:
+    return FrozenModel(str(folder), "cpu", dtype, dtype)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,32 +64,30 @@ def command(tiny_folder):
     process.communicate()
 
 
-def make_rollout(seed: int = 0, rows: int = 8) -> Rollout:
+def make_batch(seed: int = 0, rows: int = 8) -> Batch:
     rng = random.Random(seed)
     prompts, responses = ([[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(rows)] for _ in "pr")
-    batch = collate(prompts, responses, pad_token_id=1)
-    return Rollout(batch, torch.zeros(rows, 1), None, torch.zeros(batch.labels.shape), tuple(range(rows)))
+    return collate(prompts, responses, pad_token_id=1)
 
 
-def upload_of(rollout: Rollout, args: RLArgs = ARGS) -> tuple[Batch, Distribution, int]:
-    """What a client is given to upload a rollout."""
-    distribution = Distribution(args.sampling_temperature, args.sampling_top_p, args.sampling_top_k)
-    return rollout.batch, distribution, args.micro_batch_tokens
+def upload_of(batch: Batch, distribution=Distribution(), micro_batch_tokens=MICRO_BATCH_TOKENS) -> tuple:
+    """The arguments, after the key, with which a client uploads a batch."""
+    return batch, distribution, micro_batch_tokens
 
 
-def tensors_of(rollout: Rollout) -> dict[str, torch.Tensor]:
-    return {name: getattr(rollout.batch, name) for name in ("input_ids", "labels", "response_mask")}
+def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: getattr(batch, name) for name in ("input_ids", "labels", "response_mask")}
 
 
-BODY = safetensors.torch.save(tensors_of(make_rollout()), METADATA)
+BODY = safetensors.torch.save(tensors_of(make_batch()), METADATA)
 
 
 @contextlib.contextmanager
 def serving(model, port=0, token="", max_pending=8, max_upload_bytes=1 << 20, computing=True, **other):
-    """The service as the command runs it, but for its main thread; it computes once `begin` is called."""
+    """The service as the command runs it, but outside the main thread; it computes once `begin` is called."""
     served = ServedModel("tiny", "cpu", "float32", max_pending, max_upload_bytes)
-    compute, info = model_service(served, model, torch.float32)
-    service = ReferenceService(other.pop("compute", compute), {**info, **other}, token, max_pending)
+    compute = other.pop("compute", model.log_probs)
+    service = ReferenceService(compute, {**model_facts(served, model), **other}, token, max_pending)
     thread = threading.Thread(target=service.work)
     with bind("127.0.0.1", port, token) as listener, service.running(listener) as url:
         address = listener.getsockname()
@@ -106,7 +106,7 @@ def server(model):
         yield server
 
 
-def ask(server, method="GET", path="/info", body=None, headers=(("Authorization", "Bearer secret"),)) -> tuple[int, bytes]:
+def request(server, method="GET", path="/info", body=None, headers=(("Authorization", "Bearer secret"),)) -> tuple[int, bytes]:
     """A request whose headers are just these and the host; with a body, its length as well."""
     with contextlib.closing(http.client.HTTPConnection(*server.address, timeout=30)) as connection:
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -128,43 +128,42 @@ def refusal(answer: tuple[int, bytes]) -> tuple[int, str]:
     return status, error["error"]
 
 
-def client(server, timeout=30.0, **how) -> RemoteReference:
-    return RemoteReference(server.url, "secret" if server.token else "", how.get("vocabulary", VOCABULARY), timeout)
+def client(server, timeout=30.0, vocabulary=VOCABULARY) -> RemoteReference:
+    return RemoteReference(server.url, "secret" if server.token else "", vocabulary, timeout)
 
 
-# --- what it is for -----------------------------------------------------------------------------------------------
+# --- the same numbers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("distribution", "micro_batch_tokens"),
     [
-        {},
-        {"micro_batch_tokens": 30},
-        {"micro_batch_tokens": 16304},
-        {"sampling_temperature": 0.7, "sampling_top_p": 0.83, "sampling_top_k": 20},
+        (Distribution(), 100),
+        (Distribution(), 30),
+        (Distribution(), 16304),
+        (Distribution(temperature=0.7, top_p=0.83, top_k=20), 100),
     ],
 )
-def test_the_log_probs_are_those_of_the_model_in_the_process_bit_for_bit(server, model, how):
-    args, rollout = dataclasses.replace(ARGS, **how), make_rollout(1)
-    expected = rollout_log_probs(model, rollout, args, torch.float32)
-    assert expected[rollout.batch.response_mask].lt(0).all()
+def test_log_probs_are_those_of_the_model_in_this_process_bit_for_bit(server, model, distribution, micro_batch_tokens):
+    upload = upload_of(make_batch(1), distribution, micro_batch_tokens)
+    expected = model.log_probs(*upload)
+    assert expected[upload[0].response_mask].lt(0).all()
     remote = client(server)
-    remote.upload("step_1", *upload_of(rollout, args))
-    assert torch.equal(remote.log_probs("step_1", *upload_of(rollout, args)), expected)
-    never_uploaded = make_rollout(2)
-    found = remote.log_probs("step_2", *upload_of(never_uploaded, args))
-    assert torch.equal(found, rollout_log_probs(model, never_uploaded, args, torch.float32))
+    remote.upload("step_1", *upload)
+    assert torch.equal(remote.log_probs("step_1", *upload), expected)
+    never_uploaded = upload_of(make_batch(2), distribution, micro_batch_tokens)
+    assert torch.equal(remote.log_probs("step_2", *never_uploaded), model.log_probs(*never_uploaded))
 
 
-def test_rollouts_and_settings_of_one_name_are_never_mixed_up(server, model):
-    remote, hotter = client(server), dataclasses.replace(ARGS, sampling_temperature=2.0)
-    for rollout, args in ((make_rollout(3), ARGS), (make_rollout(4), ARGS), (make_rollout(3), hotter), (make_rollout(3), ARGS)):
-        found = remote.log_probs("the_same", *upload_of(rollout, args))
-        assert torch.equal(found, rollout_log_probs(model, rollout, args, torch.float32))
+def test_batches_and_settings_of_one_name_are_never_mixed_up(server, model):
+    remote, plain, hotter = client(server), Distribution(), Distribution(temperature=2.0)
+    for seed, distribution in ((3, plain), (4, plain), (3, hotter), (3, plain)):
+        upload = upload_of(make_batch(seed), distribution)
+        assert torch.equal(remote.log_probs("the_same", *upload), model.log_probs(*upload))
 
 
 def test_info(server, model):
-    status, body = ask(server)
+    status, body = request(server)
     assert status == 200
     assert json.loads(body) == {
         "service": "alignment.reference_server",
@@ -173,32 +172,31 @@ def test_info(server, model):
         "context": 256,
         "dtype": "float32",
         "device": "cpu",
-        "weights": frozen.weights_digest(model, torch.float32),
+        "weights": model.weights_digest(),
         "max_upload_bytes": 1 << 20,
     }
 
 
-def test_the_digest_tells_weights_and_dtypes_apart(model, tiny_folder):
-    digest = frozen.weights_digest
-    other = load_model(str(tiny_folder), ("cpu",), torch.float32)
-    assert digest(other, torch.float32) == digest(model, torch.float32) != digest(model, torch.bfloat16)
-    assert digest(model, torch.bfloat16) == digest(load_model(str(tiny_folder), ("cpu",), torch.bfloat16), torch.bfloat16)
+def test_the_digest_differs_with_weights_and_dtypes(model, tiny_folder):
+    digest, other = weights_digest, load_frozen(tiny_folder)
+    assert other.weights_digest() == model.weights_digest() != digest(model.model, torch.bfloat16)
+    assert digest(model.model, torch.bfloat16) == load_frozen(tiny_folder, torch.bfloat16).weights_digest()
     with torch.no_grad():
-        other.get_input_embeddings().weight[0, 0] += 1
-    assert digest(other, torch.float32) != digest(model, torch.float32)
+        other.model.get_input_embeddings().weight[0, 0] += 1
+    assert other.weights_digest() != model.weights_digest()
 
 
-def test_an_answer_may_be_asked_for_again_until_newer_ones_push_it_out(model):
+def test_an_answer_can_be_read_again_until_newer_ones_replace_it(model):
     with serving(model) as server:
         for number in range(reference_service.READ_RESULTS + 2):
-            assert ask(server, "POST", f"/upload?key=k{number}", BODY)[0] == 202
-            first, again = (ask(server, path=f"/get?key=k{number}") for _ in range(2))
+            assert request(server, "POST", f"/upload?key=k{number}", BODY)[0] == 202
+            first, again = (request(server, path=f"/get?key=k{number}") for _ in range(2))
             assert first == again and first[0] == 200
-        kept = [ask(server, path=f"/get?key=k{number}")[0] for number in range(reference_service.READ_RESULTS + 2)]
+        kept = [request(server, path=f"/get?key=k{number}")[0] for number in range(reference_service.READ_RESULTS + 2)]
         assert kept == [404, 404, *[200] * reference_service.READ_RESULTS]
 
 
-# --- what it refuses ----------------------------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------------------
 
 TOKEN = ("Authorization", "Bearer secret")
 
@@ -227,8 +225,6 @@ TOKEN = ("Authorization", "Bearer secret")
         ("GET", "/get?key=a%0A", None, (TOKEN,), 400, "key"),
         ("GET", "/get?key=a&key=b", None, (TOKEN,), 400, "key"),
         ("GET", f"/get?key={'a' * 201}", None, (TOKEN,), 400, "key"),
-        ("GET", f"/{'a' * 70000}", None, (TOKEN,), 414, "no request"),
-        ("GET", "/info", None, (TOKEN, ("X", "a" * 70000)), 431, "no request"),
         ("POST", "/upload?key=a/b", BODY, (TOKEN,), 400, "key"),
         ("POST", "/upload?key=a", None, (TOKEN,), 411, "Content-Length"),
         ("POST", "/upload?key=a", BODY, (TOKEN, ("Transfer-Encoding", "chunked")), 411, "no Transfer-Encoding"),
@@ -241,17 +237,29 @@ TOKEN = ("Authorization", "Bearer secret")
     ],
 )
 def test_refusals(server, method, path, body, headers, status, words):
-    found, message = refusal(ask(server, method, path, body, headers))
-    assert found == status and words in message
+    answered, message = refusal(request(server, method, path, body, headers))
+    assert answered == status and words in message
 
 
-def test_a_body_that_ends_too_early_is_told(server):
+def test_a_body_that_ends_too_early_is_never_computed(server):
     with socket.create_connection(server.address, timeout=20) as connection:
-        head = f"POST /upload?key=a HTTP/1.0\r\nAuthorization: Bearer secret\r\nContent-Length: {len(BODY)}\r\n\r\n"
+        head = f"POST /upload?key=short HTTP/1.0\r\nAuthorization: Bearer secret\r\nContent-Length: {len(BODY)}\r\n\r\n"
         connection.sendall(head.encode() + BODY[:-1])
         connection.shutdown(socket.SHUT_WR)
         with connection.makefile("rb") as file:
-            assert b"the body ends too early" in file.read()
+            assert b" 202 " not in file.read()
+    assert request(server, path="/get?key=short")[0] == 404
+
+
+@pytest.mark.parametrize("head", [b"GET /", b"GET /info HTTP/1.1\r\nX: ", b"GET /info HTTP/1.1\r\n"])
+def test_a_head_without_end_is_refused(server, head):
+    with socket.create_connection(server.address, timeout=20) as connection:
+        with pytest.raises(ConnectionError):
+            connection.sendall(head)
+            for _ in range(1 << 10):
+                connection.sendall(b"a: a\r\n" * 1000 if head.endswith(b"\n") else b"a" * 6000)
+                time.sleep(0.001)
+    assert request(server)[0] == 200
 
 
 def altered(**changes):
@@ -303,18 +311,18 @@ def all_altered(change):
         (dict, {"micro_batch_tokens": "9" * 5000}, "micro_batch_tokens"),
     ],
 )
-def test_uploads_that_could_not_be_computed(server, change, metadata, words):
+def test_uploads_that_cannot_be_computed_are_refused(server, change, metadata, words):
     merged = {name: value for name, value in {**METADATA, **metadata}.items() if value is not None}
-    body = safetensors.torch.save(change(tensors_of(make_rollout())), merged)
-    status, message = refusal(ask(server, "POST", "/upload?key=bad", body))
+    body = safetensors.torch.save(change(tensors_of(make_batch())), merged)
+    status, message = refusal(request(server, "POST", "/upload?key=bad", body))
     assert status == 400 and words in message
-    assert ask(server, path="/get?key=bad")[0] == 404
+    assert request(server, path="/get?key=bad")[0] == 404
 
 
 def test_bytes_that_are_no_booleans_are_refused(server):
     place = BODY.rfind(b"\1")  # in the mask, which a file holds last
     assert safetensors.torch.load(BODY)["response_mask"].flatten()[place - len(BODY)]
-    status, message = refusal(ask(server, "POST", "/upload?key=bad", BODY[:place] + b"\2" + BODY[place + 1 :]))
+    status, message = refusal(request(server, "POST", "/upload?key=bad", BODY[:place] + b"\2" + BODY[place + 1 :]))
     assert status == 400 and "neither 0 nor 1" in message
 
 
@@ -347,9 +355,9 @@ fuzzed = settings(max_examples=60, suppress_health_check=[HealthCheck.function_s
 @fuzzed
 @given(raw_bytes)
 def test_any_body_is_answered_and_the_server_goes_on(server, body):
-    status, answer = ask(server, "POST", "/upload?key=fuzz", body)
+    status, answer = request(server, "POST", "/upload?key=fuzz", body)
     assert status in (202, 400) and json.loads(answer).keys() <= {"error"}
-    assert ask(server)[0] == 200
+    assert request(server)[0] == 200
 
 
 @fuzzed
@@ -362,13 +370,13 @@ def test_any_bytes_are_answered_and_the_server_goes_on(server, sent):
             answer = file.read()
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     assert b"Traceback" not in answer and not answer.startswith(b"HTTP/1.1 5") or b" 505 " in answer[:20]
-    assert ask(server)[0] == 200
+    assert request(server)[0] == 200
 
 
 # --- slow, many, too many -----------------------------------------------------------------------------------------
 
 
-def test_silent_and_slow_clients_are_hung_up_on(model, monkeypatch):
+def test_connections_of_silent_and_slow_clients_are_closed(model, monkeypatch):
     monkeypatch.setattr(reference_service, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(reference_service, "BODY_SECONDS", 0.5)
     monkeypatch.setattr(reference_service, "BODIES", 4)
@@ -378,7 +386,7 @@ def test_silent_and_slow_clients_are_hung_up_on(model, monkeypatch):
         over = threading.Event()
 
         def dribble():
-            """A byte now and then, as a client that means harm would send it; some begin with a body."""
+            """Send a byte now and then, as an attacker would; some connections begin with a body."""
             for connection in many[5:]:
                 connection.sendall(begun)
             while not over.wait(0.05):
@@ -390,8 +398,8 @@ def test_silent_and_slow_clients_are_hung_up_on(model, monkeypatch):
         thread.start()
         try:
             start = time.monotonic()
-            assert ask(server)[0] == 200
-            assert ask(server, "POST", "/upload?key=b", BODY)[0] == 202  # after ten others, four at a time
+            assert request(server)[0] == 200
+            assert request(server, "POST", "/upload?key=b", BODY)[0] == 202  # after ten others, four at a time
             assert time.monotonic() - start < 10
             assert many[0].recv(1) == b""
             for connection in many[1:]:
@@ -403,16 +411,16 @@ def test_silent_and_slow_clients_are_hung_up_on(model, monkeypatch):
             thread.join()
 
 
-def test_so_many_bodies_are_read_at_a_time(model, monkeypatch):
+def test_only_some_bodies_are_read_at_a_time(model, monkeypatch):
     monkeypatch.setattr(reference_service, "BODY_SECONDS", 1.0)
     monkeypatch.setattr(reference_service, "BODIES", 1)
     with serving(model) as server, socket.create_connection(server.address, timeout=10) as slow:
         slow.sendall(b"POST /upload?key=a HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nabc")
         time.sleep(0.1)
         start = time.monotonic()
-        assert ask(server)[0] == 200
-        assert time.monotonic() - start < 0.5  # others are not kept waiting
-        assert ask(server, "POST", "/upload?key=b", BODY)[0] == 202
+        assert request(server)[0] == 200
+        assert time.monotonic() - start < 0.5  # other requests do not wait
+        assert request(server, "POST", "/upload?key=b", BODY)[0] == 202
         assert time.monotonic() - start > 0.5
         with slow.makefile("rb") as file:
             assert b" 408 " in file.readline()
@@ -433,28 +441,28 @@ def test_the_server_closes_while_clients_hold_every_connection(model, monkeypatc
 
 def test_back_pressure(model):
     with serving(model, max_pending=2, computing=False) as server:
-        uploaded = [ask(server, "POST", f"/upload?key={key}", BODY)[0] for key in ("a", "b", "c", "a")]
+        uploaded = [request(server, "POST", f"/upload?key={key}", BODY)[0] for key in ("a", "b", "c", "a")]
         assert uploaded == [202, 202, 503, 202]
-        remote, rollout = client(server, timeout=0.3), make_rollout(5)
+        remote, batch = client(server, timeout=0.3), make_batch(5)
         with pytest.raises(RunStopped, match="has had no room for another rollout for 0.3 seconds"):
-            remote.upload("step_1", *upload_of(rollout))
+            remote.upload("step_1", *upload_of(batch))
         server.begin()
-        assert ask(server, path="/get?key=b")[0] == 200
-        # One result that nobody has read, and one place: which is taken, until it is read.
-        remote.upload("step_1", *upload_of(rollout))
-        assert ask(server, "POST", "/upload?key=d", BODY)[0] == 503
+        assert request(server, path="/get?key=b")[0] == 200
+        # One result is unread and one place is left; the upload takes it until it is read.
+        remote.upload("step_1", *upload_of(batch))
+        assert request(server, "POST", "/upload?key=d", BODY)[0] == 503
         patient, made = client(server), []
-        waiting = threading.Thread(target=lambda: made.append(patient.log_probs("step_2", *upload_of(make_rollout(6)))))
+        waiting = threading.Thread(target=lambda: made.append(patient.log_probs("step_2", *upload_of(make_batch(6)))))
         waiting.start()
         time.sleep(0.2)
         assert not made
-        found = remote.log_probs("step_1", *upload_of(rollout))
-        assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
+        log_probs = remote.log_probs("step_1", *upload_of(batch))
+        assert torch.equal(log_probs, model.log_probs(*upload_of(batch)))
         waiting.join(10)
         assert len(made) == 1
 
 
-def test_results_that_nobody_fetches_make_room_in_time(model, monkeypatch, wait_for):
+def test_results_that_nobody_reads_are_dropped_in_time(model, monkeypatch, wait_for):
     computed = threading.Event()
 
     def compute(batch, *settings):
@@ -462,27 +470,27 @@ def test_results_that_nobody_fetches_make_room_in_time(model, monkeypatch, wait_
         return torch.zeros(batch.labels.shape)
 
     with serving(model, max_pending=1, compute=compute) as server:
-        assert ask(server, "POST", "/upload?key=left", BODY)[0] == 202
+        assert request(server, "POST", "/upload?key=left", BODY)[0] == 202
         assert computed.wait(30)
-        assert ask(server, "POST", "/upload?key=next", BODY)[0] == 503
+        assert request(server, "POST", "/upload?key=next", BODY)[0] == 503
         monkeypatch.setattr(reference_service, "ABANDONED_SECONDS", 0.0)
-        wait_for(lambda: ask(server, "POST", "/upload?key=next", BODY)[0] == 202)
-        assert ask(server, path="/get?key=left")[0] == 404
-        assert ask(server, path="/get?key=next")[0] == 200
+        wait_for(lambda: request(server, "POST", "/upload?key=next", BODY)[0] == 202)
+        assert request(server, path="/get?key=left")[0] == 404
+        assert request(server, path="/get?key=next")[0] == 200
 
 
-def test_not_yet(model, monkeypatch):
+def test_an_unfinished_result_is_waited_for(model, monkeypatch):
     monkeypatch.setattr(reference_service, "POLL_SECONDS", 0.2)
     with serving(model, computing=False) as server:
-        ask(server, "POST", "/upload?key=a", BODY)
+        request(server, "POST", "/upload?key=a", BODY)
         start = time.monotonic()
-        assert ask(server, path="/get?key=a")[0] == 202
+        assert request(server, path="/get?key=a")[0] == 202
         assert time.monotonic() - start > 0.2
         with pytest.raises(RunStopped, match="has not computed its log-probs for 0.5 seconds"):
-            client(server, timeout=0.5).log_probs("step_1", *upload_of(make_rollout()))
+            client(server, timeout=0.5).log_probs("step_1", *upload_of(make_batch()))
 
 
-def test_what_cannot_be_computed_is_told_and_may_be_tried_again(model, monkeypatch, capsys):
+def test_a_failed_computation_is_reported_and_can_be_tried_again(model, monkeypatch, capsys):
     fail = [True]
 
     def failing(batch, *settings):
@@ -492,43 +500,43 @@ def test_what_cannot_be_computed_is_told_and_may_be_tried_again(model, monkeypat
 
     with serving(model, compute=failing) as server:
         with pytest.raises(RunStopped, match="500, could not be computed: RuntimeError: out of memory; then go on"):
-            client(server).log_probs("step_1", *upload_of(make_rollout()))
+            client(server).log_probs("step_1", *upload_of(make_batch()))
         assert "step_1" in (said := capsys.readouterr().err) and said.count("\n") == 1
         fail.clear()
-        client(server).upload("step_1", *upload_of(make_rollout()))
-        assert client(server).log_probs("step_1", *upload_of(make_rollout())) is not None
+        client(server).upload("step_1", *upload_of(make_batch()))
+        assert client(server).log_probs("step_1", *upload_of(make_batch())) is not None
 
 
 # --- the client when things go wrong ------------------------------------------------------------------------------
 
 
-def test_a_server_that_was_started_again_is_sent_the_rollout_again(model, monkeypatch):
+def test_a_restarted_server_gets_the_rollout_again(model, monkeypatch):
     monkeypatch.setattr(reference_client, "PAUSES", (0.1, 0.2))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    rollout = make_rollout(7)
+    batch = make_batch(7)
     with serving(model, computing=False) as first:
         remote = client(first)
-        remote.upload("step_1", *upload_of(rollout))
+        remote.upload("step_1", *upload_of(batch))
     with pytest.raises(RunStopped, match="does not answer .*: start it again with the same --model; then go on with --resume"):
-        remote.log_probs("step_1", *upload_of(rollout))
+        remote.log_probs("step_1", *upload_of(batch))
     with serving(model, port=first.address[1]) as second:
         assert second.url == first.url
-        found = remote.log_probs("step_1", *upload_of(rollout))
-        assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
+        log_probs = remote.log_probs("step_1", *upload_of(batch))
+        assert torch.equal(log_probs, model.log_probs(*upload_of(batch)))
     with serving(model, port=first.address[1], weights="another"):
         with pytest.raises(RunStopped, match="has another model than when the run began"):
-            remote.log_probs("step_1", *upload_of(rollout))
+            remote.log_probs("step_1", *upload_of(batch))
 
 
 def test_rollouts_that_are_too_large_are_not_sent(model):
     with serving(model, max_upload_bytes=1000) as server, pytest.raises(RunStopped, match="raise its --max_upload_mib"):
-        client(server).upload("step_1", *upload_of(make_rollout()))
+        client(server).upload("step_1", *upload_of(make_batch()))
 
 
 @pytest.mark.parametrize(
     "url", ["https://a:1", "http://a", "a:1", "http://a:0", "http://a:70000", "http://a:1/x", "http://u@a:1", "\x1b"]
 )
-def test_addresses_that_are_none(url):
+def test_malformed_addresses_are_refused(url):
     with pytest.raises(UserError, match="--reference_url .*: must be http://HOST:PORT"):
         RemoteReference(url, "", VOCABULARY, 1.0)
 
@@ -602,14 +610,14 @@ GOOD_INFO = http_answer(json.dumps(INFO).encode())
         http_answer(b"{" + b" " * (1 << 17)),
     ],
 )
-def test_what_is_no_reference_server_is_told(answer):
+def test_an_address_without_a_reference_server_is_refused(answer):
     with answering(answer) as url, pytest.raises(UserError, match="--reference_url .*is no reference server: give the address"):
         RemoteReference(url, "", VOCABULARY, 5.0)
 
 
 def results(change=lambda t: t, name="log_probs", *headers: str) -> bytes:
-    found = change(torch.full(make_rollout().batch.labels.shape, -1.0))
-    return http_answer(safetensors.torch.save({name: found}), 200, *(headers or ("Reference-Weights: w",)))
+    log_probs = change(torch.full(make_batch().labels.shape, -1.0))
+    return http_answer(safetensors.torch.save({name: log_probs}), 200, *(headers or ("Reference-Weights: w",)))
 
 
 @pytest.mark.parametrize(
@@ -630,22 +638,22 @@ def results(change=lambda t: t, name="log_probs", *headers: str) -> bytes:
         (http_answer(b'{"error": "a\\u001b[2J\\nb"}', 400), r"400, a\\x1b\[2J b;"),
     ],
 )
-def test_nonsense_stops_the_run_in_one_line(answer, words, monkeypatch):
+def test_malformed_answers_stop_the_run_with_one_line(answer, words, monkeypatch):
     monkeypatch.setattr(reference_client, "PAUSES", (0.0, 0.0))
     with answering(GOOD_INFO, answer) as url:
         remote = RemoteReference(url, "", VOCABULARY, 5.0)
         with pytest.raises(RunStopped, match=words) as stopped:
-            remote.log_probs("step_1", *upload_of(make_rollout()))
+            remote.log_probs("step_1", *upload_of(make_batch()))
         assert "\n" not in str(stopped.value) and url in str(stopped.value)
 
 
 def test_a_connection_that_breaks_is_tried_again_and_other_places_are_zero(monkeypatch):
     monkeypatch.setattr(reference_client, "PAUSES", (0.0, 0.0))
-    mask = make_rollout().batch.response_mask
+    mask = make_batch().response_mask
     good = results(lambda t: torch.where(mask, t, torch.nan))
     with answering(GOOD_INFO, b"", good[:-1], good) as url:
-        found = RemoteReference(url, "", VOCABULARY, 5.0).log_probs("step_1", *upload_of(make_rollout()))
-        assert torch.equal(found, torch.where(mask, -1.0, 0.0))
+        log_probs = RemoteReference(url, "", VOCABULARY, 5.0).log_probs("step_1", *upload_of(make_batch()))
+        assert torch.equal(log_probs, torch.where(mask, -1.0, 0.0))
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -692,14 +700,14 @@ def test_flags_are_checked_before_torch_is_loaded(flags):
     assert done.returncode == (0 if flags == ["--help"] else 2) and "Traceback" not in done.stderr
 
 
-def test_tokens_that_no_header_can_carry(monkeypatch):
+def test_tokens_that_no_header_can_carry_are_refused(monkeypatch):
     for token in ("two words", "line\n", "größe"):
         monkeypatch.setenv(TOKEN_VARIABLE, token)
         with pytest.raises(UserError, match="ALIGNMENT_REFERENCE_TOKEN: must be printable ASCII without spaces$"):
             reference_token()
 
 
-def test_with_a_token_it_may_listen_anywhere():
+def test_with_a_token_the_server_may_listen_anywhere():
     with bind("0.0.0.0", 0, "secret") as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
 
@@ -708,29 +716,29 @@ def test_the_command_serves_until_sigterm(command, tiny_folder, model):
     line = command.stdout.readline()
     start, _, url = line.rstrip("\n").rpartition(": ")
     assert start == f"reference model {tiny_folder} on cpu" and url.startswith("http://127.0.0.1:")
-    remote, rollout = RemoteReference(url, "secret", VOCABULARY, 60.0), make_rollout(8)
+    remote, batch = RemoteReference(url, "secret", VOCABULARY, 60.0), make_batch(8)
     assert remote.info["model"] == str(tiny_folder)
-    found = remote.log_probs("step_1", *upload_of(rollout))
-    assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
-    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))):  # a client that says nothing keeps nobody
+    log_probs = remote.log_probs("step_1", *upload_of(batch))
+    assert torch.equal(log_probs, model.log_probs(*upload_of(batch)))
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))):  # a silent client delays nothing
         time.sleep(0.2)
         command.send_signal(signal.SIGTERM)
         rest, said = command.communicate(timeout=20)
     assert (command.returncode, rest) == (143, "")
-    assert said.splitlines()[-1] == "interrupted by SIGTERM" and "Traceback" not in said  # after what libraries may say
+    assert said.splitlines()[-1] == "interrupted by SIGTERM" and "Traceback" not in said  # after messages of libraries
 
 
 # --- of a run ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_replaces_its_own_server_when_that_dies(tiny_folder, model, capsys):
-    rollout, other = make_rollout(), make_rollout(seed=1)
+    batch, other = make_batch(), make_batch(seed=1)
     own = ReferenceProcess(ServedModel(str(tiny_folder), "cpu", "float32", max_pending=4), VOCABULARY, 600.0)
     try:
         url = own.url
         own._child.kill()
-        found = own.log_probs("step-1", *upload_of(rollout))
-        assert torch.equal(found, rollout_log_probs(model, rollout, ARGS, torch.float32))
+        log_probs = own.log_probs("step-1", *upload_of(batch))
+        assert torch.equal(log_probs, model.log_probs(*upload_of(batch)))
         assert (own.restarts, own.url) == (1, url) and "the reference model is started again" in capsys.readouterr().err
         assert own.log_probs("step-2", *upload_of(other)) is not None and own.restarts == 1
     finally:
@@ -739,11 +747,9 @@ def test_a_run_replaces_its_own_server_when_that_dies(tiny_folder, model, capsys
 
 
 def test_a_served_model_that_training_does_not_start_from_is_refused(server, tiny_folder, monkeypatch):
-    args = dataclasses.replace(ARGS, beta=0.1, reference_url=server.url)
-    roles = Roles(("cpu",), "cpu", "cpu", "cpu")
+    args = from_preset(RLArgs, "tiny", beta=0.1, reference_url=server.url, dtype="float32")
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    with contextlib.ExitStack() as closing:
-        remote = open_reference(args, str(tiny_folder), roles, torch.float32, closing)
-        assert remote.annotate(make_rollout(), args, "step-1").reference_log_probs_BT.shape == make_rollout().batch.labels.shape
-        with pytest.raises(UserError, match="has other weights, or another dtype than torch.bfloat16"):
-            open_reference(args, str(tiny_folder), roles, torch.bfloat16, closing)
+    remote, batch = make_reference(args, None, str(tiny_folder)), make_batch()
+    assert remote.log_probs("step-1", *upload_of(batch)).shape == batch.labels.shape
+    with pytest.raises(UserError, match="has other weights, or another dtype than torch.bfloat16"):
+        make_reference(dataclasses.replace(args, dtype="bfloat16"), None, str(tiny_folder))

@@ -1,12 +1,11 @@
-"""Warnings and lost causes, by hand-made numbers."""
+"""Warnings and hopeless runs, by hand-made numbers."""
 
 import pytest
 
-from alignment.args import RLArgs, from_preset
+from alignment.runs.health import GRADER_WINDOW, WINDOW, Health, HealthLimits, health_warnings, slowness
 from alignment.system.errors import RunStopped
-from alignment.training.health import GRADER_WINDOW, WINDOW, Watch, health_warnings, slowness, stop_if_hopeless
 
-ARGS = from_preset(RLArgs, "tiny", max_bad_steps=2, max_grader_failures=0.05)
+LIMITS = HealthLimits(max_new_tokens=48, max_bad_steps=2, max_grader_failures=0.05)
 FINE = {
     "entropy": 1.0,
     "flat_groups": 0.5,
@@ -14,19 +13,26 @@ FINE = {
     "finished": 1.0,
     "updates": 2,
     "bad_updates": 0,
+    "grading_failed": 0,
+    "seconds": 1.0,
     "responses": 10,
 }
 
 
 def steps(*changes: dict) -> list[dict]:
-    """Three steps as they should be, then these."""
+    """Three healthy steps, then these."""
     return [
-        {**FINE, "step": step, "grading_failed": 0, **change} for step, change in enumerate(({}, {}, {}, *changes), start=1)
+        {**FINE, "step": step, "grading_failed": 0, "seconds": 1.0, **change}
+        for step, change in enumerate(({}, {}, {}, *changes), start=1)
     ]
 
 
-def said(records: list[dict]) -> dict[str, str]:
-    return health_warnings(records[:WINDOW], records[-GRADER_WINDOW:], ARGS)
+def warnings_of(records: list[dict]) -> dict[str, str]:
+    return health_warnings(records[:WINDOW], records[-GRADER_WINDOW:], LIMITS.max_new_tokens)
+
+
+def stop_if_hopeless(records: list[dict]) -> None:
+    Health(records, LIMITS).stop_if_hopeless()
 
 
 @pytest.mark.parametrize(
@@ -42,17 +48,17 @@ def said(records: list[dict]) -> dict[str, str]:
         ({"response_length": 19.0, "finished": 0.7}, []),
         ({"entropy": None}, []),
         ({"entropy": None, "updates": 0}, ["nothing_trained"]),
-        ({"entropy": None, "updates": 0, "bad_updates": 2}, []),  # which is said of each such step
+        ({"entropy": None, "updates": 0, "bad_updates": 2}, []),  # each such step has a message of its own
     ],
 )
-def test_what_three_steps_say(change, names):
-    assert sorted(said(steps(change, change, change))) == names
-    assert said(steps(change, change)) == {}  # too few to say
+def test_warnings_after_three_steps(change, names):
+    assert sorted(warnings_of(steps(change, change, change))) == names
+    assert warnings_of(steps(change, change)) == {}  # too few steps
 
 
 def test_a_warning_has_the_numbers():
-    found = said(steps(*[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3))
-    assert found == {
+    warnings = warnings_of(steps(*[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3))
+    assert warnings == {
         "entropy_collapse": "entropy is 0.05 nats a token, it began at 1",
         "equal_rewards": "in 100% of the groups all rewards are equal, which teaches nothing",
         "runaway_length": "responses have 48 tokens, they began with 10, and 75% do not end within --max_new_tokens 48",
@@ -61,30 +67,41 @@ def test_a_warning_has_the_numbers():
 
 def test_only_bad_steps_in_a_row_stop_a_run():
     bad, skipped = {"updates": 0, "bad_updates": 2}, {"updates": 0}
-    stop_if_hopeless(steps(bad, {}, bad), ARGS)
-    stop_if_hopeless(steps(skipped, skipped), ARGS)  # no response was to be trained on: nothing is wrong with the numbers
+    stop_if_hopeless(steps(bad, {}, bad))
+    stop_if_hopeless(steps(skipped, skipped))  # no response was to be trained on: nothing is wrong with the numbers
     with pytest.raises(RunStopped, match="2 steps in a row"):
-        stop_if_hopeless(steps(bad, {}, bad, bad), ARGS)
+        stop_if_hopeless(steps(bad, {}, bad, bad))
 
 
 def test_failed_gradings_are_counted_over_twenty_steps():
     """20 steps of 10 answers may have 10 failures at 5 %, from the first step on."""
-    stop_if_hopeless(steps({"grading_failed": 10}), ARGS)
+    stop_if_hopeless(steps({"grading_failed": 10}))
     with pytest.raises(RunStopped, match="grading failed on 11 of 50 answers"):
-        stop_if_hopeless(steps({"grading_failed": 10}, {"grading_failed": 1}), ARGS)
-    stop_if_hopeless([*steps({"grading_failed": 10}), *steps(*[{}] * 17)], ARGS)  # forgotten after twenty steps
+        stop_if_hopeless(steps({"grading_failed": 10}, {"grading_failed": 1}))
+    stop_if_hopeless([*steps({"grading_failed": 10}), *steps(*[{}] * 17)])  # forgotten after twenty steps
 
 
 def test_of_a_long_run_the_first_and_the_latest_steps_are_kept():
-    watch = Watch(steps(*[{}] * 1000), ARGS)
-    assert [record["step"] for record in watch.first] == [1, 2, 3] and watch.step == 1003
-    assert [record["step"] for record in watch.last] == list(range(1003 - GRADER_WINDOW + 1, 1004))
-    assert Watch([], ARGS).step == 0
+    health = Health(steps(*[{}] * 1000), LIMITS)
+    assert [record["step"] for record in health.first] == [1, 2, 3] and health.latest[-1]["step"] == 1003
+    assert [record["step"] for record in health.latest] == list(range(1003 - GRADER_WINDOW + 1, 1004))
+    assert Health([], LIMITS).latest == []
 
 
-def test_a_slow_step_tells_where_the_time_went():
+def test_a_warning_is_printed_when_it_begins():
+    flat = {"flat_groups": 1.0}
+    health = Health([], LIMITS)
+    judged = [health.judge(record) for record in steps(flat, flat, flat, flat, {**flat, "bad_updates": 1})]
+    assert [messages for messages, _ in judged[:5]] == [[]] * 5
+    assert judged[5][0] == ["in 100% of the groups all rewards are equal, which teaches nothing"] and judged[6][0] == []
+    assert judged[7][0] == ["1 updates were left out, since their loss or gradient is not finite"]
+    assert [record["warnings"] for _, record in judged] == [*[[]] * 5, *[["equal_rewards"]] * 3]
+    assert health.latest == [record for _, record in judged]
+
+
+def test_a_slow_step_names_its_longest_phase():
     usual = [{"seconds": 1.0}] * 6
     record = {"seconds": 5.1, "seconds_sample": 0.5, "seconds_update": 4.2}
     assert slowness(usual, {**record, "seconds": 5.0}) is None
-    assert slowness(usual[:5], record) is None  # too few to say
+    assert slowness(usual[:5], record) is None  # too few steps
     assert "it took 5.1 s, the latest steps 1 s; 4.2 s of it in update; " in slowness(usual, record)

@@ -1,4 +1,4 @@
-"""What a run's folder shows of completions."""
+"""Completions in the folder of a run."""
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -6,7 +6,7 @@ from alignment.core.records import Completion, Group, Problem
 from alignment.runs.run_folder import RunFolder
 
 
-def test_tensorboard_has_a_sample_of_each_evaluation_as_text_and_once(tmp_path):
+def test_tensorboard_has_one_sample_of_each_evaluation_as_text(tmp_path):
     completion = Completion((1,), (2,), (-0.1,), "<script>\x1b", "stop", 0)
     group = Group(Problem("a", "<b>q", "", ""), (completion,), ({"reward": 1.0},))
     run = RunFolder(tmp_path)
@@ -14,7 +14,7 @@ def test_tensorboard_has_a_sample_of_each_evaluation_as_text_and_once(tmp_path):
         run.log_completions("eval", step, [group])
     run.log_completions("rollout", 5, [group])
     run.close()
-    RunFolder(tmp_path, 5).close()  # gone on with
+    RunFolder(tmp_path, 5).close()  # resumed
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     samples = events.Tensors("eval/sample/text_summary")
     assert [sample.step for sample in samples] == [0, 5]

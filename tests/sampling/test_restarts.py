@@ -8,7 +8,8 @@ import torch
 
 from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_model, load_tokenizer
-from alignment.sampling.sampler import RestartingSampler, SamplerLost, check_completions
+from alignment.sampling.restarts import RestartingSampler, check_completions
+from alignment.sampling.sampler import SamplerLost
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
 

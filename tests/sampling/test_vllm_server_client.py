@@ -18,7 +18,8 @@ import torch
 from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_config, load_model, load_tokenizer
 from alignment.sampling import vllm_server
-from alignment.sampling.sampler import RestartingSampler, SamplerLost
+from alignment.sampling.restarts import RestartingSampler
+from alignment.sampling.sampler import SamplerConfig, SamplerLost
 from alignment.sampling.vllm_server import SHAPE, Guard, VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 
@@ -119,9 +120,9 @@ def server(tiny_folder):
 def connect(server, tiny_folder, tokenizer, tmp_path):
     """Makes a sampler of the stand-in."""
 
-    def connecting(url: str = server.url, **options) -> VLLMServerSampler:
-        options = {"context": 256, "dtype": "float32", "weights_folder": tmp_path / "weights", "timeout": 5.0} | options
-        return VLLMServerSampler(url, str(tiny_folder), tokenizer, **options)
+    def connecting(url: str = server.url, dtype: str = "float32", token: str | None = None, **options) -> VLLMServerSampler:
+        options = {"url": url, "weights_folder": str(tmp_path / "weights"), "timeout": 5.0} | options
+        return VLLMServerSampler(SamplerConfig(str(tiny_folder), "cpu", dtype, **options), tokenizer, 256, token)
 
     return connecting
 

@@ -1,4 +1,4 @@
-"""What happens beside each other in a step."""
+"""Work that runs in the background of a block."""
 
 import threading
 import time
@@ -6,12 +6,11 @@ from functools import partial
 
 import pytest
 
-from alignment.runs.clock import Clock
-from alignment.system.background import run_in_background
+from alignment.system.clock import Clock, run_in_background
 from alignment.system.errors import RunStopped
 
 
-def test_work_goes_on_beside_the_block_and_has_ended_after_it():
+def test_work_runs_beside_the_block_and_has_ended_after_it():
     meet, clock, done = threading.Barrier(2, timeout=30), Clock(), []
 
     def work():
@@ -24,7 +23,7 @@ def test_work_goes_on_beside_the_block_and_has_ended_after_it():
     assert done == ["work"]
 
 
-def test_only_what_is_waited_for_after_the_block_is_counted():
+def test_only_the_wait_after_the_block_is_counted():
     def counted(work: float, block: float) -> float:
         clock = Clock()
         with run_in_background(partial(time.sleep, work), clock("sync")):
@@ -35,7 +34,7 @@ def test_only_what_is_waited_for_after_the_block_is_counted():
     assert counted(work=0.3, block=0.0) > 0.1
 
 
-def test_what_the_work_or_the_block_raises_is_raised_when_the_work_has_ended():
+def test_an_error_of_the_work_or_the_block_is_raised_when_the_work_has_ended():
     def lost():
         raise RunStopped("lost twice")
 

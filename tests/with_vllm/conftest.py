@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from alignment.sampling.restarts import RestartingSampler
+
+ROOT = Path(__file__).parents[2]
 CONTEXT = 512
 WORDS = [f" {first}{second}" for first in "bcdfghjklmnpqrst" for second in "aeiou"]
 VOCABULARY = ["<eos>", "</answer>", *WORDS]
+
+
+def happens_within(seconds: float, condition) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(condition())
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
@@ -59,20 +72,27 @@ def model_path(tmp_path_factory, policy, tokenizer) -> str:
 @pytest.fixture(scope="session")
 def start_sampler(model_path, tokenizer):
     """Starts a sampler of the tiny Llama on the CPU."""
+    from alignment.sampling.sampler import SamplerConfig
     from alignment.sampling.vllm import VLLMSampler
 
     def start(model_path: str = model_path) -> VLLMSampler:
-        return VLLMSampler(model_path, tokenizer, device="cpu", dtype="float32", context=CONTEXT, gpu_memory_utilization=0.5)
+        return VLLMSampler(SamplerConfig(model_path, "cpu", "float32", memory_share=0.5), tokenizer, CONTEXT)
 
     return start
 
 
 @pytest.fixture(scope="session")
-def sampler(start_sampler):
-    """The shared engine. A test that changes its weights puts them back."""
+def restarting(start_sampler):
+    """The shared engine, in what replaces it where it is lost: an engine takes ten seconds of a core to start."""
     before = set(psutil.Process().children(recursive=True))
-    shared = start_sampler()
+    shared = RestartingSampler(start_sampler, lambda: tiny_llama(seed=1).named_parameters(), len(VOCABULARY))
     yield shared
     shared.close()
     shared.close()
     assert not set(psutil.Process().children(recursive=True)) - before, "close() left a process behind"
+
+
+@pytest.fixture
+def sampler(restarting):
+    """The shared engine itself, with the weights of `policy`. A test that changes them puts them back."""
+    return restarting._engine

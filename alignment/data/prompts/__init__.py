@@ -4,8 +4,6 @@ A chat has the parts `### system`, `### user` and `### assistant`. The model's c
 the beginning of the response.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence

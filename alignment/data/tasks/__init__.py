@@ -1,7 +1,5 @@
 """Tasks: where problems and worked solutions come from. `TASKS` lists them all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -9,8 +9,6 @@ tags. A policy warmed up on all of them knows how to be careful and seldom is; r
 of its habits pay.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import operator

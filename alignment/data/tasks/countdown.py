@@ -12,8 +12,6 @@ targets up to 30, which a tiny policy can learn on a CPU; its last demonstration
 combines the numbers without a look at the target.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

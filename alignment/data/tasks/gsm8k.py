@@ -7,10 +7,7 @@ A row of `train.jsonl` or `test.jsonl`:
     uv run -m alignment.download        # fetches both files into dataset/gsm8k/
 """
 
-from __future__ import annotations
-
 import hashlib
-import json
 import random
 import re
 import ssl
@@ -23,7 +20,9 @@ from rich.progress import Progress
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
+from alignment.data.tasks.jsonl import parse_line
 from alignment.system.errors import UserError, os_error
+from alignment.system.files import text_lines
 
 FOLDER = "dataset/gsm8k"
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
@@ -69,24 +68,16 @@ def read_rows(path: Path) -> list[Row]:
             f"{path} does not exist: download GSM8K with `uv run -m alignment.download`,"
             " or point --dataset_path at a folder with train.jsonl and test.jsonl"
         )
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [_parse(place, line) for place, line in text_lines(path)]
     if not rows:
         raise UserError(f"{path} holds no problem: download it again or choose another --dataset_path")
     return rows
 
 
-def _parse(line: str, place: str) -> Row:
+def _parse(place: str, line: str) -> Row:
+    record = parse_line(place, line, "problem")
     try:
-        record = json.loads(line)
         question, answer = record["question"], record["answer"]
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not a JSON object ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise UserError(f"{place}: nested too deeply for a problem") from None
     except (KeyError, TypeError):
         raise UserError(f'{place}: needs the keys "question" and "answer"') from None
     if not (isinstance(question, str) and isinstance(answer, str)):

@@ -5,8 +5,6 @@ A row has a "question", to which the run's prompt template is applied, or a whol
     {"question": "What is 2 + 3?", "response": " 2 + 3 = 5 </think> <answer> 5 </answer>"}
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from pathlib import Path
 
 from alignment.core.records import Problem
 from alignment.system.errors import UserError
+from alignment.system.files import text_lines
 
 VALIDATION_SHARE = 20  # one question in 20 belongs to the test split, for the validation loss
 
@@ -40,21 +39,23 @@ def _question(row: tuple[Problem, str]) -> str:
 def read_demonstrations(file: Path) -> list[tuple[Problem, str]]:
     """The (problem, response) pairs of one file. Raises `UserError`, naming file and line, for a malformed row."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
+        return [_row(place, line) for place, line in text_lines(file)]
     except FileNotFoundError:
         raise UserError(f"{file} does not exist") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    return [_row(line, f"{file}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _row(line: str, place: str) -> tuple[Problem, str]:
+def parse_line(place: str, line: str, noun: str) -> object:
+    """The value of a line of JSON, which states a `noun`. Raises `UserError` with the line's place where it is none."""
     try:
-        record = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: not a JSON object ({error.msg} at column {error.colno})") from None
     except RecursionError:
-        raise UserError(f"{place}: nested too deeply for a demonstration") from None
+        raise UserError(f"{place}: nested too deeply for a {noun}") from None
+
+
+def _row(place: str, line: str) -> tuple[Problem, str]:
+    record = parse_line(place, line, "demonstration")
     if not isinstance(record, dict) or not isinstance(record.get("response"), str) or not record["response"]:
         raise UserError(f'{place}: needs a "response", which is text')
     text = record.get("question") or record.get("prompt")

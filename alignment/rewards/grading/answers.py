@@ -95,3 +95,7 @@ class Clock:
 
 
 Answer = Words | Quantity | About | Labelled | Listing | Matrix | Region | Relation | Clock
+
+
+def unlabelled(answer: Answer) -> Answer:
+    return answer.answer if isinstance(answer, Labelled) else answer

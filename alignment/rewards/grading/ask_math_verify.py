@@ -1,4 +1,4 @@
-"""The last stage of grading: the library math-verify, which is asked only about notation that our own grammar does not read.
+"""The last stage of grading: the library math-verify, for notation that our own grammar does not read.
 
 It reads LaTeX with a grammar and then lets sympy compute, for any time and in any memory: it runs in workers that limit both.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from alignment.rewards.grading.expressions import CAPITALS, FUNCTIONS, GREEK
+from alignment.rewards.grading.tables import TABLES
 from alignment.rewards.grading.text import split
 from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
@@ -24,12 +25,11 @@ WORKERS = LimitedWorkers(("math_verify", "alignment.rewards.grading.cascade"))
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
 _NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never
-_TO_LATEX = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∞": r"\infty ",
-             "±": r"\pm ", "∈": r"\in ", "→": r"\to ", "*": r"\cdot "}  # fmt: skip
+_TO_LATEX = {sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"}
 
 
 def ask_math_verify(answer: str, truth: str) -> Outcome:
-    """math-verify's verdict on two normalised texts and "math-verify", "unread" if it is not asked about such texts, or the
+    """math-verify's verdict on two normalised texts and "math-verify", "unread" for texts that it does not get, or the
     failure of the call: "time-out", "memory" or "died"."""
     if not may_ask(answer, truth):
         return False, "unread"

@@ -11,22 +11,26 @@ from fractions import Fraction
 
 from flint import arb
 
-from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
-from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, variables
+from alignment.rewards.grading import sentences
+from alignment.rewards.grading.answers import (
+    About,
+    Answer,
+    Clock,
+    Labelled,
+    Listing,
+    Matrix,
+    Quantity,
+    Region,
+    Relation,
+    Words,
+    unlabelled,
+)
+from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.regions import as_region, same_point
-from alignment.rewards.grading.sentences import (
-    answer_in_sentence,
-    option_letter,
-    option_letters,
-    option_with_text,
-    plain_words,
-    two_forms,
-    words_in_sentence,
-)
 from alignment.rewards.grading.text import squeeze
 from alignment.rewards.grading.units import SYMBOLS, read_unit, same_unit
-from alignment.rewards.grading.values import equal_values, mentions_i, proportional, rational, real_value, substitute
+from alignment.rewards.grading.values import MAX_BITS, equal_values, mentions_i, proportional, rational, real_value, substitute
 
 STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
 
@@ -56,28 +60,21 @@ class Comparison:
             return True
         if "..." in answer and answer.replace(" ", "") == truth.replace(" ", ""):
             return True
-        letter = option_letter(truth)
-        if letter and letter in (option_letter(answer), option_with_text(answer)):
+        if sentences.same_options(answer, truth):
             return True
-        words_a, words_t = plain_words(answer), plain_words(truth)
-        if words_a and words_t and words_t in (words_a, words_in_sentence(words_a)):
+        words_a, words_t = sentences.plain_words(answer), sentences.plain_words(truth)
+        if words_a and words_t and words_t in (words_a, sentences.words_in_sentence(words_a)):
             return True
-        if (letters := option_letters(truth)) and letters == option_letters(answer):
-            return True
+        truth_read = None
         try:
             truth_read = read(truth)
-        except NoAnswer:
-            return False
-        except Refused:
-            return False if words_a or words_t else None
-        try:
             return self.answers(read(answer), truth_read) or False  # both are read, so math-verify is not needed
         except NoAnswer:
             return False
         except Refused:
-            if not extracted and (inner := answer_in_sentence(answer)):
+            if truth_read and not extracted and (inner := sentences.answer_in_sentence(answer)):
                 return self.texts(inner, truth, extracted=True)
-            if not extracted and (forms := two_forms(answer)):
+            if truth_read and not extracted and (forms := sentences.two_forms(answer)):
                 return self.texts(*forms, extracted=True) and self.texts(forms[0], truth, extracted=True)
             return False if words_a or words_t else None
 
@@ -88,13 +85,18 @@ class Comparison:
         if isinstance(t, Labelled) and isinstance(a, Relation):
             return _is_formula(t) and self._relations(a, _as_relation(t))
         if isinstance(a, Labelled) or isinstance(t, Labelled):
-            return self._labelled(a, t)
-        if isinstance(t, About):
-            return self._about(a.answer if isinstance(a, About) else a, t.answer)
-        if isinstance(a, About):
-            return self._rounded(a.answer, t)
-        if isinstance(a, Quantity) and isinstance(t, Quantity):
-            return self._quantities(a, t)
+            return _labels_agree(a, t) and self.answers(unlabelled(a), unlabelled(t))
+        approximate = isinstance(a, About), isinstance(t, About)
+        a, t = (x.answer if isinstance(x, About) else x for x in (a, t))
+        quantities = isinstance(a, Quantity) and isinstance(t, Quantity)
+        if approximate == (True, False) and not (quantities and t.decimals > 0):
+            return False  # an approximation is right only where the truth may be one as well
+        if any(approximate) and not quantities:
+            return self.answers(a, t)
+        if quantities:
+            equal = self._quantities(a, t)
+            exact = equal or not approximate[1]
+            return equal if exact else _units_agree(a, t) and self._rounds_to(a.value, t.value, t.decimals)
         if isinstance(a, Words) and isinstance(t, Words):
             return a.text == t.text
         self._reaches("structured")
@@ -113,28 +115,6 @@ class Comparison:
     def _reaches(self, stage: str) -> None:
         if STAGES.index(stage) > STAGES.index(self.stage):
             self.stage = stage
-
-    # --- labels and approximations --------------------------------------------------------------------
-
-    def _labelled(self, a: Answer, t: Answer) -> bool | None:
-        """Equal answers; a label may be missing, two symbols must be the same, and a name in words matches any label."""
-        if isinstance(a, Labelled) and isinstance(t, Labelled):
-            if a.label != t.label and not any(label[:3].isalpha() and len(label) > 2 for label in (a.label, t.label)):
-                return False
-            return self.answers(a.answer, t.answer)
-        return self.answers(a.answer, t) if isinstance(a, Labelled) else self.answers(a, t.answer)
-
-    def _about(self, a: Answer, t: Answer) -> bool | None:
-        """The truth is an approximation: an answer that rounds to it is right."""
-        if not (isinstance(a, Quantity) and isinstance(t, Quantity)):
-            return self.answers(a, t)
-        return self._quantities(a, t) or (_units_agree(a, t) and self._rounds_to(a.value, t.value, t.decimals))
-
-    def _rounded(self, a: Answer, t: Answer) -> bool | None:
-        """The answer alone is marked as an approximation: right only if the truth may be one as well."""
-        if not (isinstance(a, Quantity) and isinstance(t, Quantity)):
-            return False
-        return t.decimals > 0 and self._quantities(a, t)
 
     def _rounds_to(self, value: Node, truth: Node, decimals: int) -> bool:
         """Whether a value is within half a unit of the last place of a decimal number."""
@@ -178,7 +158,7 @@ class Comparison:
         if equal or a.unit == t.unit:
             return equal or self._more_exact(a, t) or equal
         for unit, factor in (("%", Fraction(1, 100)), ("degree", ("/", r"\pi", Fraction(180)))):
-            if unit in (a.unit, t.unit) and (unit == "%" or _mentions_pi(a.value) or _mentions_pi(t.value)):
+            if unit in (a.unit, t.unit) and (unit == "%" or r"\pi" in subtrees(("+", a.value, t.value))):
                 scaled = [("*", q.value, factor) if q.unit == unit else q.value for q in (a, t)]
                 return self.values(*scaled)
         return self._symbol_as_unit(a, t) or self._more_exact(a, t) or equal
@@ -228,10 +208,7 @@ class Comparison:
             return self._assignments(a, t)
         if {kind_a, kind_t} <= {"{}", "or", ""} and not (kind_a == kind_t == "" and len(t.parts) > 2):
             return self._in_any_order(a.parts, t.parts)  # but a longer bare list may be an arrangement
-        vectors = {"⟨⟩", "()"}
-        if kind_a != kind_t and not {kind_a, kind_t} <= vectors:
-            return False
-        return self._in_order(a.parts, t.parts)
+        return (kind_a == kind_t or {kind_a, kind_t} == {"⟨⟩", "()"}) and self._in_order(a.parts, t.parts)
 
     def _single(self, a: Answer, t: Answer) -> bool | None:
         """One of the two is a listing: {5} is 5, and 3:4 is 3/4, but a list of guesses is not one answer."""
@@ -246,11 +223,8 @@ class Comparison:
         return False
 
     def _ratios(self, a: Sequence[Quantity], t: Sequence[Quantity]) -> bool | None:
-        if len(a) != len(t):
-            return False
-        return _all(
-            self.values(("*", x.value, t[0].value), ("*", y.value, a[0].value)) for x, y in zip(a[1:], t[1:], strict=True)
-        )
+        products = ((("*", x.value, t[0].value), ("*", y.value, a[0].value)) for x, y in zip(a[1:], t[1:], strict=False))
+        return len(a) == len(t) and _all(self.values(*pair) for pair in products)
 
     def _assignments(self, a: Listing, t: Listing) -> bool | None:
         """`x = 1, y = 2` is itself in any order, and (1, 2), the values in the order of the names."""
@@ -276,14 +250,10 @@ class Comparison:
             rows_a, rows_t = (
                 rows if len(rows) == 1 or len(rows[0]) > 1 else (tuple(r[0] for r in rows),) for rows in (rows_a, rows_t)
             )
-        if [len(row) for row in rows_a] != [len(row) for row in rows_t]:
-            return False
-        return _all(self._in_order(x, y) for x, y in zip(rows_a, rows_t, strict=True))
+        return [*map(len, rows_a)] == [*map(len, rows_t)] and _all(map(self._in_order, rows_a, rows_t))
 
     def _in_order(self, a: Sequence[Answer], t: Sequence[Answer]) -> bool | None:
-        if len(a) != len(t):
-            return False
-        return _all(self.answers(x, y) for x, y in zip(a, t, strict=True))
+        return len(a) == len(t) and _all(map(self.answers, a, t))
 
     def _in_any_order(self, a: Sequence[Answer], t: Sequence[Answer]) -> bool | None:
         if len(a) != len(t):
@@ -308,6 +278,12 @@ def _names_a_sum(equation: Relation) -> bool:
     terms.append(left)
     names = all(isinstance(term, str) for term in terms) and len(set(terms)) == len(terms) > 1
     return equation.sign == "=" and names and is_rational(equation.right)
+
+
+def _labels_agree(a: Answer, t: Answer) -> bool:
+    """Whether a label is missing, or both are the same, or one is a name in words."""
+    labels = [x.label for x in (a, t) if isinstance(x, Labelled)]
+    return len(set(labels)) == 1 or any(label[:3].isalpha() and len(label) > 2 for label in labels)
 
 
 def _is_formula(answer: Labelled) -> bool:
@@ -341,16 +317,10 @@ def _units_agree(a: Quantity, t: Quantity) -> bool:
 
 def _terminates(value: Node) -> bool:
     """Whether a rational value has a last decimal."""
-    if not is_rational(value):
-        return False
     try:
-        bottom = rational(value).denominator
+        return is_rational(value) and 10**MAX_BITS % rational(value).denominator == 0
     except (Refused, ArithmeticError):
         return True
-    for prime in (2, 5):
-        while bottom % prime == 0:
-            bottom //= prime
-    return bottom == 1
 
 
 def _below_one(value: Node) -> bool:
@@ -358,10 +328,6 @@ def _below_one(value: Node) -> bool:
         return bool(0 < abs(real_value(value)) < 1)
     except Refused:
         return False
-
-
-def _mentions_pi(node: Node) -> bool:
-    return node == r"\pi" or (isinstance(node, tuple) and any(map(_mentions_pi, node[1:])))
 
 
 def _same_time(a: Clock, t: Clock) -> bool:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
+from alignment.rewards.grading.tables import TABLES
+
 MAX_TOKENS = 200  # of an expression, hence also of the nodes of its tree
 MAX_DEPTH = 30  # of brackets, powers and signs inside each other
 MAX_DIGITS = 80  # of one number in the text
@@ -36,28 +38,12 @@ def fraction(sign: str, number: str, exponent: str = "") -> Fraction:
 # A number, the name of a variable or constant (a command with its backslash), or an operation with its operands.
 Node = Fraction | str | tuple
 
-GREEK = "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega".split()
-CAPITALS = "Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
+GREEK, CAPITALS = list(TABLES["greek"]), list(TABLES["greek_capitals"])
 TRIGONOMETRIC = "sin cos tan cot sec csc".split()
 _INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")}
 FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
-_COMMANDS = {
-    *GREEK,
-    *CAPITALS,
-    *FUNCTIONS,
-    "pi",
-    "frac",
-    "binom",
-    "degree",
-    "overline",
-    "lfloor",
-    "rfloor",
-    "lceil",
-    "rceil",
-    "ihat",
-    "jhat",
-    "khat",
-}
+_SYMBOLS = "pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split()
+_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *_SYMBOLS}
 # Names that need no backslash.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _LONGEST_FIRST = sorted(NAMES, key=len, reverse=True)
@@ -72,15 +58,15 @@ def _tokens(text: str) -> list[str]:
     at = 0
     while at < len(text):
         match = _TOKEN.match(text, at)
-        if match is None or len(tokens) > MAX_TOKENS:
-            raise Refused("not an expression, or too long")
+        if match is None:
+            raise Refused("not an expression")
         at = match.end()
         number, command, word, sign = match.groups()
         if command and command not in _COMMANDS:
             raise Refused("unknown command")
         tokens += _letters(word) if word else [f"\\{command}" if command else number or sign]
-    if len(tokens) > MAX_TOKENS:
-        raise Refused("too long an expression")
+        if len(tokens) > MAX_TOKENS:
+            raise Refused("too long an expression")
     return [*tokens, ""]
 
 
@@ -104,11 +90,14 @@ def parse_expression(text: str) -> Node:
     return node
 
 
+def subtrees(node: Node) -> list[Node]:
+    """The tree and every tree in it."""
+    return [node, *(subtree for part in node[1:] for subtree in subtrees(part))] if isinstance(node, tuple) else [node]
+
+
 def variables(node: Node) -> set[str]:
     """The names of a tree, constants excluded."""
-    if isinstance(node, str):
-        return {node} - {r"\pi", "e", "i"}
-    return set().union(*map(variables, node[1:])) if isinstance(node, tuple) else set()
+    return {name for name in subtrees(node) if isinstance(name, str)} - {r"\pi", "e", "i"}
 
 
 def is_rational(node: Node) -> bool:
@@ -140,13 +129,20 @@ class _Parser:
             raise Refused(f"expected {token!r}")
         self.at += 1
 
-    def nested(self, rule: Callable[[], Node]) -> Node:
+    def nested(self, rule: Callable[[], Node], closing: str = "") -> Node:
+        """What a rule reads, up to the token `closing` where there is one."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Refused("too deep")
         node = rule()
         self.depth -= 1
+        if closing:
+            self.expect(closing)
         return node
+
+    def advance(self) -> str:
+        self.at += 1
+        return self.tokens[self.at - 1]
 
     def sum(self) -> Node:
         node = self.product()
@@ -194,24 +190,19 @@ class _Parser:
     def atom(self) -> Node:
         if self.next in _CLOSING:
             return self.group()
-        self.at += 1
-        token = self.tokens[self.at - 1]
+        token = self.advance()
         if token == "|":
             self.bars += 1
-            node = ("abs", self.nested(self.sum))
+            node = ("abs", self.nested(self.sum, "|"))
             self.bars -= 1
-            self.expect("|")
             return node
         if token in _ROUNDING:
-            node = (_ROUNDING[token][1], self.nested(self.sum))
-            self.expect(_ROUNDING[token][0])
-            return node
+            closing, name = _ROUNDING[token]
+            return (name, self.nested(self.sum, closing))
         if token[:1].isdigit() or token[:1] == ".":
             return self.mixed(self.repeating(token))
-        if token == r"\frac":
-            return ("/", self.argument(), self.argument())
-        if token == r"\binom":
-            return ("binom", self.argument(), self.argument())
+        if token in (r"\frac", r"\binom"):
+            return ("/" if token == r"\frac" else "binom", self.argument(), self.argument())
         if token[1:] in FUNCTIONS:
             return self.function(token[1:])
         if token.isalpha() or (token[:1] == "\\" and token != r"\overline"):
@@ -224,7 +215,7 @@ class _Parser:
             return name
         braces = bool(self.take("{"))
         start = self.at
-        while braces and self.next not in ("}", "") and (self.next.isalnum()):
+        while braces and self.next.isalnum():
             self.at += 1
         self.at += not braces
         subscript = "".join(self.tokens[start : self.at])
@@ -236,23 +227,19 @@ class _Parser:
 
     def repeating(self, token: str) -> Fraction:
         r"""A number, the digits of whose \overline{...} repeat without end: 0.1\overline{6} is 1/6."""
-        if self.next != r"\overline":
+        if not self.take(r"\overline"):
             return fraction("", token)
-        self.at += 1
         self.expect("{")
-        digits = self.next
+        digits = self.advance()
         if "." not in token or not digits.isdigit() or len(digits) > 20:
             raise Refused("nothing that repeats")
-        self.at += 1
         self.expect("}")
         places = len(token.partition(".")[2])
         return fraction("", token) + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
 
     def group(self) -> Node:
         bars, self.bars = self.bars, 0
-        closing = _CLOSING[self.take(*_CLOSING)]
-        node = self.nested(self.sum)
-        self.expect(closing)
+        node = self.nested(self.sum, _CLOSING[self.advance()])
         self.bars = bars
         return node
 
@@ -264,8 +251,7 @@ class _Parser:
             return self.nested(self.atom)
         if not (len(self.next) == 1 and self.next.isalnum()):
             raise Refused("expected an argument")
-        self.at += 1
-        token = self.tokens[self.at - 1]
+        token = self.advance()
         return Fraction(token) if token.isdigit() else token
 
     def mixed(self, whole: Fraction) -> Node:
@@ -283,9 +269,7 @@ class _Parser:
     def function(self, name: str) -> Node:
         r"""\sqrt[n]{x}, \log_b x (base 10 if not given), \sin^2 x, of a bracket or an implicit product: \sin 2x."""
         if name in ("sqrt", "cbrt"):
-            root: Node = Fraction(2 if name == "sqrt" else 3)
-            if self.next == "[":
-                root = self.group()
+            root = self.group() if self.next == "[" else Fraction(2 if name == "sqrt" else 3)
             return ("^", self.argument(), ("/", Fraction(1), root))
         base = self.argument() if name == "log" and self.take("_") else Fraction(10)
         exponent = self.argument() if self.take("^") else Fraction(1)

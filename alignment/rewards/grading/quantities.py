@@ -8,15 +8,16 @@ from fractions import Fraction
 from alignment.rewards.grading.answers import About, Answer, Clock, Listing, Quantity
 from alignment.rewards.grading.expressions import NUMBER, TRIGONOMETRIC, NoAnswer, Node, Refused, fraction, parse_expression
 from alignment.rewards.grading.sentences import qualified
+from alignment.rewards.grading.tables import TABLES
 from alignment.rewards.grading.text import split
-from alignment.rewards.grading.units import SCALES, SYMBOLS, quantity_in_words, read_unit, without_tail
+from alignment.rewards.grading.units import SCALES, SYMBOLS, quantity_in_words, read_unit, without_trailing_words
 
 _TIME = re.compile(r"(?i)([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))? ?(a\.?m\.?|p\.?m\.?|o'clock|noon|midnight)?(?: (am|pm))?")
 
 
 def read_clock(text: str, levels: int) -> Answer | None:
-    if text.casefold() in ("noon", "midnight"):
-        return Clock(12 * 3600 if text.casefold() == "noon" else 0, "pm" if text.casefold() == "noon" else "am")
+    if named := {"noon": Clock(12 * 3600, "pm"), "midnight": Clock(0, "am")}.get(text.casefold()):
+        return named
     match = _TIME.fullmatch(text)
     if match is None or not (match[2] or match[4] or match[5]):
         return None
@@ -42,10 +43,8 @@ def read_number_in_words(text: str, levels: int) -> Answer | None:
 
 
 def read_ratio(text: str, levels: int) -> Answer | None:
-    parts = split(text, ":")
-    if len(parts) == 1:
-        parts = re.fullmatch(r"([0-9.]+) to ([0-9.]+)", text)
-        parts = list(parts.groups()) if parts else []
+    words = re.fullmatch(r"([0-9.]+) to ([0-9.]+)", text)
+    parts = words.groups() if words else split(text, ":")
     if not 2 <= len(parts) <= 4:
         return None
     read = tuple(map(read_quantity, parts))
@@ -65,8 +64,8 @@ def read_two_units(text: str, levels: int) -> Answer | None:
     return Listing("+", parts) if units and parts[0].unit != parts[1].unit else None
 
 
-_CURRENCY = {"$": "dollar", "£": "£", "€": "euro", "¥": "yen", "₹": "rupee"}
 _MONEY = re.compile(r"([-+]?) ?(?:US|USD|CA|AU|C|A)?([$£€¥₹]) ?(?=[-0-9.\\])([^$£€¥₹]*)|([^$£€¥₹]*[0-9]) ?([$£€¥₹])")
+_AMOUNT_PER = re.compile(r"([-+]? ?[0-9.,]*(?: ?(?:hundred|thousand|million|billion|trillion)\b)?)(.*)")
 _MONEY_CODE = re.compile(r"(USD|EUR|GBP|INR|Rs\.?) ?([0-9].*)")
 _PERCENT = re.compile(r"([-+]?[^%+*-]*[0-9)}]) ?(?:%|percent(?:age points?)?|per cent|pct)( [a-z ]{1,30})?")
 _OF_WHAT = re.compile(r" (?:chance|probability|interest|of (?:the|all|his|her|their|its|these)(?: [a-z]+){1,3})")
@@ -87,11 +86,10 @@ _MODULO = re.compile(r"(.*[0-9]) ?\\?\(?(?:\\pmod|\\bmod|\\mod|mod) ?\{? ?([0-9]
 
 def read_quantity(text: str) -> Answer:
     """The quantity of a text: its currency, percent sign or unit, and the rest as a number or an expression."""
-    text, unit = without_tail(text), ""
+    text, unit = without_trailing_words(text), ""
     if match := _BASE.fullmatch(text):
-        return Quantity(
-            _in_base(match[1], match[2] or match[3]) if match[1] else _in_base(match[5], _PREFIXES[match[4].lower()])
-        )
+        base = _PREFIXES[match[4].lower()] if match[4] else match[2] or match[3]
+        return Quantity(_in_base(match[1] or match[5], base))
     if match := _MINUTES.fullmatch(text):
         degrees, minutes, seconds = (fraction("", part or "0") for part in match.groups())
         return Quantity(degrees + minutes / 60 + seconds / 3600, "degree")
@@ -103,13 +101,10 @@ def read_quantity(text: str) -> Answer:
         text = f"{match[2]} {match[1].rstrip('.')}"
     if match := _MONEY.fullmatch(text):  # $18 per day is 18 dollars per day
         sign, text, currency = match[1] or "", match[3] or match[4], match[2] or match[5]
-        amount, rest = re.fullmatch(
-            r"([-+]? ?[0-9.,]*(?: ?(?:hundred|thousand|million|billion|trillion)\b)?)(.*)", text
-        ).groups()
-        unit, (text, per) = (
-            _CURRENCY[currency],
-            (sign + amount, rest) if not re.match(r"[\\^*(+-]|/ ?[^a-z]", rest.strip()) else (sign + text, ""),
-        )
+        unit, (amount, per) = TABLES["currencies"][currency], _AMOUNT_PER.fullmatch(text).groups()
+        if re.match(r" *(?:[\\^*(+-]|/ ?[^a-z])", per):
+            amount, per = text, ""
+        text = sign + amount
         if per.strip():
             per_unit = read_unit(f"{unit} {per.strip()}") or read_unit(per)
             if not per_unit:
@@ -165,20 +160,17 @@ def _endless(sign: str, whole: str, digits: str) -> Answer:
         if digits.endswith(block * (3 if period == 1 else 2)):
             kept = digits[:-period]
             tail = Fraction(int(block), (10**period - 1) * 10 ** len(kept))
-            value = Fraction(f"{whole or '0'}.{kept or '0'}") + tail
+            value = Fraction(f"{whole or 0}.{kept or 0}") + tail
             return Quantity(-value if sign == "-" else value)
     return About(_number(f"{sign}{whole}.{digits}"))
 
 
-_BASE_WORDS = dict(
-    zip("two three four five six seven eight nine ten twelve sixteen".split(), (*range(2, 11), 12, 16), strict=True)
-)
 _PREFIXES = {"x": "16", "b": "2", "o": "8"}
 
 
 def _in_base(digits: str, base: str) -> Node:
     digits = digits.replace(" ", "")
-    radix = int(base) if base.isdigit() else _BASE_WORDS.get(base, 0)
+    radix = int(base) if base.isdigit() else TABLES["base_words"].get(base, 0)
     variable = (digits.isalpha() and (len(digits) == 1 or radix < 11)) or (digits != digits.upper() and radix != 16)
     if not 2 <= radix <= 36 or variable:
         return parse_expression(f"{digits}_{{{base}}}")

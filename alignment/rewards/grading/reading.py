@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Sequence
 from fractions import Fraction
 
 from flint import arb
 
+from alignment.rewards.grading import regions
 from alignment.rewards.grading.answers import (
     About,
     Answer,
@@ -20,22 +22,13 @@ from alignment.rewards.grading.answers import (
     Region,
     Relation,
     Words,
+    unlabelled,
 )
 from alignment.rewards.grading.expressions import FUNCTIONS, GREEK, NoAnswer, Node, Refused, parse_expression, variables
 from alignment.rewards.grading.quantities import read_clock, read_number_in_words, read_quantity, read_ratio, read_two_units
-from alignment.rewards.grading.regions import (
-    EVERYWHERE,
-    as_region,
-    complement,
-    edge,
-    half_line,
-    intersection,
-    is_interval,
-    region_of,
-    union,
-)
 from alignment.rewards.grading.sentences import plain_words, qualified, without_clause
-from alignment.rewards.grading.text import RELATIONS, split, squeeze
+from alignment.rewards.grading.tables import TABLES
+from alignment.rewards.grading.text import RELATIONS, split, split_with_signs, squeeze
 from alignment.rewards.grading.values import equal_values, is_narrow, real_value, substitute
 
 MAX_PARTS = 20  # of a listing
@@ -48,63 +41,28 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     text = without_clause(text.strip())
     if levels == 0 or not text:
         raise Refused("too deep, or empty")
-    for reader in (
-        _cases,
-        read_clock,
-        _phrase,
-        read_number_in_words,
-        read_two_units,
-        _alternatives,
-        _plus_minus_pair,
-        _comma_list,
-        _plus_minus,
-        _relation,
-        _matrix,
-        _set_operation,
-        _bracketed,
-        read_ratio,
-        _approximation,
-    ):
+    for reader in _READERS:
         answer = reader(text, levels)
         if answer is not None:
             return answer
     return read_quantity(text)
 
 
-_PHRASES = {
-    "∅": "no solution|no solutions|no real solution|no real solutions|there is no solution|there are no solutions|"
-    "no solutions exist|no solution exists|empty set|the empty set|null set|∅|none|{}|{ }|( )",
-    "dne": "dne|does not exist|doesn't exist|d.n.e",
-    "infinitely many": "infinitely many|infinitely many solutions|infinite solutions|an infinite number of solutions|"
-    "infinite number of solutions|infinite",
-    "∞": "∞|+∞|infinity|positive infinity|+infinity",
-    "-∞": "-∞|negative infinity|minus infinity|- ∞|-infinity",
-}
-_PHRASE = {phrase: name for name, phrases in _PHRASES.items() for phrase in phrases.split("|")}
+_PHRASE = {phrase: Words(name) for name, phrases in TABLES["phrases"].items() for phrase in phrases}
 _SENTENCE_OF_PHRASE = re.compile(
     r"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){0,3}? ("
     + "|".join(p for p in _PHRASE if re.fullmatch("[a-z' ]{9,}", p))
     + ")"
 )
-_EVERYTHING = {
-    "ℝ",
-    "all real numbers",
-    "all reals",
-    "real numbers",
-    "the real numbers",
-    "all real x",
-    "the set of real numbers",
-}
+_PHRASE |= dict.fromkeys(TABLES["everything"], regions.EVERYWHERE)
 
 
 def _phrase(text: str, levels: int) -> Answer | None:
     low = text.casefold()
     if low in _PHRASE:
-        return Words(_PHRASE[low])
+        return _PHRASE[low]
     if (lead := _SENTENCE_OF_PHRASE.fullmatch(low)) and not qualified(low[: lead.start(1)]):
-        return Words(_PHRASE[lead[1]])
-    if low in _EVERYTHING:
-        return EVERYWHERE
+        return _PHRASE[lead[1]]
     return Words(words) if (words := plain_words(text)) else None
 
 
@@ -116,11 +74,11 @@ def _alternatives(text: str, levels: int) -> Answer | None:
     if len(pieces) > 2 * MAX_PARTS:
         raise NoAnswer("too many alternatives")
     parts = [read(piece, levels - 1) for piece in pieces[::2]]
-    inner = [part.answer if isinstance(part, Labelled) else part for part in parts]
+    inner = list(map(unlabelled, parts))
     if all(isinstance(part, Region) for part in inner):
-        return union(inner) if pieces[1] == "or" else intersection(inner)
-    if pieces[1] == "or" and all(is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
-        return union([as_region(part) for part in inner])
+        return regions.union(inner) if pieces[1] == "or" else regions.intersection(inner)
+    if pieces[1] == "or" and all(regions.is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
+        return regions.union([regions.as_region(part) for part in inner])
     return _collect("or", parts)
 
 
@@ -133,7 +91,7 @@ def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
     if labels and kind in ("", "or"):
         if len(set(labels)) > 1:
             raise Refused("labels that do not fit together")
-        kind, parts = "or", [part.answer if isinstance(part, Labelled) else part for part in parts]
+        kind, parts = "or", list(map(unlabelled, parts))
     flat: list[Answer] = []
     for part in parts:
         spliced = isinstance(part, Listing) and (part.kind == "or" or (kind == "or" and part.kind == ""))
@@ -173,14 +131,10 @@ def _plus_minus(text: str, levels: int) -> Answer | None:
         return None
     if count > 3:
         raise Refused("too many signs")
-    together = "∓" in text
-    choices = [("+",) * count, ("-",) * count] if together else list(itertools.product("+-", repeat=count))
     parts = []
-    for signs in choices:
-        chosen = text.replace("∓", "-" if signs[0] == "+" else "+")
-        for sign in signs:
-            chosen = chosen.replace("±", sign, 1)
-        parts.append(read(chosen, levels - 1))
+    for signs in ["+" * count, "-" * count] if "∓" in text else itertools.product("+-", repeat=count):
+        first, *pieces = text.replace("∓", "-" if signs[0] == "+" else "+").split("±")
+        parts.append(read(first + "".join(map(operator.add, signs, pieces)), levels - 1))
     return _collect("or", parts)
 
 
@@ -197,7 +151,7 @@ _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
 
 def _relation(text: str, levels: int) -> Answer | None:
     """`x = 5`, `2 + 3 = 5`, `y = 2x`, `1 < x ≤ 2`, `x ∈ [0, 1]`, `x ≈ 3.14`."""
-    sides, signs = _sides(text)
+    sides, signs = split_with_signs(text, RELATIONS)
     if not signs:
         return None
     if "∈" in signs:
@@ -209,18 +163,6 @@ def _relation(text: str, levels: int) -> Answer | None:
     if set(signs) == {"="}:
         return _equation(sides, levels)
     return _inequality(sides, signs)
-
-
-def _sides(text: str) -> tuple[list[str], list[str]]:
-    """The texts between the relation signs outside all brackets, and those signs."""
-    depth, sides, signs, start = 0, [], [], 0
-    for i, c in enumerate(text):
-        depth += (c in "([{⟨") - (c in ")]}⟩")
-        if depth == 0 and c in RELATIONS:
-            sides.append(text[start:i].strip())
-            signs.append(c)
-            start = i + 1
-    return [*sides, text[start:].strip()], signs
 
 
 def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
@@ -292,23 +234,21 @@ def _inequality(sides: list[str], signs: list[str]) -> Answer:
     if len(sides) == 2 and _VARIABLE.fullmatch(sides[0]):
         end = _end(sides[1])
         if end is not None:
-            return Labelled(_label(sides[0]), half_line(signs[0], end))
-    if len(sides) == 3 and _VARIABLE.fullmatch(sides[1]) and len(set(signs) & {"<", "≤"}) == len(set(signs)):
-        ends = _end(sides[0]), _end(sides[2])
-    elif len(sides) == 3 and _VARIABLE.fullmatch(sides[1]) and len(set(signs) & {">", "≥"}) == len(set(signs)):
-        ends, signs = (_end(sides[2]), _end(sides[0])), [_FLIPPED[sign] for sign in signs[::-1]]
-    else:
-        ends = None, None
-    if None not in ends:
-        return Labelled(_label(sides[1]), region_of([Interval(ends[0], signs[0] == "≤", ends[1], signs[1] == "≤")]))
+            return Labelled(_label(sides[0]), regions.half_line(signs[0], end))
+    if len(sides) == 3 and set(signs) <= {">", "≥"}:
+        sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
+    if len(sides) == 3 and set(signs) <= {"<", "≤"} and _VARIABLE.fullmatch(sides[1]):
+        low, high = _end(sides[0]), _end(sides[2])
+        if low is not None and high is not None:
+            return Labelled(_label(sides[1]), regions.region_of([Interval(low, signs[0] == "≤", high, signs[1] == "≤")]))
     if len(sides) != 2:
         raise NoAnswer("a chain of inequalities")
-    left, right = (parse_expression(side) for side in (sides if signs[0] in "<≤≠" else sides[::-1]))
-    if region := _between_bars(signs[0], *(parse_expression(side) for side in sides)):
+    left, right = map(parse_expression, sides)
+    if region := _between_bars(signs[0], left, right):
         return region
     if not variables(left) | variables(right):
         raise NoAnswer("a relation of numbers is true or false, which says nothing of the answer")
-    return Relation(signs[0] if signs[0] in "<≤≠" else _FLIPPED[signs[0]], left, right)
+    return Relation(signs[0], left, right) if signs[0] in "<≤≠" else Relation(_FLIPPED[signs[0]], right, left)
 
 
 def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
@@ -321,29 +261,28 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     if not all(map(is_narrow, at)) or not (at[2] - at[1] - slope).contains(0) or slope.contains(0):
         return None
     ends = sorted(((arb(c.numerator) / c.denominator - at[0]) / slope for c in (right, -right)), key=float)
-    inside = region_of([Interval(ends[0], sign in "≤>", ends[1], sign in "≤>")])
-    return Labelled(names.pop(), inside if sign in "<≤" else complement(inside)) if sign != "≠" else None
+    inside = regions.region_of([Interval(ends[0], sign in "≤>", ends[1], sign in "≤>")])
+    return Labelled(names.pop(), inside if sign in "<≤" else regions.complement(inside)) if sign != "≠" else None
 
 
 def _end(text: str) -> arb | None:
     """A real constant or an infinity; None for anything else."""
     try:
-        answer = _phrase(text, 1) or read_quantity(text)
-        return edge(answer)
+        return regions.edge(_phrase(text, 1) or read_quantity(text))
     except Refused:
         return None
 
 
 def _set_operation(text: str, levels: int) -> Answer | None:
     """`(-∞, 1) ∪ (2, ∞)`, `ℝ ∖ {0}`."""
-    for sign, operation in (("∪", union), ("∖", None), ("∩", intersection)):
+    for sign, operation in (("∪", regions.union), ("∖", None), ("∩", regions.intersection)):
         parts = split(text, sign)
         if len(parts) < 2:
             continue
         if len(parts) > MAX_PARTS:
             raise NoAnswer("too many parts")
-        regions = [as_region(read(part, levels - 1)) for part in parts]
-        return operation(regions) if operation else intersection([regions[0], *map(complement, regions[1:])])
+        pieces = [regions.as_region(read(part, levels - 1)) for part in parts]
+        return operation(pieces) if operation else regions.intersection([pieces[0], *map(regions.complement, pieces[1:])])
     if text.startswith("ℝ-"):
         return _set_operation(text.replace("-", "∖", 1), levels)
     return None
@@ -432,3 +371,9 @@ _ABOUT = re.compile(
 def _approximation(text: str, levels: int) -> Answer | None:
     match = _ABOUT.fullmatch(text)
     return About(read(match[1] or match[2], levels - 1)) if match else None
+
+
+_READERS = (
+    _cases, read_clock, _phrase, read_number_in_words, read_two_units, _alternatives, _plus_minus_pair, _comma_list,
+    _plus_minus, _relation, _matrix, _set_operation, _bracketed, read_ratio, _approximation,
+)  # fmt: skip

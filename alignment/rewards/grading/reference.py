@@ -15,6 +15,7 @@ import re
 from pylatexenc.latex2text import LatexNodes2Text
 
 from alignment.rewards.grading.expressions import Refused, parse_expression
+from alignment.rewards.grading.tables import TABLES
 from alignment.rewards.grading.text import unbox
 from alignment.rewards.grading.values import equal_values
 
@@ -22,41 +23,24 @@ MAX_CHARS = 1000
 
 logging.getLogger("pylatexenc").setLevel(logging.ERROR)  # it warns of every answer that is incomplete LaTeX
 
-_UNITS = (
-    "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
-).split()  # those that PRM800K's rule removes
-
 
 def reference_verdict(answer: str, truth: str) -> tuple[bool, str]:
     """Whether the published rule accepts the answer, and which of its two parts decided. Never raises."""
     if max(len(answer), len(truth)) > MAX_CHARS:
         return False, "too long"
     answer, truth = unbox(answer), unbox(truth)
-    if _math_spelling(answer) == _math_spelling(truth):
+    if _rewritten(answer.strip(), "math_spelling") == _rewritten(truth.strip(), "math_spelling"):
         return True, "MATH: the same text"
     if _prm800k_equal(answer, truth):
         return True, "PRM800K: the same text or value"
     return False, "neither part"
 
 
-def _math_spelling(text: str) -> str:
-    """MATH's normal form: spacing, sizing, degrees, dollars and a trailing unit removed, fractions in braces."""
-    text = text.strip().replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
-    if match := re.fullmatch(r"\\text\{(.*?)\}", text):
-        text = match[1].strip()
-    text = re.sub(r"\\[td]frac", r"\\frac", text)
-    for removed in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%", "%"):
-        text = text.replace(removed, "")
-    text = text.partition("\\text{ ")[0]
-    text = re.sub(r"(?<![0-9])\.(?=[0-9])", "0.", text)
-    label, equals, value = text.partition("=")
-    text = value if equals and len(label) <= 2 else text
-    text = re.sub(r"\\sqrt(?!\{)(\w)", r"\\sqrt{\1}", text).replace(" ", "")
-    text = re.sub(r"\\frac([0-9A-Za-z])([0-9A-Za-z])", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\frac([0-9A-Za-z])\{", r"\\frac{\1}{", text)
-    if text == "0.5":
-        return r"\frac{1}{2}"
-    return re.sub(r"^(-?[0-9]+)/(-?[0-9]+)$", r"\\frac{\1}{\2}", text)
+def _rewritten(text: str, rules: str) -> str:
+    """The text after the regular expressions of a table have replaced what they match, in order."""
+    for pattern, replacement in TABLES[rules]:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def _prm800k_equal(answer: str, truth: str) -> bool:
@@ -98,38 +82,22 @@ def _is_whole(text: str) -> bool:
 
 
 def _elements(text: str) -> list[str]:
-    text = _join_thousands(text)
+    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,234 is one number
     if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not re.search(r"[()\[\]]", text[1:-1]):
         return [part.strip() for part in text[1:-1].split(",")]
     return [text]
 
 
-def _join_thousands(text: str) -> str:
-    return re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-
-
 def _prm800k_spelling(text: str) -> str:
     """Lower case without units, currency and percent signs; LaTeX written out as plain text; no spaces."""
-    if match := re.fullmatch(r"\\text\{(.+?)\}", text):
-        text = match[1]
-    for removed in ("\\%", "\\$", "$", "%"):
-        text = text.replace(removed, "")
-    text = text.replace(" or ", " , ").replace(" and ", " , ")
-    for word, power in (("million", 6), ("billion", 9), ("trillion", 12)):
-        text = text.replace(word, f"*10^{power}")
-    for unit in _UNITS:
-        text = re.sub(rf"{unit}(?:es)?s? *(?:\^[0-9]+)?", "", text)
-    text = re.sub(r"\^ *\\circ", "", text)
-    if text[:1] == "{" and text[-1:] == "}":
-        text = text[1:-1]
-    text = text.replace(",\\!", "")
+    text = _rewritten(text, "prm800k_spelling")
     if _is_whole(text):
         text = str(round(float(text.replace(",", ""))))
     if "\\" in text:
         text = _as_text(text)
     text = re.sub("- *", "-", text)
     text = re.sub(r"([0-9]) +([0-9])", r"\1+\2", text).replace(" ", "")
-    return text.replace("{", "").replace("}", "").lower()
+    return re.sub("[{}]", "", text).lower()
 
 
 def _as_text(latex: str) -> str:

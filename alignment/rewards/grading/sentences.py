@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from alignment.rewards.grading.expressions import NAMES
+from alignment.rewards.grading.tables import TABLES
 from alignment.rewards.grading.units import number_in_words, quantity_in_words
 
 _ARTICLES = re.compile(r"\b(?:the|an?) (?=\w)")
@@ -46,15 +47,7 @@ _SENTENCE = re.compile(
     r"reads?)(?: (?:him|her|them|it|us|me|you))?(?: (?:now|still|exactly|only|just|all|a total of|equal to))? "
     r"(?=[-0-9$£€¥\\(\[{])(.*)"
 )
-# Words that deny, hedge, choose, compute or compare: a sentence with one of them is not taken for an answer.
-_QUALIFYING = frozenset(
-    """not no never none nobody nothing nowhere neither nor cannot cant wont dont doesnt isnt arent wasnt false untrue wrong
-    incorrect mistaken impossible unlikely hardly barely rarely doubt deny anything maybe perhaps probably possibly might may
-    could would should suppose assume guess think believe imagine hope wish pretend or either between about approximately
-    around roughly nearly almost rather instead except but if unless until before least most less more than over under range
-    from minus plus times negative opposite reciprocal inverse complement half twice double triple square cube root
-    logarithm percent hundred thousand million mod modulo base power dozen remainder""".split()
-)
+_QUALIFYING = frozenset(TABLES["qualifying_words"].split())
 
 
 def qualified(text: str) -> bool:
@@ -97,6 +90,13 @@ def option_letters(text: str) -> frozenset[str]:
     """The letters of several options, `A, C`, `AC` or `A and C`; empty for anything else."""
     letters = re.findall("[A-J]", text)
     return frozenset(letters) if _SET_OF_LETTERS.fullmatch(text) and len(set(letters)) == len(letters) else frozenset()
+
+
+def same_options(answer: str, truth: str) -> bool:
+    """Whether both name the same option, also with its text, or the same set of options."""
+    letter, letters = option_letter(truth), option_letters(truth)
+    one = letter and letter in (option_letter(answer), option_with_text(answer))
+    return bool(one or (letters and letters == option_letters(answer)))
 
 
 _CLAUSE = re.compile(

@@ -2,186 +2,38 @@ r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, 
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 
-# One sign for each of: at most, at least, not equal, about, element, union, intersection, difference, infinity, ...
+from alignment.rewards.grading.tables import TABLES
+
 RELATIONS = "=<>≤≥≠≈∈"
-_SIGNS = {
-    "≤": "le leq leqslant leqq",
-    "≥": "ge geq geqslant geqq",
-    "≠": "ne neq",
-    "<": "lt",
-    ">": "gt",
-    "≈": "approx simeq thickapprox doteq approxeq",
-    "∈": "in",
-    "∪": "cup bigcup",
-    "∩": "cap bigcap",
-    "∖": "setminus smallsetminus backslash",
-    "∞": "infty infin",
-    "∅": "emptyset varnothing O",
-    "ℝ": "R reals Reals real",
-    "±": "pm",
-    "∓": "mp",
-    "⟨": "langle",
-    "⟩": "rangle",
-    "|": "lvert rvert vert mid lVert rVert",
-    "{": "lbrace",
-    "}": "rbrace",
-    "[": "lbrack",
-    "]": "rbrack",
-    "→": "to rightarrow Rightarrow implies longrightarrow",
-    "*": "cdot times ast",
-    "/": "div",
-    ":": "colon",
-    "...": "ldots dots cdots dotsc",
-}
-_SIGN_OF = {name: sign for sign, names in _SIGNS.items() for name in names.split()}
-_DROPPED = (
-    "left right tiny small normalsize large Large LARGE huge Huge big Big bigg Bigg"
-    " bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle scriptstyle limits nolimits"
-)
-_OPENED = (
-    "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol bm rm bf hat vec mathtt "
-    "texttt mathcal textsf underline hbox emph boxed fbox framebox overrightarrow"
-)
-
-_VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-
-
-def _vulgar_fraction(letter: str) -> str:
-    value = Fraction(unicodedata.numeric(letter)).limit_denominator(8)
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
+_SIGN_OF = {name: sign for sign, names in TABLES["signs"].items() for name in names.split()}
 _WIDE = [chr(c) for span in ((0xFF01, 0xFF5F), (0x1D400, 0x1D800)) for c in range(*span)]
-_GREEK_LETTERS = dict(
-    zip(
-        "αβγδεζηθκλμνξρστφχψωΓΔΘΛΣΦΨΩϕϵ",
-        (
-            "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi omega"
-            " Gamma Delta Theta Lambda Sigma Phi Psi Omega phi epsilon"
-        ).split(),
-        strict=True,
-    )
-)
+_VULGAR = {c: Fraction(unicodedata.numeric(c)).limit_denominator(8) for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_GREEK = TABLES["greek"] | TABLES["greek_capitals"]
 _CHARACTERS = str.maketrans(
     {c: unicodedata.normalize("NFKC", c) for c in _WIDE}
-    | {c: _vulgar_fraction(c) for c in _VULGAR}
-    | {letter: rf"\{name} " for letter, name in _GREEK_LETTERS.items()}
-    | dict.fromkeys("−–—﹣－‐‑", "-")
-    | dict.fromkeys("×·⋅∙•", "*")
-    | dict.fromkeys("\u00a0\u2002\u2003\t\r\n\u3000", " ")
-    | dict.fromkeys("\u2009\u202f\u2006\u2005", r"\,")
-    | dict.fromkeys("\u200b\ufeff\u2060\u200e\u200f", None)
-    | dict.fromkeys("÷⁄∕", "/")
-    | dict.fromkeys("’‘′ʹ", "'")
-    | dict.fromkeys("“”″", '"')
-    | dict.fromkeys("∣｜", "|")
-    | dict.fromkeys("⩽≦", "≤")
-    | dict.fromkeys("⩾≧", "≥")
-    | dict.fromkeys("≃≅∼", "≈")
-    | dict.fromkeys("⋃", "∪")
-    | dict.fromkeys("∨", " or ")
-    | dict.fromkeys("∧", " and ")
-    | {
-        "∞": r"\infty ",
-        "π": r"\pi ",
-        "√": r"\sqrt",
-        "∛": r"\cbrt",
-        "°": r"\degree ",
-        "º": r"\degree ",
-        "，": ", ",
-        "∠": r"\angle ",
-        "…": "...",
-    }
-    | {
-        "⌊": r"\lfloor ",
-        "⌋": r"\rfloor ",
-        "⌈": r"\lceil ",
-        "⌉": r"\rceil ",
-        "℃": r"\degree C",
-        "℉": r"\degree F",
-        "∘": r"\circ ",
-    }
+    | {c: rf"\frac{{{value.numerator}}}{{{value.denominator}}}" for c, value in _VULGAR.items()}
+    | {c: rf"\{name} " for name, characters in _GREEK.items() for c in characters}
+    | {c: replacement for replacement, characters in TABLES["characters"].items() for c in characters}
 )
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ", "0123456789-+nx")
-_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_SCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ₀₁₂₃₄₅₆₇₈₉", "0123456789-+nx0123456789")
 
-_LEAD = (
-    r"(?i)^(?:#### ?|= ?)?(?:(?:so|thus|therefore|hence|and|at),? )?(?:(?:the |my |our |your )?(?:(?:final|correct|exact) )?"
-    r"(?:answers?|solutions?|roots?|results?|values?)(?: (?:is|are):?|:| ?=) ?){0,2}"
-)
-
-_REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ]+", lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}"),
-        (r"[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_SUBSCRIPTS) + "}"),
-        (r"([0-9])[\u0304\u0305]", r"\\overline{\1}"),
-        (r"\\(?:bar|dot)\s*\{?([0-9]+)\}?", r"\\overline{\1}"),
-        (r"\}(?<=\\overline\{[0-9]\})\\overline\{(?=[0-9]\})", ""),  # one bar over each of two digits
-        (r"^\\(?:text|mbox)\s*\{\s*\$([^$]*)\$\s*\}$", r"\1"),
-        (r"\\sqrt(?=[0-9])([0-9]+)", r"\\sqrt{\1}"),  # the sign √ and sloppy LaTeX cover the whole number
-        (r"^\*\*(.*)\*\*$|^\*\*([^*]*[A-Za-z][^*]*)\*\*", r"\1\2 "),  # Markdown bold
-        (r"^__(.*)__$", r"\1"),
-        (r"(?<=[0-9])(?:\{,\}|,?(?:\\[,!])+)(?=[0-9]{3}(?![0-9]))", ","),  # 10{,}000, 10\,000 and 10,\!000
-        (rf"\\(?:{'|'.join(_DROPPED.split())})(?![A-Za-z])\.?|(?<!\\)\\[()\[\]]", " "),
-        (r"\\(?:therefore|because)(?![A-Za-z])|(?i:\.? ?I hope (?:it|this) is correct\.?)\s*$", " "),
-        (r"(?<![A-Za-z\\])(?:np|numpy|math|sp|sympy)\.(?=[A-Za-z])", ""),  # written as code
-        (r"^(?:Matrix|array)\((\[.*\])\)$", r"\1"),
-        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r" \\pi "),
-        (r"(?:the )?square root of ([0-9]+)", r"\\sqrt{\1}"),
-        (r"(?<![A-Za-z\\])(?:oo|[Ii]nf(?:inity)?)(?![A-Za-z])", r" \\infty "),
-        (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])|\\[hv]space\*?\{[^{}]*\}", " "),
-        (r"^\s*~(?=[^~]*$)", "≈"),
-        (r"\\(?:mathbb|mathbf|mathrm|Bbb)\s*\{?([RZNQC])\}?(?![a-z])", lambda m: "ℝℤℕℚℂ"["RZNQC".index(m[1])]),
-        (r"\\(?:mathbf|boldsymbol|hat|vec|bm|mathrm\{\\mathbf)\s*\{? ?\\?([ijk])(?:math)? ?\}?(?![A-Za-z(])", r" \\\1hat "),
-        (rf"\\(?:{'|'.join(_OPENED.split())})\s*\{{([^{{}}]*)\}}", r" \1 "),
-        (r"\\(?:text)?color\{[a-z]+\}|\\[hv]?phantom\{[^{}]{0,2}\}", " "),
-        (r"\\(?:arc)?(?:land|wedge)(?![A-Za-z])", " and "),
-        (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-        (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
-        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-        (r"(?<![A-Za-z\\])C\(([0-9]+), ?([0-9]+)\)", r"\\binom{\1}{\2}"),
-        (r"(?<![\w.])([0-9]*\.[0-9]*)\(([0-9]{1,20})\)", r"\1\\overline{\2}"),  # 0.1(6)
-        (r"(?<=[0-9])\s*:\s*(?=[0-9])", ":"),
-        (r"(?<=[(\[,])\s*\+\s*(?=\\infty)|^\+\s*(?=\\infty)", " "),
-        (r"-\s+(?=\\infty)", "-"),
-        (r"\\([A-Za-z]+)", lambda m: f" {_SIGN_OF[m[1]]} " if m[1] in _SIGN_OF else m[0]),
-        (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degrees?(?![A-Za-z])", r" \\degree "),
-        (r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*"),  # 1.5 x 10^3
-        (r"(?<=[0-9]) ?\^ ?\{? ?(st|nd|rd|th) ?\}?", r"\1"),
-        (r"<=|=<", "≤"),
-        (r">=|=>", "≥"),
-        (r"(?<=[ a-z])!=", "≠"),
-        (r"\+/-|\+-(?=[0-9\\ ])", "±"),
-        (r"(?<![0-9])(?<![0-9][ ,])([1-9][0-9]{0,2}(?: [0-9]{3})+)(?![ ,]?[0-9]| ?/)", lambda m: m[1].replace(" ", "")),
-        (r"\\([%{}#&])", r"\1"),
-        (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),  # paired: maths delimiters; a single one is currency
-        (r"\\\$", "$"),
-        (r"[~\s]+", " "),
-        (r"(?<=[)\]}]) ?U ?(?=[(\[{])", "∪"),
-        (
-            r"^ ?([\]\[(])([^()\[\]]*,[^()\[\]]*)([\[\])]) ?$",
-            lambda m: "([("["][(".index(m[1])] + m[2] + ")])"["[])".index(m[3])],
-        ),
-        (r"^ ?<([^<>]*,[^<>]*)> ?$", r"⟨\1⟩"),
-        (_LEAD, ""),
-        (r'^ ?(["`])(.*)\1 ?$', r"\2"),
-        (r"(?<![.])[.]$", ""),  # a full stop, unless it belongs to an ellipsis
-    )
-)
+_REPLACEMENTS: dict[str, Callable[[re.Match[str]], str]] = {
+    "SIGN": lambda match: f" {_SIGN_OF[match[1]]} " if match[1] in _SIGN_OF else match[0],
+    "JOINED": lambda match: match[0].replace(" ", ""),
+}
+_REWRITES = [(re.compile(pattern), _REPLACEMENTS.get(text, text)) for pattern, text in TABLES["rewrites"]]
 
 
 def normalise(text: str) -> str:
     """The text in one spelling. The time is linear in its length, except for the squares of short runs."""
-    text = text.translate(_CHARACTERS)
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ]+", r"^{\g<0>}", text.translate(_CHARACTERS))
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", r"_{\g<0>}", text).translate(_SCRIPTS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
     return text.strip()
@@ -219,12 +71,16 @@ def split(text: str, separators: str = ",") -> list[str]:
 
     Any closing bracket closes any opening one, as those of half-open intervals do.
     """
-    pieces, depth, start = [], 0, 0
-    for i, c in enumerate(text):
-        depth += (c in "([{⟨") - (c in ")]}⟩")
-        if depth < 0:
-            return []
-        if c in separators and depth == 0:
-            pieces.append(text[start:i].strip())
-            start = i + 1
-    return [*pieces, text[start:].strip()] if depth == 0 else []
+    depths = _depths(text)
+    return split_with_signs(text, separators)[0] if min(depths) == depths[-1] == 0 else []
+
+
+def split_with_signs(text: str, separators: str) -> tuple[list[str], list[str]]:
+    """The pieces between the separators outside all brackets, also if the brackets do not match, and those separators."""
+    cuts = [i for i, depth in enumerate(_depths(text)[1:]) if depth == 0 and text[i] in separators]
+    return [text[i + 1 : j].strip() for i, j in itertools.pairwise([-1, *cuts, len(text)])], [text[i] for i in cuts]
+
+
+def _depths(text: str) -> list[int]:
+    """The number of open brackets before the text and after each of its characters."""
+    return list(itertools.accumulate(((c in "([{⟨") - (c in ")]}⟩") for c in text), initial=0))

@@ -8,6 +8,7 @@ IEEE Trans. Comput. 66(8)). A ball that excludes zero proves a difference. Every
 from __future__ import annotations
 
 import math
+import operator as op
 import random
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -15,7 +16,7 @@ from fractions import Fraction
 import flint
 from flint import acb, arb, fmpq, fmpz
 
-from alignment.rewards.grading.expressions import Node, Refused, variables
+from alignment.rewards.grading.expressions import Node, Refused, subtrees, variables
 
 MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
 flint.ctx.prec = 1024  # bits; all threads of the process share this setting, so it is set once and never changed
@@ -50,10 +51,9 @@ def equal_values(a: Node, b: Node) -> bool | None:
 
 
 def rational(node: Node) -> Fraction:
-    """The exact value of a tree for which `is_rational` holds. Raises `Refused` where it is undefined or too large."""
+    """The exact value of a tree for which `is_rational` holds. Raises `Refused` or an `ArithmeticError` where it is undefined
+    or too large."""
     value = _value(node, {}, arb)
-    if not isinstance(value, fmpq):
-        raise Refused("not rational")
     return Fraction(int(value.numerator), int(value.denominator))
 
 
@@ -99,13 +99,11 @@ def substitute(node: Node, point: dict[str, Node]) -> Node:
 
 def mentions_i(node: Node) -> bool:
     """Whether the tree contains the imaginary unit."""
-    return node == "i" or (isinstance(node, tuple) and any(map(mentions_i, node[1:])))
+    return "i" in subtrees(node)
 
 
 def _gammas(node: Node) -> int:
-    if not isinstance(node, tuple):
-        return 0
-    return (node[0] in ("!", "binom") and bool(variables(node))) + sum(map(_gammas, node[1:]))
+    return sum(isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n)) for n in subtrees(node))
 
 
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
@@ -142,10 +140,9 @@ def _equal_at(a: Node, b: Node, point: dict[str, Fraction], field: type) -> bool
 def _evaluate(node: Node, point: dict[str, Fraction], field: type) -> _Value | None:
     """The value at a point; None where it is undefined in the field or beyond the bounds."""
     try:
-        value = _value(node, point, field)
+        return _value(node, point, field)
     except (Refused, ArithmeticError, OverflowError):
         return None
-    return value if isinstance(value, fmpq) or value.is_finite() else None
 
 
 def _value(node: Node, point: dict[str, Fraction], field: type) -> _Value:
@@ -169,12 +166,8 @@ def _arithmetic(operation: Callable[[_Value, _Value], _Value]) -> Callable[..., 
     return lambda field, a, b: operation(a, b) if type(a) is type(b) else operation(field(a), field(b))
 
 
-def _method(name: str) -> Callable[..., _Value]:
-    return lambda field, x: getattr(field(x), name)()
-
-
-def _reciprocal(name: str) -> Callable[..., _Value]:
-    return lambda field, x: 1 / getattr(field(x), name)()
+def _function(name: str, power: int = 1) -> Callable[..., _Value]:
+    return lambda field, x: getattr(field(x), name)() ** power
 
 
 def _power(field: type, base: _Value, exponent: _Value) -> _Value:
@@ -202,13 +195,8 @@ def _exact_root(base: fmpq, degree: int) -> fmpq | None:
     """The positive root where it is rational, so that sqrt(4) is 2 exactly."""
     if degree > 64:
         return None
-    roots = [_integer_root(part, degree) for part in (base.numerator, base.denominator)]
-    return None if None in roots else fmpq(*roots)
-
-
-def _integer_root(n: fmpz, degree: int) -> fmpz | None:
-    root = n.root(degree)
-    return root if root**degree == n else None
+    root = fmpq(base.numerator.root(degree), base.denominator.root(degree))
+    return root if root**degree == base else None
 
 
 def _factorial(field: type, x: _Value) -> _Value:
@@ -230,46 +218,28 @@ def _binomial(field: type, n: _Value, k: _Value) -> _Value:
     if all(isinstance(x, fmpq) and x.denominator == 1 for x in (n, k)):
         if not 0 <= k <= n or n > 4000:
             raise Refused("out of bounds")
-        value = math.comb(int(n.numerator), int(k.numerator))
-        if value.bit_length() > MAX_BITS:
-            raise Refused("too large")
-        return fmpq(fmpz(value))
+        return fmpq(fmpz(math.comb(int(n.numerator), int(k.numerator))))
     return _gamma(field, n + 1) / (_gamma(field, k + 1) * _gamma(field, n - k + 1))
 
 
-def _rounding(name: str) -> Callable[..., _Value]:
-    def rounded(field: type, x: _Value) -> _Value:
-        if field is acb and not isinstance(x, fmpq):
-            raise Refused("not real")
-        value = getattr(x, name)()
-        return fmpq(value) if isinstance(x, fmpq) else value
-
-    return rounded
+def _rounded(field: type, x: _Value, name: str) -> _Value:
+    if isinstance(x, fmpq):
+        return fmpq(getattr(x, name)())
+    if field is acb:
+        raise Refused("not real")
+    return getattr(x, name)()
 
 
 _OPERATIONS: dict[str, Callable[..., _Value]] = {
-    "+": _arithmetic(lambda a, b: a + b),
-    "-": _arithmetic(lambda a, b: a - b),
-    "*": _arithmetic(lambda a, b: a * b),
-    "/": _arithmetic(lambda a, b: a / b),
+    **{sign: _arithmetic(f) for sign, f in zip("+-*/", (op.add, op.sub, op.mul, op.truediv), strict=True)},
     "^": _power,
     "!": _factorial,
     "binom": _binomial,
     "abs": lambda field, x: abs(x),
-    "floor": _rounding("floor"),
-    "ceil": _rounding("ceil"),
-    "exp": _method("exp"),
-    "ln": _method("log"),
-    "sin": _method("sin"),
-    "cos": _method("cos"),
-    "tan": _method("tan"),
-    "cot": _reciprocal("tan"),
-    "sec": _reciprocal("cos"),
-    "csc": _reciprocal("sin"),
-    "arcsin": _method("asin"),
-    "arccos": _method("acos"),
-    "arctan": _method("atan"),
-    "sinh": _method("sinh"),
-    "cosh": _method("cosh"),
-    "tanh": _method("tanh"),
+    "floor": lambda field, x: _rounded(field, x, "floor"),
+    "ceil": lambda field, x: _rounded(field, x, "ceil"),
+    "ln": _function("log"),
+    **{name: _function(name) for name in ("exp", "sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    **{f"arc{name}": _function(f"a{name}") for name in ("sin", "cos", "tan")},
+    **{name: _function(inverse, -1) for name, inverse in (("cot", "tan"), ("sec", "cos"), ("csc", "sin"))},
 }

@@ -1,4 +1,4 @@
-"""Importance weights that correct for a sampler whose probabilities differ from the trainer's."""
+"""What two policies' log-probs of the same tokens give: estimates of the KL divergence, and importance weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: log_ratio.square() / 2,
+    "k3": lambda log_ratio: log_ratio.exp() - log_ratio - 1,
+}
+
+
+def kl_penalty(policy_log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimates of KL(pi, pi_ref) in nats at each sampled token, [batch, sequence], with l = log pi_ref - log pi:
+
+    k1 = -l, k2 = l^2 / 2, k3 = exp(l) - l - 1 (Schulman 2020, "Approximating KL divergence"; k3 is GRPO's,
+    arXiv:2402.03300, eq. 4). Averaged over samples of pi, k1 and k3 are the divergence. As terms of a loss they differ:
+    the expected gradient of k1 is zero, that of k2 is the divergence's own (Tang & Munos 2025, arXiv:2506.09477).
+    """
+    return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -18,20 +34,12 @@ class Correction:
     bound: Callable[[torch.Tensor, float], torch.Tensor]
 
 
-def _truncate(weight_BT: torch.Tensor, cap: float) -> torch.Tensor:
-    return weight_BT.clamp(max=cap)
-
-
-def _mask(weight_BT: torch.Tensor, cap: float) -> torch.Tensor:
-    return weight_BT.where(weight_BT <= cap, 0)
-
-
 CORRECTIONS: Mapping[str, Correction | None] = {
     "none": None,
-    "token_truncate": Correction("token", _truncate),
-    "token_mask": Correction("token", _mask),
-    "sequence_truncate": Correction("sequence", _truncate),
-    "sequence_mask": Correction("sequence", _mask),
+    "token_truncate": Correction("token", lambda weight_BT, cap: weight_BT.clamp(max=cap)),
+    "token_mask": Correction("token", lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0)),
+    "sequence_truncate": Correction("sequence", lambda weight_BT, cap: weight_BT.clamp(max=cap)),
+    "sequence_mask": Correction("sequence", lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0)),
 }
 
 

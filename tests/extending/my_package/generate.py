@@ -1,0 +1,58 @@
+"""A sampler engine: `generate` of transformers, one prompt after another, at a temperature above 0."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from alignment.core.records import Completion
+from alignment.sampling.sampler import SamplerEngine
+
+
+class GenerateSampler:
+    """A `Sampler` (alignment/sampling/sampler.py)."""
+
+    restarts = 0
+
+    def __init__(self, config, tokenizer, policy):
+        self.tokenizer, self.policy_version = tokenizer, config.policy_version
+        dtype = getattr(torch, config.dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=dtype).to(config.device)
+
+    def load_weights(self, named_tensors, version):
+        self.model.load_state_dict(dict(named_tensors), strict=False)  # tied weights come under one of their names
+        self.policy_version = version
+
+    def sample(self, prompts, sampling, on_response_end=None):
+        torch.manual_seed(sampling.seed)
+        return [self.sample_prompt(prompt, sampling) for prompt in prompts]
+
+    def sample_prompt(self, prompt, sampling):
+        inputs = self.tokenizer(prompt, return_tensors="pt").to(self.model.device)
+        drawn = self.model.generate(
+            **inputs, do_sample=True, num_return_sequences=sampling.n, max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+            stop_strings=list(sampling.stop), tokenizer=self.tokenizer, pad_token_id=self.tokenizer.eos_token_id,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        prompt_ids = inputs["input_ids"][0].tolist()
+        tokens_nT = drawn.sequences[:, len(prompt_ids) :]
+        scores_nTV = torch.stack(drawn.scores, dim=1)  # after temperature, top-k and top-p
+        log_probs_nT = scores_nTV.log_softmax(-1).gather(-1, tokens_nT[..., None])[..., 0]
+        return [self.completion(prompt_ids, *row, sampling.stop) for row in zip(tokens_nT.tolist(), log_probs_nT.tolist())]
+
+    def completion(self, prompt_ids, token_ids, log_probs, stop):
+        """One row, up to its end: what follows is padding."""
+        for length in range(1, len(token_ids) + 1):
+            text = self.tokenizer.decode(token_ids[:length], skip_special_tokens=True)
+            ended = [text[: text.index(string) + len(string)] for string in stop if string in text]
+            finished = bool(ended) or token_ids[length - 1] == self.tokenizer.eos_token_id
+            if finished:
+                break
+        text = min(ended, key=len) if ended else text
+        ids, probs = tuple(token_ids[:length]), tuple(log_probs[:length])
+        return Completion(tuple(prompt_ids), ids, probs, text, "stop" if finished else "length", self.policy_version)
+
+    def close(self):
+        self.model = None
+
+
+engine = SamplerEngine(GenerateSampler)

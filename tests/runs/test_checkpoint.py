@@ -1,0 +1,54 @@
+"""Checkpoints on the disk."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from alignment.policy.loading import load_tokenizer
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.policy import PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
+from alignment.runs.checkpoint import OPTIMIZER, checkpoint_folder, drop_old_checkpoints, last_whole_step, save_checkpoint
+from alignment.system.files import manifested
+
+
+def open_policy(folder, optimizer: str) -> SingleDevicePolicy:
+    return SingleDevicePolicy(PolicyConfig(str(folder), ("cpu",), "float32", optimizer, weight_decay=0.1))
+
+
+def step_once(policy: SingleDevicePolicy, step: int) -> None:
+    """One step with a clipped gradient and a learning rate that changes."""
+    ids = torch.randint(0, 300, (4, 16), generator=torch.Generator().manual_seed(step % 3))
+    policy.model(ids, labels=ids).loss.backward()
+    policy.clip_gradient(0.5)
+    policy.step(1e-3 * (1 + step % 2))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_continues_bit_for_bit(tiny_folder, tmp_path, optimizer):
+    policy, tokenizer = open_policy(tiny_folder, optimizer), load_tokenizer(str(tiny_folder))
+    for step in range(3):
+        step_once(policy, step)
+    saved = checkpoint_folder(tmp_path, 3)
+    save_checkpoint(saved, policy, tokenizer)
+    resumed = open_policy(saved, optimizer)
+    resumed.load_optimizer(saved / OPTIMIZER)
+    for each, name in ((policy, "undisturbed"), (resumed, "resumed")):
+        step_once(each, 3)
+        save_checkpoint(tmp_path / name, each, tokenizer)
+    for (name, one), (_, other) in zip(policy.weights(), resumed.weights(), strict=True):
+        assert torch.equal(one, other), name
+    undisturbed, resumed_state = (load_file(tmp_path / name / OPTIMIZER) for name in ("undisturbed", "resumed"))
+    assert undisturbed.keys() == resumed_state.keys()
+    assert all(torch.equal(undisturbed[name], resumed_state[name]) for name in undisturbed)
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    for step in (5, 10, 15, 1_000_000):
+        checkpoint_folder(tmp_path, step).mkdir()
+        with manifested(checkpoint_folder(tmp_path, step)):
+            pass
+    drop_old_checkpoints(tmp_path, 0)
+    assert last_whole_step(tmp_path) == (1_000_000, [])
+    drop_old_checkpoints(tmp_path, 2, spared=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000005", "step_000015", "step_1000000"]

@@ -1,0 +1,198 @@
+"""What the documents say exists: links, commands, flags, files, names in the code, and the fields of a run's files."""
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignment.core.records import Completion
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "benchmarks/README.md", "checkpoints/README.md", "dataset/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+OTHER_PROGRAMS = {"extra", "logdir", "help"}  # flags of uv, TensorBoard, and every command
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def links(document: Path) -> list[tuple[str, str]]:
+    """The (text, target) of each link to a file of this repository."""
+    found = re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", document.read_text())
+    return [(text, target) for text, target in found if not target.startswith(("http://", "https://"))]
+
+
+def code(document: Path) -> str:
+    """The code in a document: indented lines, and what stands between backticks."""
+    text = document.read_text()
+    return "\n".join([*re.findall(r"^    .*", text, re.M), *re.findall(r"`([^`]+)`", text)])
+
+
+def heading_names(document: Path) -> set[str]:
+    """The names by which links reach a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", document.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def defined_names(file: Path) -> set[str]:
+    """Names of the functions, classes, methods and variables that a module defines, methods as Class.method too."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+@functools.cache
+def flags() -> set[str]:
+    """Every argument of every command and benchmark: the annotated fields of their classes and arguments of their `main`s."""
+    names = set()
+    for file in [*(ROOT / "alignment").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+            if isinstance(node, ast.FunctionDef) and node.name == "main":
+                names |= {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    return names | {f"no_{name}" for name in names}
+
+
+@each_document
+def test_every_link_resolves(document):
+    for text, target in links(document):
+        path, _, heading = target.partition("#")
+        file = document.parent / path if path else document
+        assert file.exists(), target
+        assert not heading or heading in heading_names(file), target
+        if file.suffix == ".py" and re.fullmatch(r"`[\w.]+`", text):
+            assert text.strip("`") in defined_names(file), f"{text} is not in {target}"
+
+
+@each_document
+def test_every_command_and_module_exists(document):
+    for module in re.findall(r"-m ((?:alignment|benchmarks)\.[a-z]\w*)", code(document)):
+        assert "__main__" in (ROOT / f"{module.replace('.', '/')}.py").read_text(), module
+    for name in re.findall(r"(?<![\w/.])(?:alignment|benchmarks)(?:\.[a-z]\w*)+", code(document)):
+        assert importlib.util.find_spec(name), name
+
+
+def test_the_table_of_commands_has_every_command():
+    commands = {file.stem for file in (ROOT / "alignment").glob("*.py") if "__main__" in file.read_text()}
+    listed = re.search(r"\| command \|.*?\n\n", (ROOT / "README.md").read_text(), re.S)[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", listed, re.M)) == commands
+
+
+@each_document
+def test_every_flag_is_one_of_a_command(document):
+    named = set(re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w-])", code(document)))
+    assert named <= flags() | OTHER_PROGRAMS
+
+
+@each_document
+def test_every_file_that_is_named_exists(document):
+    for name in re.findall(r"(?<![\w/.<])(?:alignment|benchmarks|tests|docs)/[\w./-]*", code(document)):
+        assert (ROOT / name.rstrip(".")).exists(), name
+    for name in re.findall(r"--preset ([\w.]+)", code(document)):
+        assert name == "NAME" or (ROOT / f"alignment/presets/{name.rstrip('.')}.toml").exists(), name
+
+
+def test_every_preset_has_a_row_in_the_quickstart():
+    rows = set(re.findall(r"^\| `([\w.]+)`", (ROOT / "docs/quickstart.md").read_text(), re.M))
+    assert {file.stem for file in (ROOT / "alignment/presets").glob("*.toml")} <= rows
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+# --- the rooms ------------------------------------------------------------------------------------------------------
+
+
+def rooms() -> dict[str, set[str]]:
+    """What each room may import, by the table of docs/architecture.md."""
+    rows = re.findall(r"^\| `(\w+)/` \|.*\| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), re.M)
+    return {room: set(re.findall(r"\w+", allowed)) - set("nothing of ours and".split()) for room, allowed in rows}
+
+
+def test_the_table_of_rooms_and_its_drawing_say_what_the_code_imports():
+    may_import = rooms()
+    assert set(may_import) == {folder.parent.name for folder in (ROOT / "alignment").glob("*/__init__.py")}
+    for room, allowed in may_import.items():
+        for file in (ROOT / "alignment" / room).rglob("*.py"):
+            assert set(re.findall(r"(?:from|import) alignment\.(\w+)", file.read_text())) <= allowed | {room}, file
+    drawing = re.search(r"```mermaid(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.S)[1]
+    arrows = {room: set(to.split(" & ")) for room, to in re.findall(r"^ *(\w+) --> (.*)", drawing, re.M) if room in may_import}
+    assert arrows == {room: drawn for room, to in may_import.items() if (drawn := to - {"core", "system", "args"})}
+
+
+# --- the fields of a run's files --------------------------------------------------------------------------------------
+
+
+RECORDED = """--reward random,format --beta 0.04 --sampler_correction token_truncate --max_refills 1 --overlong_buffer 4
+    --prompts_per_rollout 2 --group_size 4 --train_mini_batch_size 4 --max_new_tokens 16 --max_problems 4 --eval_interval 1
+    --num_steps 2 --run_name run"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_folder, tmp_path_factory) -> Path:
+    """The folder of a run of two steps with all that adds fields to its files, but for asynchronous rollouts."""
+    output = tmp_path_factory.mktemp("recorded")
+    places = ["--sft_base", str(tiny_folder), "--output_dir", str(output)]
+    run = [sys.executable, "-m", "alignment.train_rl", *RECORDED.split(), *places]
+    subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
+    return output / "run"
+
+
+def listed(heading: str) -> re.Pattern:
+    """The fields that the tables under a heading of docs/files.md list; capitals in a name stand for anything."""
+    text = (ROOT / "docs/files.md").read_text()
+    section = text[text.index(f"## {heading}\n") :].split("\n## ")[0]
+    first_cells = re.findall(r"^\| (`[^|]*) \|", section, re.M)
+    names = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
+    return re.compile("|".join(re.sub("[A-Z]+", r"\\w+", re.escape(name)) for name in names))
+
+
+def fields_of(file: Path) -> set[str]:
+    """The names of all fields in a JSON file, or in the lines of a JSON-lines file."""
+    text = file.read_text()
+    records = [json.loads(line) for line in text.splitlines()] if file.suffix == ".jsonl" else [json.loads(text)]
+    return {name for record in records for name in record}
+
+
+@pytest.mark.parametrize(
+    ("files", "heading", "also"),
+    [
+        ("metrics.jsonl", "metrics.jsonl", {"staleness", "seconds_wait"}),
+        ("evals.jsonl", "evals.jsonl", {"model", "pass@8", "maj@8"}),
+        ("completions/*.jsonl", "completions/", {field.name for field in dataclasses.fields(Completion)}),
+        ("args.json", "args.json and summary.json", set()),
+        ("summary.json", "args.json and summary.json", set()),
+    ],
+)
+def test_every_field_of_a_run_is_listed(recorded, files, heading, also):
+    fields = also.union(*(fields_of(file) for file in recorded.glob(files)))
+    assert len(fields) >= 4
+    assert not [name for name in fields if not listed(heading).fullmatch(name)]
+
+
+def test_the_recorded_run_has_the_fields_that_few_runs_have(recorded):
+    rare = {"kl", "correction_mean", "fine", "prompts_asked", "reward_asked", "ratio_mean", "part_random", "seconds_reference"}
+    assert rare <= fields_of(recorded / "metrics.jsonl")
+
+
+def test_every_file_of_a_run_is_listed(recorded):
+    tree = (ROOT / "docs/files.md").read_text().split("\n## ")[0]
+    for path in recorded.iterdir():
+        assert re.sub(r"\d{6}", "NNNNNN", path.name) in tree

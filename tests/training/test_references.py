@@ -1,0 +1,64 @@
+"""Old and reference log-probs: when the loss needs them, and that they are those of the right weights."""
+
+import dataclasses
+
+import pytest
+import torch
+from rollout_helpers import ARGS, sample_rollout, with_old_log_probs
+
+from alignment.policy.frozen import FrozenModel
+from alignment.system.clock import Clock
+from alignment.system.errors import UserError
+from alignment.training.references import LocalReference, References
+from alignment.training.update import rows_with_gradient, update
+
+
+def test_the_samplers_log_probs_replace_the_old_ones_with_the_flag():
+    several_updates = dataclasses.replace(ARGS, epochs_per_rollout=2)
+    assert several_updates.needs_old_policy and not several_updates.trusts_sampler
+    assert several_updates.update_config.old_log_probs == "policy"
+    trusting = dataclasses.replace(several_updates, old_log_probs="sampler")
+    assert trusting.trusts_sampler and not trusting.needs_old_policy
+    assert trusting.update_config.old_log_probs == "sampler"
+    # REINFORCE has no ratio, so nothing replaces an old policy; its correction for the sampler still needs one.
+    for correction, needed in (("none", False), ("token_truncate", True)):
+        other = dataclasses.replace(trusting, loss_type="no_baseline", sampler_correction=correction)
+        assert not other.trusts_sampler and other.needs_old_policy is needed
+    with pytest.raises(UserError, match="--old_log_probs sampler: the ratio of --loss_type grpo_clip"):
+        dataclasses.replace(trusting, sampler_correction="token_mask")
+
+
+def test_old_log_probs_are_computed_where_the_loss_or_the_samplers_correction_needs_them():
+    several_updates = dataclasses.replace(ARGS, train_mini_batch_size=4)
+    reinforce = dataclasses.replace(several_updates, loss_type="reinforce_with_baseline")
+    assert several_updates.needs_old_policy and not reinforce.needs_old_policy
+    assert dataclasses.replace(reinforce, sampler_correction="token_truncate").needs_old_policy
+    assert not dataclasses.replace(ARGS, sampler_correction="token_truncate").needs_old_policy  # one update a rollout
+
+
+def test_an_old_policy_on_another_device_gives_the_same_log_probs(policy, sampler, tiny_folder):
+    with torch.no_grad():
+        for _, weight in policy.weights():
+            weight.mul_(1.1)  # the other model was loaded with weights that are now out of date
+    rollout = sample_rollout(sampler)
+    old_policy = FrozenModel(str(tiny_folder), "cpu", torch.float32, torch.float32)
+    apart, shared = (with_old_log_probs(rollout, policy, ARGS, old).old_log_probs_BT for old in (old_policy, None))
+    assert torch.equal(apart, shared)
+    # Rows without a gradient need no old log-probs.
+    informative = rows_with_gradient(rollout, ARGS.update_config)
+    assert 0 < len(informative) < 16
+    mask = rollout.batch.response_mask.clone()
+    assert shared[informative][mask[informative]].lt(0).all()
+    mask[informative] = False
+    assert shared[mask].eq(0).all()
+
+
+def test_the_reference_keeps_the_weights_that_training_began_with(policy, sampler, tiny_folder):
+    config = dataclasses.replace(ARGS, beta=0.1).update_config
+    reference = LocalReference(FrozenModel(str(tiny_folder), "cpu", torch.float32, torch.float32))
+    references, reports = References(config, None, reference, Clock()), []
+    for step in (1, 2):
+        rollout = references.annotate(sample_rollout(sampler), policy, step)
+        reports.append(update(policy, rollout, config, step).report)
+        sampler.load_weights(policy.weights(), version=step)
+    assert reports[0]["kl"] == pytest.approx(0, abs=1e-6) and reports[1]["kl"] > 1e-4

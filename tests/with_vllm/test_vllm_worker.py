@@ -1,0 +1,96 @@
+"""What becomes of the process of vLLM: it is killed, hangs, cannot start, or loses its parent. The last test ends the engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from alignment.system.errors import UserError
+from tests.with_vllm.conftest import ROOT, happens_within, tiny_llama
+from tests.with_vllm.test_vllm_sampler import OPEN_END, PROMPTS
+
+
+def new_processes(before: set[psutil.Process]) -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True)) - before
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def worker_of(engine) -> psutil.Process:
+    """The process of a vLLM sampler."""
+    return psutil.Process(engine._worker.process.pid)
+
+
+def test_an_engine_that_cannot_start_says_why(start_sampler, tmp_path):
+    before = set(psutil.Process().children(recursive=True))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchArchitecture"]}')
+    with pytest.raises(UserError, match="vLLM could not start on cpu.*NoSuchArchitecture"):
+        start_sampler(str(tmp_path))
+    assert not new_processes(before)
+
+
+def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
+    # No `if __name__ == "__main__"`: the script must not run a second time in the worker.
+    script = tmp_path / "command.py"
+    script.write_text(
+        "from alignment.sampling.vllm import SamplerConfig, VLLMSampler\n"
+        f"print('begun', file=open({str(tmp_path / 'log')!r}, 'a'))\n"
+        f"path = {model_path!r}\n"
+        "VLLMSampler(SamplerConfig(path, 'cpu', 'float32', memory_share=0.5), None, 64)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = psutil.Popen([sys.executable, str(script)], env=environment)
+    assert happens_within(60, lambda: command.children())
+    workers = command.children(recursive=True)
+    time.sleep(1)  # into the imports, where the worker does not listen to its parent
+    command.send_signal(signal.SIGKILL)
+    command.wait()
+    assert happens_within(10, lambda: not any(alive(worker) for worker in workers))
+    assert (tmp_path / "log").read_text() == "begun\n"
+
+
+def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_completions(restarting, capfd):
+    before = set(psutil.Process().children(recursive=True)) - {worker_of(restarting._engine)}
+    restarting.load_weights(tiny_llama(seed=1).named_parameters(), 4)
+    expected = restarting.sample(PROMPTS, OPEN_END)
+    assert capfd.readouterr() == ("", "")
+    (worker,) = new_processes(before)
+    worker.send_signal(signal.SIGTERM)  # which a whole job may be sent: its parent says when to end
+    assert restarting.sample(PROMPTS, OPEN_END) == expected and restarting.restarts == 0
+    worker.send_signal(signal.SIGKILL)
+    assert restarting.sample(PROMPTS, OPEN_END) == expected
+    assert expected[0][0].policy_version == restarting.policy_version == 4
+    (worker,) = new_processes(before)
+    worker.send_signal(signal.SIGSTOP)  # while it is sent weights, which fill the pipe
+    restarting._engine._timeout = 5.0
+    restarting.load_weights(tiny_llama(seed=1).named_parameters(), 4)
+    assert restarting.sample(PROMPTS, OPEN_END) == expected
+    assert restarting.restarts == 2
+    printed = capfd.readouterr()
+    assert printed.out == "" and printed.err.startswith("the sampler is started again: ")
+    assert "killed by SIGKILL" in printed.err and "gave no answer within 5 s" in printed.err
+    assert len(new_processes(before)) == 1
+
+
+def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(restarting):
+    """It waits for an answer without a limit, so that it would hang here if it did not see that the worker is gone."""
+    victim = restarting._engine
+    before = set(psutil.Process().children(recursive=True)) - {worker_of(victim)}
+    victim.sample(PROMPTS, OPEN_END)
+    worker_of(victim).kill()
+    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+        victim.sample(PROMPTS, OPEN_END)
+    with pytest.raises(RuntimeError, match="closed"):
+        victim.sample(PROMPTS, OPEN_END)
+    victim.close()
+    assert not new_processes(before)
