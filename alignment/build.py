@@ -1,13 +1,11 @@
 """Builds the objects of the `train_rl` loop from its arguments. Only commands and builders know the arguments object."""
 
-import dataclasses
-import shlex
 from collections.abc import Callable, Sequence
 
 import torch
 
-from alignment.args import RLArgs, command_line, configuration
-from alignment.checks import default_run_name, roles_of
+from alignment.args import RLArgs
+from alignment.checks import roles_of
 from alignment.core.records import Endless, Group, Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
@@ -24,8 +22,7 @@ from alignment.rollouts.batches import collate_groups
 from alignment.rollouts.source import RolloutSource, open_source
 from alignment.rollouts.sync import Rollouts, SyncRollouts
 from alignment.runs.checkpoint import OPTIMIZER, load_rollouts
-from alignment.runs.health import HealthLimits
-from alignment.runs.run import Run, RunConfig
+from alignment.runs.run import Run
 from alignment.sampling.open import open_sampler
 from alignment.sampling.sampler import SAMPLERS, Sampler, SamplerConfig, encode_prompts, engine_name, find_engine
 from alignment.system.errors import UserError
@@ -34,20 +31,6 @@ from alignment.system.terminal import printable
 from alignment.training.mismatch import sampler_mismatch
 from alignment.training.references import LocalReference, Reference, References
 from alignment.warm_start import warm_start
-
-
-def run_config(args: RLArgs) -> RunConfig:
-    """The folder and schedule of the run, and the contents of its args.json."""
-
-    def resume_command(name: str) -> str:
-        again = dataclasses.replace(args, run_name=name, resume=True)
-        return f"uv run -m alignment.train_rl {shlex.join(command_line(again))}"
-
-    return configuration(
-        RunConfig, args, default_name=default_run_name(args), limits=configuration(HealthLimits, args),
-        arguments=dataclasses.asdict(args), defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
-        resume_command=resume_command,
-    )  # fmt: skip
 
 
 def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluator, int]:
@@ -68,8 +51,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
         policy.load_optimizer(run.checkpoint / OPTIMIZER)
     run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
     references = make_references(args, run, base)
-    eval_sampler = make_sampler(args, base, roles_of(args).eval, tokenizer, policy, run.step)
-    run.closing.callback(eval_sampler.close)
+    eval_sampler = make_eval_sampler(args, run, base, tokenizer, policy)
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):
         run.console.print(message)
@@ -80,7 +62,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     pad_id, shared = pad_token_id(tokenizer), getattr(rollouts, "sampler", None) is eval_sampler
     check = None if shared else mismatch_check(args, policy, pad_id)
     evaluator = Evaluator(evaluation(args, task, problems), args.eval_interval, eval_sampler, run, policy, check)
-    processes = {rollouts, references} if shared else {rollouts, references, eval_sampler}
+    processes = (rollouts, references) if shared else (rollouts, references, eval_sampler)
     run.start(policy, tokenizer, rollouts, restarts=lambda: sum(process.restarts for process in processes))
     return policy, rollouts, references, evaluator, pad_id
 
@@ -138,6 +120,14 @@ def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
 # --- rollouts and evaluation ----------------------------------------------------------------------------------------------
 
 
+def make_eval_sampler(args: RLArgs, run: Run, base: str, tokenizer, policy: Policy) -> Sampler:
+    """The evaluation's sampler, which rollouts between the updates use, too, if they have the same device."""
+    facts = {"policy_version": run.step, "engines": engines_on_shared_gpu(args)}
+    sampler = make_sampler(args, base, roles_of(args).eval, tokenizer, policy, **facts)
+    run.closing.callback(sampler.close)
+    return sampler
+
+
 def make_rollouts(
     args: RLArgs, run: Run, base: str, source: RolloutSource, policy: Policy, eval_sampler: Sampler
 ) -> SyncRollouts:
@@ -152,13 +142,13 @@ def make_rollouts(
 
 
 def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, references: References) -> AheadRollouts:
-    """Rollouts that another process samples ahead (--rollouts async). A GPU shared with the evaluation is split in half."""
-    roles, reference = roles_of(args), references.reference
+    """Rollouts that another process samples ahead (--rollouts async)."""
+    reference = references.reference
     config = AheadConfig(
         args.rollout_config,
         args.schedule,
         "vllm_server" if args.sampler_url else engine_name(args.sampler),
-        rollout_sampler_config(args, run, base, engines=1 + (roles.sample == roles.eval)),
+        rollout_sampler_config(args, run, base),
         policy.micro_batch_tokens,
         None if reference is None else (reference.url, reference.token),
         args.deterministic,
@@ -168,10 +158,16 @@ def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, refer
     return rollouts
 
 
-def rollout_sampler_config(args: RLArgs, run: Run, base: str, engines: int = 1) -> SamplerConfig:
-    """The configuration of the rollouts' sampler. `engines` is the number of engines on its device."""
+def rollout_sampler_config(args: RLArgs, run: Run, base: str) -> SamplerConfig:
+    """The configuration of the rollouts' sampler."""
     options = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
-    return sampler_config(args, base, roles_of(args).sample, engines, **options)
+    return sampler_config(args, base, roles_of(args).sample, engines_on_shared_gpu(args), **options)
+
+
+def engines_on_shared_gpu(args: RLArgs) -> int:
+    """The engines that share one GPU's memory: with --rollouts async the rollouts have an engine beside the evaluation's."""
+    roles = roles_of(args)
+    return 1 + (args.rollouts == "async" and roles.sample == roles.eval)
 
 
 def mismatch_check(args: RLArgs, policy: Policy, pad_id: int) -> Callable[[Sequence[Group]], object]:

@@ -1,19 +1,24 @@
 """What can be said of arguments before a model, or a tensor library, is loaded."""
 
+import dataclasses
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from alignment.args import Args, RLArgs, SFTArgs, refuse_missing_warm_start
+from alignment.args import Args, RLArgs, SFTArgs, command_line, configuration, refuse_missing_warm_start
 from alignment.core.records import Problem
 from alignment.data.prompts import check_template
 from alignment.data.tasks import Task, find_task, jsonl
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import check_parallelism
-from alignment.policy.reference_protocol import check_url
+from alignment.policy.reference_protocol import check_url, reference_token
 from alignment.rewards.reward import find_reward
+from alignment.runs.health import HealthLimits
+from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
-from alignment.sampling.sampler import find_engine, named_engine
+from alignment.sampling.sampler import check_sampler_token, find_engine, named_engine, sampler_address
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
 
@@ -22,29 +27,41 @@ EMBEDDED = ("tiny", "tiny_student", "smollm2")
 
 
 def check(args: Args) -> Task:
-    """The task that --task names. Raises `UserError` for a task, template, sampler, device or run name that cannot be."""
+    """The task that --task names. Raises `UserError` for a task, template, sampler, output folder or policy that cannot be."""
     task = find_task(args.task)
     check_template(args.prompt or task.prompt)
+    if args.sampler == "vllm_server":
+        raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
     find_engine(args.sampler)
     check_parallelism(args.policy_parallelism)
-    roles_of(args)
+    if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
+        raise UserError(f"--output_dir {args.output_dir}: is a file; name a folder")
     return task
 
 
 def check_rl(args: RLArgs) -> None:
-    """As `check`, and for a reward, a warm start, or a run to resume that is not there, and for data that cannot be read."""
+    """Check a run's arguments. Raises `UserError` as `check`; for a reward, warm start or run to resume that is not there; for
+    addresses and tokens of servers; and for data that cannot be read."""
     task = check(args)
     find_reward(args.reward, task.rules)
     if args.reference_url:
         check_url(args.reference_url)
+        reference_token()
+    if args.sampler_url:
+        sampler_address(args.sampler_url)
+        check_sampler_token(os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:
         refuse_taken_name(args.output_dir, args.run_name)
         refuse_missing_warm_start(args)
-        check_model_path(*((args.sft_base, "--sft_base") if args.sft_base else (args.model, "--model")), made=args.auto_sft)
+        if args.sft_base:
+            check_model_path(args.sft_base, "--sft_base", made=args.auto_sft)
+        if not args.sft_base or not Path(args.sft_base).exists():
+            check_model_path(args.model, "--model")
     for split in ("test", "train"):
         task.problems(split, args.dataset_path)
+    roles_of(args)  # last, because it may load torch to count the GPUs
 
 
 class SFTInputs(NamedTuple):
@@ -69,12 +86,28 @@ def check_sft(args: SFTArgs) -> SFTInputs:
         return task.demonstrations(split, args.dataset_path, args.seed)
 
     problems = task.problems("test", args.dataset_path)[: args.max_problems or None]
-    return SFTInputs(task, problems, {split: demonstrations(split) for split in ("train", "test")})
+    inputs = SFTInputs(task, problems, {split: demonstrations(split) for split in ("train", "test")})
+    roles_of(args)
+    return inputs
 
 
 def default_run_name(args: RLArgs) -> str:
     """What a run's folder is called where --run_name is empty."""
     return f"{args.preset}_{args.loss_type.replace(':', '.')}_seed{args.seed}"
+
+
+def run_config(args: RLArgs) -> RunConfig:
+    """The folder and schedule of the run, and the contents of its args.json."""
+
+    def resume_command(name: str) -> str:
+        again = dataclasses.replace(args, run_name=name, resume=True)
+        return f"uv run -m alignment.train_rl {shlex.join(command_line(again))}"
+
+    return configuration(
+        RunConfig, args, default_name=default_run_name(args), limits=configuration(HealthLimits, args),
+        arguments=dataclasses.asdict(args), defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
+        resume_command=resume_command,
+    )  # fmt: skip
 
 
 def roles_of(args: Args, num_gpus: int | None = None) -> Roles:

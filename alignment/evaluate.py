@@ -38,6 +38,7 @@ def main() -> None:
     args = parse(EvaluateArgs)
     models = args.compare or (args.model,)
     task = check(args)
+    roles_of(args)
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
         check_model_path(model, "--model")

@@ -32,10 +32,10 @@ def sampler_config(args: Args, base: str, device: str, engines: int = 1, **facts
     return SamplerConfig(base, device, dtype, timeout=args.sampler_timeout, memory_share=share, **facts)
 
 
-def make_sampler(args: Args, base: str, device: str, tokenizer, policy: Policy | None = None, version: int = 0) -> Sampler:
-    """The sampler that --sampler names, on `device`, with the weights of the folder `base`, which are `version`; it may read
-    `policy` in place."""
-    config = sampler_config(args, base, device, policy_version=version)
+def make_sampler(args: Args, base: str, device: str, tokenizer, policy: Policy | None = None, **facts) -> Sampler:
+    """The sampler that --sampler names, on `device`, with the weights of the folder `base`; it may read `policy` in place.
+    `facts` are those of `sampler_config`."""
+    config = sampler_config(args, base, device, **facts)
     return open_sampler(find_engine(args.sampler), config, tokenizer, policy)
 
 

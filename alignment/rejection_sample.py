@@ -43,6 +43,7 @@ def main() -> None:
     if output.exists():
         raise UserError(f"--output {output} exists already: delete it, or name another file")
     check(args)
+    roles_of(args)
     check_model_path(args.model, "--model")
     find_task(args.task).problems("train", args.dataset_path)
     examples = read_examples(args.few_shot) if args.few_shot else []

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alignment.args import RLArgs, parse
-from alignment.checks import check_rl
+from alignment.checks import check_rl, run_config
+from alignment.runs.run import open_run
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
 
@@ -19,14 +20,13 @@ if TYPE_CHECKING:
 
 def train(args: RLArgs, console: Console) -> Path:
     """Train, and return the run's folder. Raises `UserError` for mistakes, if possible before a model loads."""
-    # Imported here, because these modules load torch: `check_rl` reports mistakes in the arguments first.
-    from alignment.build import build, run_config
-    from alignment.rollouts.batches import collate_groups, with_advantages
-    from alignment.runs.run import open_run
-    from alignment.training.update import update
-
     rollout_config, update_config = args.rollout_config, args.update_config
     with open_run(run_config(args), console) as run:  # locks and resumes the folder; saves a checkpoint when stopped
+        # Imported here, because these modules load torch: `check_rl` and `open_run` report mistakes first.
+        from alignment.build import build
+        from alignment.rollouts.batches import collate_groups, with_advantages
+        from alignment.training.update import update
+
         policy, rollouts, references, evaluator, pad_id = build(args, run)
         evaluator.run_if_due(run.step)
         for step in run.steps():

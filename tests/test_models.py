@@ -1,11 +1,16 @@
 """From a model's name and a machine's GPUs to folders and devices."""
 
+from contextlib import ExitStack
+from types import SimpleNamespace
+
 import pytest
 
+from alignment import build, checks, models
 from alignment.args import PlanArgs, RLArgs, from_preset
 from alignment.checks import resolve_model
 from alignment.models import partition_model_across_devices
 from alignment.policy.loading import load_tokenizer
+from alignment.policy.placement import Roles
 from alignment.system.errors import UserError
 
 
@@ -41,3 +46,20 @@ def test_a_broken_config_is_one_clear_line(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="cannot be loaded"):
         load_tokenizer(resolve_model(str(tmp_path), str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "rollouts", "share"),
+    [("cuda:0", "sync", 0.9), ("cuda:0", "async", 0.45), ("cuda:7", "sync", 0.4), ("cuda:7", "async", 0.2)],
+)
+def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folder, monkeypatch):
+    """With asynchronous rollouts the evaluation's engine and the rollouts' are two; a GPU of the policy's keeps room for it."""
+    roles = Roles(policy=(policy,), sample="cuda:7", reference="cuda:6", eval="cuda:7")
+    for module in (build, checks, models):
+        monkeypatch.setattr(module, "roles_of", lambda args, num_gpus=None: roles)
+    monkeypatch.setattr(models, "open_sampler", lambda engine, config, *_: SimpleNamespace(config=config, close=None))
+    args, base = from_preset(RLArgs, "tiny", rollouts=rollouts), str(tiny_folder)
+    run = SimpleNamespace(step=0, closing=ExitStack())
+    evaluation = build.make_eval_sampler(args, run, base, None, None).config
+    run.closing.pop_all()
+    assert evaluation.memory_share == build.rollout_sampler_config(args, run, base).memory_share == pytest.approx(share)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import SplitResult, urlsplit
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.system.errors import UserError
@@ -125,6 +126,24 @@ def find_engine(sampler: str) -> SamplerEngine:
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
     return spec is not None and spec.origin is not None  # without an origin it is some folder of that name
+
+
+def sampler_address(url: str) -> SplitResult:
+    """The parts of --sampler_url. Raises `UserError` for what is no address of an HTTP server."""
+    try:
+        parts = urlsplit(url)
+        extra = "@" in parts.netloc or parts.query or parts.fragment
+        if parts.scheme not in ("http", "https") or not parts.hostname or extra or parts.port == 0:  # `port` may raise, too
+            raise ValueError
+    except ValueError:
+        raise UserError(f"--sampler_url {url}: give it as http://HOST:PORT, the address of a vLLM server") from None
+    return parts
+
+
+def check_sampler_token(token: str) -> None:
+    """Raise `UserError` for a key of the server at --sampler_url that cannot stand in a header."""
+    if not (token.isascii() and token.isprintable()):
+        raise UserError("ALIGNMENT_SAMPLER_TOKEN holds characters, such as a line break, that no key can have")
 
 
 def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int) -> list[list[int]]:

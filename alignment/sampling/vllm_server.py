@@ -33,7 +33,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -45,7 +44,7 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.restarts import check_completions
-from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
+from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_token, encode_prompts, sampler_address
 from alignment.system.errors import UserError, os_error
 from alignment.system.files import full_disk_is_an_os_error
 
@@ -296,17 +295,9 @@ class _JSONClient:
     """JSON over HTTP to one server. It uses no proxy and follows no redirect, so the key goes nowhere else."""
 
     def __init__(self, url: str, token: str | None):
-        try:
-            parts = urlsplit(url)
-            path = parts.path.rstrip("/").removesuffix("/v1")
-            self._url = f"{parts.scheme}://{parts.netloc}{path}"
-            address = httpx.URL(self._url)
-            if parts.scheme not in ("http", "https") or not address.host or address.userinfo or parts.query or parts.fragment:
-                raise ValueError
-        except (ValueError, httpx.InvalidURL):  # also for a port that is no number
-            raise UserError(f"--sampler_url {url}: give it as http://HOST:PORT, the address of a vLLM server") from None
-        if token and not (token.isascii() and token.isprintable()):
-            raise UserError("ALIGNMENT_SAMPLER_TOKEN holds characters, such as a line break, that no key can have")
+        parts = sampler_address(url)
+        self._url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+        check_sampler_token(token or "")
         self._headers = {"Accept-Encoding": "identity", "Connection": "close"}  # the bytes that arrive are what is counted
         self._headers |= {"Authorization": f"Bearer {token}"} if token else {}
         self._certificates = ssl.create_default_context() if parts.scheme == "https" else False

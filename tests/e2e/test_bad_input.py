@@ -272,6 +272,11 @@ CASES = [
     ("evaluate", ["--model", "{world}/whole", "--output_dir", "{world}/a_file"], "a_file"),
     ("evaluate", ["--model", "{world}/whole", "--output_dir", "/proc/nothing_is_written_here"], "/proc/nothing_is_written_here"),
     ("train_rl", ["--sft_base", "{world}/whole", "--output_dir", "{world}/a_file"], "a_file"),
+    ("train_rl", ["--output_dir", "/proc/version"], "--output_dir /proc/version: is a file"),
+    # servers and warm starts
+    ("train_rl", ["--sampler", "vllm_server"], "--sampler vllm_server: give the server's address"),
+    ("train_rl", ["--sampler_url", "localhost:8000"], "--sampler_url localhost:8000: give it as http://HOST:PORT"),
+    ("train_rl", ["--auto_sft", "--sft_base", "made_first", "--model", "./nowhere"], "--model ./nowhere: no model folder"),
 ]  # fmt: skip
 
 
