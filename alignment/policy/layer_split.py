@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from alignment.core.records import Batch
 from alignment.core.tokens import Row, cut_by_tokens
-from alignment.policy.loading import autocast
+from alignment.policy.loading import autocast, devices_of
 from alignment.policy.placement import issue_order
-from alignment.policy.policy import Objective
+from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 
 IN_FLIGHT = 2  # micro-batches for each device (benchmarks/README.md)
@@ -18,6 +18,10 @@ class LayerSplitPolicy(SingleDevicePolicy):
 
     Nothing here waits for a device, so one micro-batch's late layers run beside the next ones' early layers.
     """
+
+    def __init__(self, config: PolicyConfig):
+        super().__init__(config)
+        self.devices = tuple(map(str, devices_of(self.model)))  # a small model does not reach all that were configured
 
     def _micro_batches(
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective

@@ -70,6 +70,7 @@ class SingleDevicePolicy:
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
 
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
+        self.model.eval()  # dropout would make the ratio to these differ from 1
         return batch_log_probs(self.model, batch, distribution, self.micro_batch_tokens, self.dtype, rows)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:

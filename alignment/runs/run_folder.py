@@ -92,7 +92,8 @@ class RunFolder:
 
         for number, rows in enumerate(bad, start=1):
             batch = take_rows(rollout.batch, rows)
-            tensors, width = dict(vars(batch)), batch.labels.shape[1]
+            tensors, width = vars(batch), batch.labels.shape[1]
+            tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
             for key in ("raw_rewards_B1", "advantages_B1", "sampler_log_probs_BT", "old_log_probs_BT"):
                 if (tensor := getattr(rollout, key)) is not None:
                     tensors[key] = tensor[list(rows), :width].contiguous()

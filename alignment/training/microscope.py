@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from alignment.core.records import Rollout
 from alignment.policy.policy import Policy
 from alignment.rollouts.batches import with_advantages
 from alignment.system.errors import UserError
+from alignment.system.signals import deliver_signals
 from alignment.training.config import UpdateConfig
 from alignment.training.update import rollout_objective, update
 
@@ -70,14 +72,14 @@ def inspect(
     `config` is the run's own; a loss is looked at by itself, so the KL penalty and the sampler's correction are left out.
     """
     loss = dataclasses.replace(config.loss, beta=0.0, sampler_correction="none")
-    config = dataclasses.replace(
-        config, loss=loss, old_log_probs="ratio_one", epochs_per_rollout=1, train_mini_batch_size=0, warmup_steps=0
-    )
+    one_update = {"epochs_per_rollout": 1, "train_mini_batch_size": 0, "warmup_steps": 0, "old_log_probs": "ratio_one"}
+    config = dataclasses.replace(config, loss=loss, max_sampler_mismatch=math.inf, **one_update)
     updated = False
     for estimator in sorted(planned, key=lambda estimator: estimator.second_update):
         if estimator.second_update and not updated:
             old_BT = policy.log_probs(rollout.batch, config.distribution)
             update(policy, with_advantages(rollout, config.advantage), config, step=1)
+            deliver_signals()  # `update` defers them
             rollout, updated = dataclasses.replace(rollout, old_log_probs_BT=old_BT), True
         yield estimator, gradient_statistics(policy, rollout, estimator, config)
 

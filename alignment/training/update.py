@@ -44,13 +44,15 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
     check = SamplerMismatchCheck(rollout, config.max_sampler_mismatch, steps_old)
     informative = rows_with_gradient(rollout, config)
     computed, stepped, norms, bad = [], [], [], []  # all micro-batch results, those of optimiser steps, norms, skipped rows
-    rate = learning_rate(config, (step - 1) * config.updates_per_rollout)
+    made = (step - 1) * config.updates_per_rollout
+    rate = learning_rate(config, max(1, made))  # of the last update before; a rollout may have none
+    has_gradient = set(informative)
     for mini_batch in mini_batches(rollout, config, step):
         objective = rollout_objective(rollout, mini_batch, config)
-        results = list(policy.accumulate(rollout.batch, [row for row in mini_batch if row in set(informative)], objective))
+        results = list(policy.accumulate(rollout.batch, [row for row in mini_batch if row in has_gradient], objective))
         computed += results
         norm = policy.clip_gradient(config.max_grad_norm)
-        rate = learning_rate(config, (step - 1) * config.updates_per_rollout + len(norms) + len(bad) + 1)
+        rate = learning_rate(config, made + len(norms) + len(bad) + 1)
         if is_finite(norm, results):
             check.check(results)
             defer_signals()

@@ -1,5 +1,6 @@
 """Faults, injected into real runs: killed anywhere, stopped by signals, out of disk, beside another run of the same folder."""
 
+import errno
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from alignment import train_rl
 from alignment.args import RLArgs, from_preset
 from alignment.rewards.controls import CONTROLS
 from alignment.rewards.rules import RULES
+from alignment.runs import run as run_module
 from alignment.runs.checkpoint import last_whole_step
 from alignment.system.errors import run_command
 from alignment.system.files import damage, lock_run_folder, read_jsonl
@@ -238,6 +240,17 @@ def test_steps_without_a_finite_gradient_are_skipped_kept_and_at_last_stop_the_r
     assert "3 steps in a row had no finite loss and gradient" in captured.err and captured.err.count("\n") == 1
     assert last_whole_step(run) == (6, [])  # saved when it stopped; the weights are those after step 3
     assert all(tensor.isfinite().all() for tensor in load_file(run / "step_000006" / "model.safetensors").values())
+
+
+def test_a_disk_that_is_full_at_the_end_is_the_systems_error(warm, tmp_path, monkeypatch, capsys):
+    def fail(path, title, console):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(run_module, "write_summary", fail)
+    assert main(monkeypatch, warm, tmp_path, "--num_steps", "1") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: [Errno 28] No space left on device") and "stopped" not in said
+    assert last_whole_step(tmp_path / NAME) == (1, [])
 
 
 def test_gradings_that_fail_are_counted_and_too_many_stop_the_run(warm, tmp_path, monkeypatch, capsys):

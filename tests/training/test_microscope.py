@@ -1,9 +1,11 @@
 """The gradient microscope against a two-action bandit, whose moments are known in closed form."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
+from rollout_helpers import ARGS, open_tiny, sample_rollout
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.advantages import AdvantageConfig, group_advantages
@@ -11,8 +13,19 @@ from alignment.core.losses import LOSSES
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import Rollout
 from alignment.core.tokens import collate, take_rows
+from alignment.policy.loading import load_tokenizer
+from alignment.sampling.open import open_sampler
+from alignment.sampling.sampler import SAMPLERS, SamplerConfig
 from alignment.system.errors import UserError
-from alignment.training.microscope import Estimator, estimators, gradient_statistics, refuse_too_many_gradients, statistics
+from alignment.system.signals import signals_are_deferred
+from alignment.training.microscope import (
+    Estimator,
+    estimators,
+    gradient_statistics,
+    inspect,
+    refuse_too_many_gradients,
+    statistics,
+)
 
 P = 0.3  # of the action that is rewarded
 GROUPS = 200_000
@@ -130,3 +143,14 @@ def test_too_many_gradients_are_refused_before_they_are_computed():
     refuse_too_many_gradients(2, 1000)
     with pytest.raises(UserError, match="--prompts 1000: their gradients take .* GiB"):
         refuse_too_many_gradients(1000, 10**12)
+
+
+def test_the_second_update_ignores_the_sampler_and_delivers_signals(tiny_folder):
+    """The rollout's log-probs of the sampler are none of this policy's; a run would stop at them."""
+    policy, estimator = open_tiny(tiny_folder, 1000), Estimator("grpo_clip", 4, True, "sequence_mean", second_update=True)
+    config, tokenizer = SamplerConfig(str(tiny_folder), "cpu", "float32"), load_tokenizer(str(tiny_folder))
+    sampler = open_sampler(SAMPLERS["transformers"], config, tokenizer)
+    rollout = sample_rollout(sampler)
+    rollout = dataclasses.replace(rollout, sampler_log_probs_BT=rollout.sampler_log_probs_BT - 9)
+    ((_, measured),) = inspect(policy, rollout, [estimator], ARGS.update_config)
+    assert measured.norm > 0 and not signals_are_deferred()
