@@ -14,6 +14,7 @@ from alignment.core.records import Group, Problem, SamplingConfig, Score
 from alignment.data.tasks import Task
 from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.reward import grading_report, score_groups
+from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import UserError
 from alignment.system.terminal import make_table
@@ -173,7 +174,7 @@ class Evaluator:
         if step in self.run.folder.evaluated or off_interval:
             return
         if self.sampler.policy_version != step:
-            self.sampler.load_weights(self.policy.weights(), step)
+            load_proven(self.sampler, self.policy.weights(), step)
         evaluation = self.evaluate(self.sampler)
         if self.check is not None:
             self.check(evaluation.groups)

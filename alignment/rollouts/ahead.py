@@ -30,6 +30,7 @@ from alignment.rollouts.batches import collate_groups
 from alignment.rollouts.config import RolloutConfig, Schedule
 from alignment.rollouts.source import open_source
 from alignment.rollouts.sync import check_staleness
+from alignment.sampling.arrival import compare, load_proven, tensor_checksum, with_checksums
 from alignment.sampling.open import open_sampler
 from alignment.sampling.sampler import SamplerConfig, find_engine
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
@@ -118,7 +119,9 @@ class AheadRollouts:
         with self._child.time_limit(limit) as hung:
             try:
                 self._child.connection.send(version)
-                send_tensors(self._child.connection, policy.weights(), dtype)
+                sent: dict[str, int] = {}
+                send_tensors(self._child.connection, with_checksums(policy.weights(), dtype, version, sent), dtype)
+                self._child.connection.send(sent)
             except OSError:
                 if hung.is_set():
                     raise RunStopped(f"the {self._child.name} took no weights within {limit:g} s (--sampler_timeout)") from None
@@ -194,7 +197,7 @@ def _receive_weights(connection: Connection, arriving: queue.SimpleQueue) -> Non
     """Take the weights that arrive while a rollout is sampled; end the process, with all that it started, when told to."""
     with suppress(EOFError, OSError):
         for version in iter(connection.recv, None):
-            arriving.put((version, list(received_tensors(connection))))
+            arriving.put((version, list(received_tensors(connection)), connection.recv()))
     end()
 
 
@@ -218,8 +221,9 @@ def _sample_ahead(config: AheadConfig, first: int, arriving: queue.SimpleQueue) 
     for step in range(first, config.schedule.num_steps + 1):
         restarts = sampler.restarts
         while sampler.policy_version < config.schedule.version_for(step):
-            version, present[:] = arriving.get()
-            sampler.load_weights(present, version)
+            version, present[:], sent = arriving.get()
+            compare(sent, {name: ([name], tensor_checksum(tensor, version)) for name, tensor in present}, version)
+            load_proven(sampler, present, version)
         sampled = dataclasses.replace(source.sample_step(step, sampler), restarts=sampler.restarts - restarts)
         if reference is not None:
             batch = collate_groups(sampled.groups, config.rollouts, pad_token_id(tokenizer)).batch

@@ -8,6 +8,7 @@ from typing import Protocol
 from alignment.core.records import SampledStep
 from alignment.policy.policy import Policy
 from alignment.rollouts.source import RolloutSource
+from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.clock import Clock, run_in_background
 from alignment.system.signals import defer_signals
@@ -52,7 +53,7 @@ class SyncRollouts:
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
         defer_signals()
-        with run_in_background(functools.partial(self.sampler.load_weights, policy.weights(), step), self.clock("sync")):
+        with run_in_background(functools.partial(load_proven, self.sampler, policy.weights(), step), self.clock("sync")):
             yield
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:

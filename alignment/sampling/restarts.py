@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from alignment.core.records import Completion, SamplingConfig
+from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import OnResponseEnd, Sampler, SamplerLost
 from alignment.system.errors import RunStopped, UserError
 
@@ -48,7 +49,7 @@ class RestartingSampler:
         """See `Sampler.load_weights`."""
         self._version = version
         try:
-            self._engine.load_weights(named_tensors, version)
+            load_proven(self._engine, named_tensors, version)
         except SamplerLost as error:
             self._restart(error)
 
@@ -69,7 +70,7 @@ class RestartingSampler:
         try:
             self._engine = self._start()
             if self._version is not None:
-                self._engine.load_weights(self._weights(), self._version)
+                load_proven(self._engine, self._weights(), self._version)
             return request()
         except (SamplerLost, UserError) as error:
             raise RunStopped(f"the sampler was lost ({lost}), and once more after it was started again: {error}") from None

@@ -15,6 +15,7 @@ from alignment.policy.loading import context_length, load_model
 from alignment.policy.log_probs import cumulative, sampling_logits
 from alignment.policy.packing import attention_by_layout, pack
 from alignment.policy.policy import Policy
+from alignment.sampling.arrival import Held, tensor_checksum
 from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
 
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
@@ -58,6 +59,14 @@ class TransformersSampler:
                 if own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor, non_blocking=True)
         self.policy_version = version
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def weight_checksums(self, version: int) -> Held:
+        """See `CheckedSampler`."""
+        return {name: ([name], tensor_checksum(tensor, version)) for name, tensor in self.model.named_parameters()}
 
     def close(self) -> None:
         """Let go of the model."""

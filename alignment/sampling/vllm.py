@@ -19,6 +19,7 @@ import torch
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config
 from alignment.policy.policy import Policy
+from alignment.sampling.arrival import Held, checked_columns, checksum, tensor_checksum
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
@@ -44,7 +45,7 @@ class VLLMSampler:
         self.restarts = 0
         self._timeout = config.timeout
         self._device = device
-        self._dtype = getattr(torch, config.dtype)
+        self.dtype = getattr(torch, config.dtype)
         entry = "alignment.sampling.vllm:serve"
         self._worker = ChildProcess(f"vLLM process on {device}", entry, worker_environment(device, os.environ))
         options = dict(
@@ -83,6 +84,10 @@ class VLLMSampler:
         self._ask("reload", tensors=named_tensors)
         self.policy_version = version
 
+    def weight_checksums(self, version: int) -> Held:
+        """See `CheckedSampler`."""
+        return self._ask("checksums", version)
+
     def close(self) -> None:
         """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
         self._worker.close()
@@ -98,7 +103,7 @@ class VLLMSampler:
             try:
                 worker.connection.send((verb, arguments))
                 if tensors is not None:
-                    send_tensors(worker.connection, tensors, self._dtype)
+                    send_tensors(worker.connection, tensors, self.dtype)
                 while not worker.connection.poll(POLL_SECONDS):
                     if worker.has_ended():
                         raise EOFError
@@ -247,7 +252,34 @@ def _repack_output_embedding(worker) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-VERBS = {"generate": _generate, "reload": _reload}
+def _checksums(engine, connection: Connection, version: int) -> Held:
+    return engine.collective_rpc(held_checksums, args=(version,))[0]
+
+
+@torch.inference_mode()
+def held_checksums(worker, version: int) -> Held:
+    """The checksums of a worker's model. vLLM stacks some matrices, such as those of queries, keys and values."""
+    model, held = worker.get_model(), {}
+    for prefix, module in model.named_modules():
+        path, _, last = prefix.rpartition(".")
+        stacked = getattr(model, "packed_modules_mapping", {}).get(last, [last])
+        for name, parameter in module.named_parameters(recurse=False):
+            parts = [".".join(filter(None, (path, part, name))) for part in stacked]
+            held[f"{prefix}.{name}"] = (parts, _held_checksum(module, name, parameter, version))
+    return held
+
+
+def _held_checksum(module, name: str, parameter: torch.Tensor, version: int) -> int:
+    """The checksum of one tensor. On a CPU vLLM multiplies by a packed copy, whose columns are its products with unit vectors:
+    each is a sum of one number and zeros, so no bit is lost."""
+    if name != "weight" or not hasattr(module, "cpu_linear"):
+        return tensor_checksum(parameter, version)
+    width = parameter.shape[1] if parameter.ndim == 2 else module.input_size_per_partition
+    columns = torch.eye(width, dtype=parameter.dtype)[checked_columns(width, version)]
+    return checksum(module.cpu_linear(columns, parameter, None))
+
+
+VERBS = {"generate": _generate, "reload": _reload, "checksums": _checksums}
 
 
 def open_vllm(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMSampler:

@@ -43,6 +43,7 @@ from safetensors.torch import save_file
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
+from alignment.sampling.arrival import Held
 from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_token, encode_prompts, sampler_address
 from alignment.system.errors import UserError, os_error
@@ -89,7 +90,7 @@ class VLLMServerSampler:
         self.policy_version = config.policy_version
         self.restarts = 0
         self._timeout = config.timeout
-        self._dtype = getattr(torch, dtype)
+        self.dtype = getattr(torch, dtype)
         self._weights_folder = Path(config.weights_folder).resolve()
         self._client = _JSONClient(config.url, token)
         shape = _shape(text_config)
@@ -98,7 +99,7 @@ class VLLMServerSampler:
         self._refuse_unfit(shape, dtype, _command(model_path, dtype, self.context))
         try:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
-            self._reload(load_weights(model_path, self._dtype), max(self._timeout, START_SECONDS))
+            self._reload(load_weights(model_path, self.dtype), max(self._timeout, START_SECONDS))
         except SamplerLost as error:
             raise UserError(
                 f"--sampler_url: {error}. It has to see {self._weights_folder}, where weights are written: let both machines"
@@ -132,6 +133,16 @@ class VLLMServerSampler:
         self._reload(named_tensors, self._timeout)
         self.policy_version = version
 
+    def weight_checksums(self, version: int) -> Held | None:
+        """See `CheckedSampler`."""
+        by_worker = self._call("sampler_checksums", time.monotonic() + self._timeout, version)
+        if len(by_worker) > 1:
+            return None
+        try:
+            return {name: (list(map(str, parts)), int(value)) for name, (parts, value) in by_worker[0].items()}
+        except (TypeError, ValueError):
+            raise SamplerLost(f"{self._client} answered with no checksums of its weights") from None
+
     def close(self) -> None:
         """Nothing: the server is its operator's, and nothing is left in `weights_folder` between calls."""
 
@@ -141,7 +152,7 @@ class VLLMServerSampler:
             dir=self._weights_folder, prefix=".sampler_weights.", suffix=".tmp", ignore_cleanup_errors=True
         ) as folder:
             os.chmod(folder, 0o755)  # the server may have a user of its own
-            _write_shards(Path(folder), named_tensors, self._dtype)
+            _write_shards(Path(folder), named_tensors, self.dtype)
             until = time.monotonic() + seconds
             self._call("sampler_reload", until, folder)
             self._loaded = folder
@@ -163,7 +174,7 @@ class VLLMServerSampler:
             time.sleep(RETRY_SECONDS)
         raise busy
 
-    def _call(self, method: str, until: float, *arguments: str) -> list[dict]:
+    def _call(self, method: str, until: float, *arguments: str | int) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""
         results = self._client.post("/collective_rpc", [{"method": method, "args": arguments}], until)[0].get("results")
         if not (isinstance(results, list) and results and all(isinstance(result, dict) for result in results)):
@@ -395,6 +406,12 @@ class SamplerWorker:
         _repack_output_embedding(self)
         self.sampler_loaded = folder
         return {}
+
+    def sampler_checksums(self, version: int) -> dict:
+        """Checksums of the weights that it holds."""
+        from alignment.sampling.vllm import held_checksums
+
+        return held_checksums(self, version)
 
 
 def _read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -253,6 +253,19 @@ def test_a_disk_that_is_full_at_the_end_is_the_systems_error(warm, tmp_path, mon
     assert last_whole_step(tmp_path / NAME) == (1, [])
 
 
+@pytest.mark.parametrize(("rollouts", "trained"), [("sync", [1]), ("async", [2, 3])])
+def test_a_sampler_that_loses_a_tensor_stops_the_run_before_it_samples(rollouts, trained, warm, tmp_path, monkeypatch, capsys):
+    """The transfer after step 2, at a learning rate that log-probs do not show. What was sampled ahead with the weights of step 1
+    may still be trained on."""
+    flags = ["--sampler", "tests.sampling.test_arrival:open_faulty", "--rollouts", rollouts, "--learning_rate", "1e-7"]
+    flags += ["--eval_interval", "100"]
+    assert main(monkeypatch, warm, tmp_path, *flags) == 1
+    said = capsys.readouterr().err
+    assert "after step 2 the sampler holds other weights than the trainer: 1 of 26 tensors differ, such as model.layers.1" in said
+    last = read_jsonl(tmp_path / NAME / "metrics.jsonl")[-1]["step"]
+    assert last in trained and last_whole_step(tmp_path / NAME)[0] in (last, last - 1)  # rollouts sampled ahead are lost
+
+
 def test_gradings_that_fail_are_counted_and_too_many_stop_the_run(warm, tmp_path, monkeypatch, capsys):
     def reward_fn(text, truth):
         return {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0, "grading_failed": 1.0}

@@ -56,6 +56,15 @@ def test_warnings_after_three_steps(change, names):
     assert warnings_of(steps(change, change)) == {}  # too few steps
 
 
+@pytest.mark.parametrize(("usual", "last", "warned"), [(0.02, 0.059, False), (0.02, 0.061, True), (1e-9, 2e-6, False)])
+def test_a_mismatch_beyond_its_own_baseline_is_named(usual, last, warned):
+    """0.02 nats a token are usual in bfloat16; float32 rounds at 1e-7."""
+    records = steps(*[{}] * 3, {"sampler_mismatch": last})
+    records = [{"sampler_mismatch": usual, **record} for record in records]
+    assert ("sampler_drift" in warnings_of(records)) == warned
+    assert "sampler_drift" not in warnings_of([records[0], *records[2:]])  # five steps are no baseline
+
+
 def test_a_warning_has_the_numbers():
     warnings = warnings_of(steps(*[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3))
     assert warnings == {

@@ -18,6 +18,7 @@ import torch
 from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_config, load_model, load_tokenizer
 from alignment.sampling import vllm_server
+from alignment.sampling.arrival import tensor_checksum
 from alignment.sampling.restarts import RestartingSampler
 from alignment.sampling.sampler import SamplerConfig, SamplerLost
 from alignment.sampling.vllm_server import SHAPE, Guard, VLLMServerSampler
@@ -63,6 +64,10 @@ class Server(ThreadingHTTPServer):
             self.weights.append(dict(vllm_server._read_shards(Path(folder))))
             self.facts["loaded"] = folder
             return {"results": [{}]}
+        if body["method"] == "sampler_checksums":
+            (version,) = body["args"]
+            held = {name: ([name], tensor_checksum(tensor, version)) for name, tensor in self.weights[-1].items()}
+            return {"results": [held]}
         return {"results": [self.facts]}
 
 

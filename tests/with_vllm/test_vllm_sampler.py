@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from alignment.core.records import SamplingConfig
+from alignment.sampling import vllm
+from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import find_engine
 from alignment.sampling.vllm import worker_environment
-from alignment.system.errors import UserError
+from alignment.system.errors import RunStopped, UserError
 from tests.with_vllm.conftest import CONTEXT, WORDS, tiny_llama
 
 PROMPTS = [" ba ce di", " fo", " gu ha je ki lo mu na pe qi"]
@@ -152,3 +154,30 @@ def test_more_prompt_tokens_than_the_engine_schedules_at_once(sampler, policy):
     for completion in flat(groups):
         expected = expected_log_probs(policy, completion)
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("fault", ["a tensor is lost", "all are lost", "applied twice"])
+def test_weights_that_do_not_arrive_are_noticed_at_once(fault, sampler, policy, monkeypatch):
+    """Changes of 1e-6, as of one update at a small learning rate. vLLM has stacked the matrices, and packed copies of them."""
+    moved, old, send = tiny_llama(seed=0), dict(policy.named_parameters()), vllm.send_tensors
+    with torch.no_grad():
+        for weight in moved.parameters():
+            weight += 1e-6 * torch.randn(weight.shape).sign()
+
+    def send_wrongly(connection, tensors, dtype):
+        wrong = {
+            "a tensor is lost": lambda name, tensor: None if "1.mlp.up_proj" in name else tensor,
+            "all are lost": lambda name, tensor: None,
+            "applied twice": lambda name, tensor: 2 * tensor - old[name],
+        }[fault]
+        sent = ((name, wrong(name, tensor)) for name, tensor in tensors)
+        send(connection, [(name, tensor) for name, tensor in sent if tensor is not None], dtype)
+
+    load_proven(sampler, policy.named_parameters(), 1)
+    monkeypatch.setattr(vllm, "send_tensors", send_wrongly)
+    try:
+        with pytest.raises(RunStopped, match="after step 2 the sampler holds other weights than the trainer: .* differ"):
+            load_proven(sampler, moved.named_parameters(), 2)
+    finally:
+        monkeypatch.undo()
+        load_proven(sampler, policy.named_parameters(), 0)

@@ -1,0 +1,111 @@
+"""Proof that an engine holds the weights that it was sent: checksums of both sides, bit by bit, after every transfer."""
+
+import functools
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from alignment.sampling.sampler import Sampler
+from alignment.system.errors import RunStopped
+
+COLUMNS = 8  # of each matrix, other ones for each version
+
+Held = Mapping[str, tuple[list[str], int]]
+"""Of each tensor of an engine, the names of the weights that it is made of, and its checksum."""
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class CheckedSampler(Sampler, Protocol):
+    """A sampler that says which weights it holds."""
+
+    dtype: torch.dtype
+    """The type that it keeps them in."""
+
+    def weight_checksums(self, version: int) -> Held | None:
+        """The `tensor_checksum` of everything that it holds; None where the engine's parts are spread over several workers."""
+
+
+def checked_columns(width: int, version: int) -> list[int]:
+    """The columns of a matrix `width` wide that the checksums of `version` cover."""
+    return sorted(random.Random(f"{version} {width}").sample(range(width), min(COLUMNS, width)))
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """The sum of the squared bit patterns of a tensor's numbers, modulo 2^64.
+
+    Neither the order of the numbers nor zeros change it, so an engine may stack matrices and pad them: the checksum of a stack
+    is the sum of its parts'. -0 counts as 0.
+    """
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return (tensor.detach() + 0.0).contiguous().view(integers).long().square().sum().item()
+
+
+def tensor_checksum(tensor: torch.Tensor, version: int, dtype: torch.dtype | None = None) -> int:
+    """The checksum, in `dtype`, of a weight's `checked_columns`; of the whole weight if it is a vector."""
+    if tensor.ndim == 1:
+        return checksum(tensor.to(dtype or tensor.dtype))
+    columns = torch.tensor(checked_columns(tensor.shape[-1], version), device=tensor.device)
+    return checksum(tensor.detach().index_select(-1, columns).to(dtype or tensor.dtype))
+
+
+def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> None:
+    """Give a sampler new weights. Raises `RunStopped` if it is a `CheckedSampler` and does not hold them afterwards."""
+    if not hasattr(sampler, "weight_checksums"):
+        sampler.load_weights(named_tensors, version)
+        return
+    sent: dict[str, int] = {}
+    sampler.load_weights(with_checksums(named_tensors, sampler.dtype, version, sent), version)
+    if not sent:
+        raise RunStopped(f"the sampler took none of the weights of step {version}. Nothing is sampled with the old ones")
+    if (held := sampler.weight_checksums(version)) is not None:
+        compare(sent, held, version)
+
+
+def with_checksums(
+    named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: dict[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors. Enters the checksum of each one, cast to `dtype`, in `checksums` as it passes."""
+    for name, tensor in named_tensors:
+        checksums[name] = tensor_checksum(tensor, version, dtype)
+        yield name, tensor
+
+
+def compare(sent: Mapping[str, int], held: Held, version: int) -> None:
+    """Compare the checksums of the weights that were sent, by name, with those that an engine holds.
+
+    An output embedding that was not sent is the input's. Raises `RunStopped` for tensors that differ or were never sent.
+    """
+    tied = {"lm_head.weight": sent[name] for name in sent if name.endswith("embed_tokens.weight")}
+    known = {**tied, **sent}
+    parts_of = {name: parts for name, (parts, _) in held.items()}
+    unsent = [name for name, parts in parts_of.items() if not known.keys() >= set(parts)]
+    unheld = sent.keys() - {part for parts in parts_of.values() for part in parts}
+    wrong = [name for name, (parts, value) in held.items() if name not in unsent and value != _sum(known[p] for p in parts)]
+    if unsent and unheld:
+        report_unchecked(len(unheld), len(sent), min(unheld))
+    elif unsent or unheld:
+        wrong += [*unsent, *sorted(unheld)]
+    if wrong:
+        raise RunStopped(
+            f"after step {version} the sampler holds other weights than the trainer: {len(wrong)} of {len(held)} tensors"
+            f" differ, such as {wrong[0]}. They did not arrive, or were applied twice. Nothing is sampled with them; resume the"
+            " run to start the sampler again"
+        )
+
+
+def _sum(checksums: Iterable[int]) -> int:
+    """The sum modulo 2^64, as a signed number, as torch's sums are."""
+    return (sum(checksums) + 2**63) % 2**64 - 2**63
+
+
+@functools.cache
+def report_unchecked(number: int, of: int, example: str) -> None:
+    """Say once which weights an engine keeps in a form that `compare` cannot read."""
+    print(
+        f"the sampler keeps {number} of {of} weights, such as {example}, under names of its own: that they arrive is checked by"
+        " --max_sampler_mismatch alone",
+        file=sys.stderr,
+    )
