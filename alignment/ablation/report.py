@@ -20,6 +20,7 @@ from alignment.ablation.verdicts import (
     final_scores,
     half_widths,
     over_tasks,
+    question_groups,
     split_of_gain,
 )
 from alignment.runs.run_records import Run
@@ -78,7 +79,7 @@ def contents(study: Study) -> dict[str, object]:
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
         "versions": any_run.versions if any_run else {},
         "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
-        "questions": len(any_run.scores.questions) if any_run else 0,
+        "questions": len(set(question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
     }
 
 
