@@ -87,7 +87,7 @@ def arm_rows(study: Study) -> list[dict]:
     """For each arm: its seeds, accuracies, their means and margin, the parts of its gain, its arguments and a sample."""
     scores = final_scores(study)
     accuracy = {arm: [float(s.mean()) for s in by_seed.values()] for arm, by_seed in scores.items()}
-    margins = dict(zip(accuracy, half_widths(list(accuracy.values())), strict=True))
+    margins = half_widths(study, scores)
     return [
         {
             "name": arm,

@@ -5,10 +5,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-import numpy as np
-from scipy import stats
-
-from alignment.ablation.statistics import Comparison, Contrast, Scores, area_under_curve, compare, interquartile_mean
+from alignment.ablation.statistics import (
+    Comparison,
+    Contrast,
+    Scores,
+    area_under_curve,
+    compare,
+    half_width_of_mean,
+    interquartile_mean,
+)
 from alignment.ablation.study import Study
 from alignment.core.records import Problem
 from alignment.data.questions import question_text
@@ -152,12 +157,6 @@ def split_of_gain(run: Run) -> tuple[float, float, float]:
     return a[1] - a[0], by_format, by_answers
 
 
-def half_widths(values_AS: Sequence[Sequence[float]]) -> list[float]:
-    """Half of the 95 % interval of each arm's mean over seeds, from a standard deviation pooled over arms; 0 where no arm has
-    two seeds."""
-    several = [values for values in values_AS if len(values) > 1]
-    if not several:
-        return [0.0] * len(values_AS)
-    dof = sum(len(values) - 1 for values in several)
-    variance = sum(np.var(values, ddof=1) * (len(values) - 1) for values in several) / dof
-    return [float(stats.t.isf(0.025, dof) * math.sqrt(variance / max(1, len(values)))) for values in values_AS]
+def half_widths(study: Study, scores: Mapping[str, Scores]) -> dict[str, float]:
+    """Half of the 95 % interval of each arm's mean (`half_width_of_mean`); 0 for an arm with fewer than two seeds."""
+    return {arm: half_width_of_mean(by_seed, question_groups(study.arms[arm].values())) for arm, by_seed in scores.items()}

@@ -10,9 +10,9 @@ import pytest
 
 from alignment import report
 from alignment.ablation.report import grid_of, headline, write_report
-from alignment.ablation.statistics import half_width
+from alignment.ablation.statistics import half_width, half_width_of_mean
 from alignment.ablation.study import read_study, shell_command
-from alignment.ablation.verdicts import decide, decide_factors, half_widths, over_tasks, question_groups, split_of_gain
+from alignment.ablation.verdicts import decide, decide_factors, over_tasks, question_groups, split_of_gain
 from alignment.runs.run_records import read_run
 from alignment.system.errors import UserError, run_command
 
@@ -222,12 +222,14 @@ def test_format_and_answers_share_the_gain(tmp_path):
     assert gain == pytest.approx((0.7, 0.25, 0.45), abs=1e-12)
 
 
-def test_half_widths_are_students_t_with_a_common_deviation():
-    # Variances 0.02 and 0.08 with one degree of freedom each: 0.05; t(2) = 4.3027; sqrt(0.05 / seeds).
-    two = 4.302653 * np.sqrt(0.05 / 2)
-    assert half_widths([[0.1, 0.3], [0.2, 0.6]]) == pytest.approx([two, two], rel=1e-6)
-    assert half_widths([[0.1, 0.3], [0.2, 0.6], [0.4]]) == pytest.approx([two, two, two * np.sqrt(2)], rel=1e-6)
-    assert half_widths([[0.1], [0.2]]) == [0, 0]
+def test_an_arms_margin_is_students_t_of_its_own_seeds():
+    """Two questions, each right in every seed by the same share: the choice of questions adds nothing. Means 0.1 and 0.3 have
+    the variance 0.02, that of their mean 0.01; rounding adds 1 / (24 * 2 ** 2) / 2; t(1) = 12.7062 and t(2) = 4.30265."""
+    steady = {seed: np.array([x, x]) for seed, x in ((0, 0.1), (1, 0.3))}
+    assert half_width_of_mean(steady) == pytest.approx(12.7062 * np.sqrt(0.01 + 1 / 192), rel=1e-4)
+    three = steady | {2: np.array([0.2, 0.2])}  # variance 0.01, that of the mean 1/300
+    assert half_width_of_mean(three) == pytest.approx(4.30265 * np.sqrt(1 / 300 + 1 / 288), rel=1e-4)
+    assert half_width_of_mean({0: np.array([0.1, 0.9])}) == 0
 
 
 def test_arms_that_were_evaluated_at_other_steps_are_drawn_too(tmp_path):
