@@ -141,7 +141,7 @@ class Args:
     sampling_top_k: int = 0
     """Most likely tokens that training and evaluation samples are drawn from; 0: all. Applied before the nucleus."""
     max_problems: int = 512
-    """Problems in an evaluation; 0: all of the test split."""
+    """Distinct questions in an evaluation; 0: all of the test split."""
 
     seed: int = 0
     """Seed of data order, initialisation and sampling."""

@@ -3,12 +3,13 @@
 import dataclasses
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from alignment.args import Args, RLArgs, SFTArgs, command_line, configuration, refuse_missing_warm_start
-from alignment.core.records import Problem
+from alignment.core.records import Endless, Problem
 from alignment.data.prompts import check_template
 from alignment.data.tasks import Task, find_task, jsonl
 from alignment.policy.placement import Roles, assign_roles
@@ -59,9 +60,39 @@ def check_rl(args: RLArgs) -> None:
             check_model_path(args.sft_base, "--sft_base", made=args.auto_sft)
         if not args.sft_base or not Path(args.sft_base).exists():
             check_model_path(args.model, "--model")
-    for split in ("test", "train"):
-        task.problems(split, args.dataset_path)
+    check_test_split(task, args.dataset_path, args.max_problems)
+    check_training_split(task, args.dataset_path)
     roles_of(args)  # last, because it may load torch to count the GPUs
+
+
+def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
+    """The first `max_problems` (0: all) distinct test questions. Says so where the split repeats questions or has fewer.
+    Raises `UserError` for data that cannot be read."""
+    number, problems = len(task.problems("test", dataset_path)), task.test_problems(dataset_path)
+    if len(problems) < number:
+        _say(f"the test split has {number - len(problems)} of {number} questions twice or more: each is asked once")
+    if len(problems) < max_problems:
+        _say(f"--max_problems {max_problems}: the test split has {len(problems)} distinct questions, all of which are asked")
+    return problems[: max_problems or None]
+
+
+def check_training_split(task: Task, dataset_path: str) -> None:
+    """Say how many training problems are left out because they ask what a test problem asks. Raises `UserError` where none is
+    left, and for data that cannot be read."""
+    problems, kept = task.problems("train", dataset_path), task.training_problems(dataset_path)
+    if not isinstance(problems, Endless):
+        _say_left_out(len(problems), len(kept), "training problems")
+
+
+def _say_left_out(number: int, kept: int, noun: str) -> None:
+    if number and not kept:
+        raise UserError(f"every one of {number} {noun} asks what a test problem asks: none is left to train on")
+    if kept < number:
+        _say(f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 class SFTInputs(NamedTuple):
@@ -82,11 +113,13 @@ def check_sft(args: SFTArgs) -> SFTInputs:
 
     def demonstrations(split: str) -> Sequence[tuple[Problem, str]]:
         if args.demonstrations:
-            return jsonl.demonstrations(args.demonstrations, split, args.seed)
+            return jsonl.demonstrations(args.demonstrations, split, args.seed, task.key)
         return task.demonstrations(split, args.dataset_path, args.seed)
 
-    problems = task.problems("test", args.dataset_path)[: args.max_problems or None]
-    inputs = SFTInputs(task, problems, {split: demonstrations(split) for split in ("train", "test")})
+    problems, shown = check_test_split(task, args.dataset_path, args.max_problems), demonstrations("train")
+    kept = task.untested(shown, args.dataset_path)
+    _say_left_out(len(shown), len(kept), "demonstrations")
+    inputs = SFTInputs(task, problems, {"train": kept, "test": demonstrations("test")})
     roles_of(args)
     return inputs
 

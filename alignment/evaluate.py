@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alignment.args import EvaluateArgs, parse
-from alignment.checks import check, check_model_path, resolve_model, roles_of
+from alignment.checks import check, check_model_path, check_test_split, resolve_model, roles_of
 from alignment.data.prompts import prompted
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, write_args
 from alignment.system.errors import run_command
@@ -42,7 +42,7 @@ def main() -> None:
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
         check_model_path(model, "--model")
-    task.problems("test", args.dataset_path)
+    check_test_split(task, args.dataset_path, args.max_problems)
     console = make_console()
     for model in models:
         resolve_model(model, args.output_dir)  # says what is wrong with the second before an hour is spent on the first

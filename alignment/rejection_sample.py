@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alignment.args import RejectionArgs, parse
-from alignment.checks import check, check_model_path, resolve_model, roles_of
+from alignment.checks import check, check_model_path, check_training_split, resolve_model, roles_of
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
@@ -42,10 +42,10 @@ def main() -> None:
         raise UserError("--output: name the file to write, such as --output kept.jsonl")
     if output.exists():
         raise UserError(f"--output {output} exists already: delete it, or name another file")
-    check(args)
+    task = check(args)
     roles_of(args)
     check_model_path(args.model, "--model")
-    find_task(args.task).problems("train", args.dataset_path)
+    check_training_split(task, args.dataset_path)
     examples = read_examples(args.few_shot) if args.few_shot else []
     groups = sample_groups(args, examples, console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
@@ -70,7 +70,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
 
     task = find_task(args.task)
     rule = evaluation_reward(args.reward, task.rules)
-    problems = task.problems("train", args.dataset_path)
+    problems = task.training_problems(args.dataset_path)
     number = args.num_problems if isinstance(problems, Endless) else min(args.num_problems, len(problems))
     path = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(path)

@@ -22,8 +22,9 @@ def open_tiny(folder, micro_batch_tokens: int = 0) -> SingleDevicePolicy:
 
 
 def parity_reward(text: str, ground_truth: str) -> dict[str, float]:
-    """A reward that differs within a group, so that an untrained model has something to learn from."""
-    return {"reward": float(len(text) % 2), "format_reward": 1.0, "answer_reward": 0.0}
+    """A reward that differs within a group, so that an untrained model has something to learn from. An untrained model's
+    responses often have one length, so all their letters count."""
+    return {"reward": float(sum(map(ord, text)) % 2), "format_reward": 1.0, "answer_reward": 0.0}
 
 
 def rollout_of(groups: list[Group], args: RLArgs, pad: int = 1) -> Rollout:

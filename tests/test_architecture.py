@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "training": ("core", "system", "policy", "rollouts"),
     "runs": ("core", "system"),
     "evaluation": ("core", "system", "data", "rewards", "sampling"),
-    "ablation": ("core", "system", "runs", "args"),  # an ablation is about the arguments of train_rl
+    # An ablation is about the arguments of train_rl; its reports ask a task which questions are the same.
+    "ablation": ("core", "system", "runs", "args", "data.tasks", "data.questions"),
     # Arguments are checked against tables and configurations, never against what loads a model.
     "args": (
         "core", "system", "policy.optimizers", "rollouts.config", "training.config", "rewards.controls", "rewards.rules",

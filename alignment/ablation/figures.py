@@ -9,6 +9,7 @@ from markupsafe import Markup
 from matplotlib import colormaps
 from matplotlib import pyplot as plt
 
+from alignment.ablation.statistics import Scores
 from alignment.ablation.study import Study
 from alignment.ablation.verdicts import final_scores, half_widths
 
@@ -52,19 +53,19 @@ def _colours(study: Study) -> dict[str, object]:
 
 
 def _draw_learning(axes, study: Study) -> None:
-    """Draw each arm's mean over seeds at each evaluation, with a 95 % interval from a standard deviation pooled over arms."""
+    """Draw each arm's mean over seeds at each evaluation, with its 95 % interval."""
     colours = _colours(study)
-    at: dict[int, dict[str, list[float]]] = {}  # accuracies by step and arm, since arms may be evaluated at different steps
+    at: dict[int, dict[str, Scores]] = {}  # scores by step and arm, since arms may be evaluated at different steps
     for arm, runs in study.arms.items():
         for run in runs.values():
             for step, scores in zip(run.scores.steps, run.scores.rewards_EQ, strict=True):
-                at.setdefault(step, {}).setdefault(arm, []).append(scores.mean())
+                at.setdefault(step, {}).setdefault(arm, {})[run.seed] = scores
     for arm, runs in study.arms.items():
         if not runs:
             continue
         steps = [step for step in sorted(at) if len(at[step].get(arm, ())) == len(runs)]
-        means = [np.mean(at[step][arm]) for step in steps]
-        margins = [dict(zip(at[step], half_widths(list(at[step].values())), strict=True))[arm] for step in steps]
+        means = [np.mean([scores.mean() for scores in at[step][arm].values()]) for step in steps]
+        margins = [half_widths(study, {arm: at[step][arm]})[arm] for step in steps]
         axes.errorbar(steps, means, yerr=margins, color=colours[arm], label=arm, capsize=2, lw=1.2)
     axes.set(xlabel="rollout step", ylabel="accuracy", ylim=(0, None))
     axes.grid(alpha=0.3)
@@ -74,7 +75,7 @@ def _draw_final(axes, study: Study) -> None:
     """Draw a point for each seed, and each arm's mean with its interval."""
     scores, colours = final_scores(study), _colours(study)
     accuracy = {arm: [s.mean() for s in by_seed.values()] for arm, by_seed in scores.items() if by_seed}
-    margins = dict(zip(accuracy, half_widths(list(accuracy.values())), strict=True))
+    margins = half_widths(study, scores)
     for y, (arm, values) in enumerate(reversed(accuracy.items())):
         axes.plot(values, [y] * len(values), "o", color=colours[arm], alpha=0.45, ms=4)
         axes.errorbar(np.mean(values), y, xerr=margins[arm], color=colours[arm], marker="D", ms=5, capsize=3)

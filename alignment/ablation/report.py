@@ -20,6 +20,7 @@ from alignment.ablation.verdicts import (
     final_scores,
     half_widths,
     over_tasks,
+    question_groups,
     split_of_gain,
 )
 from alignment.runs.run_records import Run
@@ -78,7 +79,7 @@ def contents(study: Study) -> dict[str, object]:
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
         "versions": any_run.versions if any_run else {},
         "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
-        "questions": len(any_run.scores.questions) if any_run else 0,
+        "questions": len(set(question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
     }
 
 
@@ -86,7 +87,7 @@ def arm_rows(study: Study) -> list[dict]:
     """For each arm: its seeds, accuracies, their means and margin, the parts of its gain, its arguments and a sample."""
     scores = final_scores(study)
     accuracy = {arm: [float(s.mean()) for s in by_seed.values()] for arm, by_seed in scores.items()}
-    margins = dict(zip(accuracy, half_widths(list(accuracy.values())), strict=True))
+    margins = half_widths(study, scores)
     return [
         {
             "name": arm,

@@ -125,6 +125,16 @@ def compare(
     return [settled[i] if i in settled else _without_interval(arms, contrast) for i, contrast in enumerate(contrasts)]
 
 
+def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None) -> float:
+    """Half of the 95 % interval of an arm's mean over seeds and questions: from its own seeds, and what the choice of questions
+    adds, as `compare` has it for a difference. 0 where it has one seed."""
+    if len(by_seed) < 2:
+        return 0.0
+    _, _, between_seeds_11, between_questions_11 = _moments({"": by_seed}, tuple(sorted(by_seed)), groups)
+    seeds, questions = len(by_seed), np.maximum(0.0, between_questions_11[0])
+    return float(half_width(between_seeds_11[0] / seeds, np.array([seeds - 1.0]), questions)[0])
+
+
 # --- estimates --------------------------------------------------------------------------------------------------
 
 
@@ -247,9 +257,7 @@ def half_width(variance_C: np.ndarray, dof_C: np.ndarray, questions_C: np.ndarra
     return (low + high) / 2
 
 
-def _verdict(
-    e: _Estimate, half: float, p_values: tuple[float, float], tie: float, alpha: float, family: int
-) -> Comparison:
+def _verdict(e: _Estimate, half: float, p_values: tuple[float, float], tie: float, alpha: float, family: int) -> Comparison:
     """The comparison of an estimate, from half the length of its interval and its p-values: of no difference, of no tie."""
     p, p_tie = p_values
     a, b = e.contrast.a, e.contrast.b

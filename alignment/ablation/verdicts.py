@@ -2,14 +2,22 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-import numpy as np
-from scipy import stats
-
-from alignment.ablation.statistics import Comparison, Contrast, Scores, area_under_curve, compare, interquartile_mean
+from alignment.ablation.statistics import (
+    Comparison,
+    Contrast,
+    Scores,
+    area_under_curve,
+    compare,
+    half_width_of_mean,
+    interquartile_mean,
+)
 from alignment.ablation.study import Study
+from alignment.core.records import Problem
+from alignment.data.questions import question_text
+from alignment.data.tasks import TASKS
 from alignment.runs.run_records import Run
 from alignment.system.errors import UserError
 
@@ -38,10 +46,24 @@ def compare_arms(study: Study, scores: Mapping[str, Scores]) -> list[Comparison]
     comparisons = []
     for task in dict.fromkeys(tasks.values()):
         arms = {arm: runs for arm, runs in study.arms.items() if tasks[arm] == task}
-        if len({run.scores.questions for runs in arms.values() for run in runs.values()}) > 1:
-            raise UserError("the runs were evaluated on different questions, so they cannot be compared")
-        comparisons += compare({arm: scores[arm] for arm in arms}, study.tie, alpha=study.alpha / len(set(tasks.values())))
+        groups = question_groups(run for runs in arms.values() for run in runs.values())
+        alpha = study.alpha / len(set(tasks.values()))
+        comparisons += compare({arm: scores[arm] for arm in arms}, study.tie, alpha=alpha, groups=groups)
     return comparisons
+
+
+def question_groups(runs: Iterable[Run]) -> list[str] | None:
+    """The key of every question that the runs were evaluated on (`Task.key`); None where no two are equal, as of all runs whose
+    evaluations ask a question once. Raises `UserError` where the runs were evaluated on different questions."""
+    by_questions = {run.scores.questions: run for run in runs}
+    if len(by_questions) > 1:
+        raise UserError("the runs were evaluated on different questions, so they cannot be compared")
+    for run in by_questions.values():
+        task = TASKS.get(str(run.args.get("task")))
+        key = task.key if task else question_text  # a task of the user's own is not imported for a report
+        keys = [key(Problem(name, text, "", "")) for name, text in zip(run.scores.questions, run.scores.texts, strict=True)]
+        return keys if len(set(keys)) < len(keys) else None
+    return None
 
 
 def over_tasks(study: Study) -> dict[str, float]:
@@ -78,9 +100,10 @@ def decide_factors(study: Study) -> dict[str, list[Comparison]]:
     """Comparisons of each varied argument's values (`factor_contrasts`); {} where an arm has no run."""
     contrasts, scores = factor_contrasts(study.varied), final_scores(study)
     arms = {arm: scores[arm] for arm in study.arms if not arm.startswith("control_")}
-    if not all(arms.values()):
+    if not all(arms.values()) or not contrasts:
         return {}
-    return {name: compare(arms, study.tie, several, study.alpha) for name, several in contrasts.items()}
+    groups = question_groups(run for arm in arms for run in study.arms[arm].values())
+    return {name: compare(arms, study.tie, several, study.alpha, groups) for name, several in contrasts.items()}
 
 
 def decide_question(study: Study, question: Sequence[str]) -> list[Comparison]:
@@ -134,12 +157,6 @@ def split_of_gain(run: Run) -> tuple[float, float, float]:
     return a[1] - a[0], by_format, by_answers
 
 
-def half_widths(values_AS: Sequence[Sequence[float]]) -> list[float]:
-    """Half of the 95 % interval of each arm's mean over seeds, from a standard deviation pooled over arms; 0 where no arm has
-    two seeds."""
-    several = [values for values in values_AS if len(values) > 1]
-    if not several:
-        return [0.0] * len(values_AS)
-    dof = sum(len(values) - 1 for values in several)
-    variance = sum(np.var(values, ddof=1) * (len(values) - 1) for values in several) / dof
-    return [float(stats.t.isf(0.025, dof) * math.sqrt(variance / max(1, len(values)))) for values in values_AS]
+def half_widths(study: Study, scores: Mapping[str, Scores]) -> dict[str, float]:
+    """Half of the 95 % interval of each arm's mean (`half_width_of_mean`); 0 for an arm with fewer than two seeds."""
+    return {arm: half_width_of_mean(by_seed, question_groups(study.arms[arm].values())) for arm, by_seed in scores.items()}

@@ -182,6 +182,5 @@ class Evaluator:
 
 
 def eval_problems(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
-    """The first `max_problems` problems of the task's test split; 0: all of them."""
-    problems = task.problems("test", dataset_path)
-    return problems[:max_problems] if max_problems else problems
+    """The first `max_problems` distinct questions of the task's test split; 0: all of them."""
+    return task.test_problems(dataset_path)[: max_problems or None]

@@ -63,8 +63,8 @@ def get_response_log_probs(
 
     `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded. Give them on the CPU: where rows end and which
     share a prompt is read off them, for which the host would wait for a GPU. Returns {"log_probs": [batch, sequence]} on the
-    output head's device, with "token_entropy" [batch, sequence] (detached) if `return_token_entropy`. The
-    distribution is the tempered, truncated one (`sampling_logits`).
+    output head's device; if `return_token_entropy` also, detached and of that shape, "token_entropy" of the tempered
+    distribution and "sampling_entropy" of the tempered, truncated one (`sampling_logits`), which log-probs are taken under.
 
     No padding is computed, a prompt of several rows once (`packing.Packing`), and logits for the mask's positions only, a
     bounded number at a time. Raises ValueError for a model that does not hand on what its attention is told.
@@ -107,22 +107,24 @@ def head_log_probs(
     device = head.weight.device
     hidden_NH, targets_N = send(hidden_NH, device), send(labels[response_mask], device)
     numbers = (distribution.temperature, distribution.top_p, distribution.top_k)
-    values = LabelLogProbs.apply(hidden_NH, head.weight, targets_N, numbers, return_token_entropy)
+    log_probs_N, entropies_2N = LabelLogProbs.apply(hidden_NH, head.weight, targets_N, numbers, return_token_entropy)
     places = send(response_mask.flatten().nonzero().squeeze(1), device)
-    names = ("log_probs", "token_entropy")[: 1 + return_token_entropy]
+    values = {"log_probs": log_probs_N}
+    if return_token_entropy:
+        values |= {"token_entropy": entropies_2N[0], "sampling_entropy": entropies_2N[1]}
     return {
         name: torch.zeros(labels.numel(), device=device).index_copy(0, places, values_N).view(labels.shape)
-        for name, values_N in zip(names, values, strict=False)
+        for name, values_N in values.items()
     }
 
 
 class LabelLogProbs(torch.autograd.Function):
-    """log softmax(h W^T)[label] of the tempered, truncated distribution, and its entropy, without all logits in memory.
+    """log softmax(h W^T)[label] of the tempered, truncated distribution, and entropies, without all logits in memory.
 
-    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropy is wanted) -> log-probs [N] and
-    entropies [N] (zeros unless wanted; without gradient), both fp32. With p = softmax of a row and g its incoming gradient,
-    d(log p_y)/dz = (1[y] - p) / temperature. Rows go through in pieces of `LOGITS_IN_MEMORY` logits; a single piece keeps p
-    for backward, several compute it again.
+    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropies are wanted) -> log-probs [N] and
+    entropies [2, N] of the tempered and of the truncated distribution (zeros unless wanted; without gradient), fp32. With p =
+    softmax of a row and g its incoming gradient, d(log p_y)/dz = (1[y] - p) / temperature. Rows go through in pieces of
+    `LOGITS_IN_MEMORY` logits; a single piece keeps p for backward, several compute it again.
     """
 
     @staticmethod
@@ -135,13 +137,15 @@ class LabelLogProbs(torch.autograd.Function):
         keep = len(pieces) == 1 and any(ctx.needs_input_grad[:2])
         with torch.autocast(kind, enabled=False):
             weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
-            log_probs_N, entropy_N = (torch.zeros(len(hidden), device=hidden.device) for _ in range(2))
+            log_probs_N = torch.zeros(len(hidden), device=hidden.device)
+            entropies_2N = torch.zeros(2, len(hidden), device=hidden.device)
             for piece in pieces:
                 logits = (hidden[piece] @ weight.T).float()
-                score_in_place(logits, labels_N[piece], distribution, with_entropy, log_probs_N[piece], entropy_N[piece])
+                into = entropies_2N[:, piece] if with_entropy else None
+                score_in_place(logits, labels_N[piece], distribution, log_probs_N[piece], into)
             ctx.probabilities = logits if keep else None
-        ctx.mark_non_differentiable(entropy_N)
-        return log_probs_N, entropy_N
+        ctx.mark_non_differentiable(entropies_2N)
+        return log_probs_N, entropies_2N
 
     @staticmethod
     def backward(ctx, gradient_N, _):
@@ -153,7 +157,7 @@ class LabelLogProbs(torch.autograd.Function):
             for piece in _pieces(len(hidden), len(weight)):
                 if (probabilities := ctx.probabilities) is None:
                     probabilities = (hidden[piece] @ weight.T).float()
-                    score_in_place(probabilities, labels_N[piece], ctx.distribution, False)
+                    score_in_place(probabilities, labels_N[piece], ctx.distribution)
                 ctx.probabilities = None  # which are written over here
                 scale = (gradient_N[piece] / ctx.distribution[0])[:, None]
                 by_logits = probabilities.mul_(-scale).scatter_add_(1, labels_N[piece][:, None], scale).to(ctx.dtype)
@@ -176,25 +180,27 @@ def _pieces(rows: int, vocabulary: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]
 
 
-def score_in_place(logits_NV, labels_N, distribution, with_entropy, log_probs_N=None, entropy_N=None) -> None:
-    """Turn fp32 logits into the probabilities of the tempered, truncated distribution, and write down the labels' log-probs and
-    the entropies, which are of the tempered one alone."""
+def score_in_place(logits_NV, labels_N, distribution, log_probs_N=None, entropies_2N=None) -> None:
+    """Turn fp32 logits into the probabilities of the tempered, truncated distribution. Write the labels' log-probs to
+    `log_probs_N`, and the entropies of the tempered and of the truncated distribution to the rows of `entropies_2N`."""
     temperature, top_p, top_k = distribution
     truncated = top_p < 1 or top_k
     rows = max(1, LOGITS_IN_CACHE.get(logits_NV.device.type, LOGITS_IN_MEMORY) // logits_NV.shape[1])
     for start in range(0, len(logits_NV), rows):
         here = slice(start, start + rows)
         z = logits_NV[here]
-        if with_entropy and truncated:
-            entropy_N[here] = compute_entropy(z / temperature)
+        if entropies_2N is not None and truncated:
+            entropies_2N[0, here] = compute_entropy(z / temperature)
         kept = sampling_logits(z, temperature, top_p, top_k, keep=labels_N[here])
         normaliser = kept.logsumexp(dim=-1, keepdim=True)
         log_p = kept.sub_(normaliser)
         if log_probs_N is not None:
             log_probs_N[here] = log_p.gather(-1, labels_N[here][:, None]).squeeze(-1)
-        if with_entropy and not truncated:
+        if entropies_2N is not None and not truncated:
             p = log_p.exp()
-            entropy_N[here] = -(p * log_p).sum(dim=-1)
+            entropies_2N[:, here] = -(p * log_p).sum(dim=-1)
             z.copy_(p)
         else:
             torch.exp(log_p, out=z)
+            if entropies_2N is not None:
+                entropies_2N[1, here] = torch.special.entr(z).sum(dim=-1)  # -p log p, and 0 where p is 0

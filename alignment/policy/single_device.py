@@ -43,7 +43,8 @@ class MicroBatch:
         log_probs = outputs["log_probs"]
         loss, sums = objective.loss(self.rows, log_probs, send(mask, log_probs.device))
         loss.backward()
-        entropy = {"entropy_sum": outputs["token_entropy"].sum()} if objective.entropy else {}
+        names = {"entropy_sum": "token_entropy", "sampling_entropy_sum": "sampling_entropy"} if objective.entropy else {}
+        entropy = {name: outputs[values].sum() for name, values in names.items()}
         self.log_probs, self.sums = log_probs.detach(), {"loss": loss.detach(), **entropy, **sums}
 
     def backward(self) -> None:

@@ -13,11 +13,13 @@ from alignment.system.files import read_json, read_jsonl, read_records
 
 
 class EvalScores(NamedTuple):
-    """Rewards by evaluation and question: steps of the evaluations [E], ids of the questions [Q], mean rewards [E, Q]."""
+    """Rewards by evaluation and question: steps of the evaluations [E], ids of the questions [Q], mean rewards [E, Q], and the
+    questions' texts [Q]. A question that was asked twice is there twice, so means are those of `evals.jsonl`."""
 
     steps: tuple[int, ...]
     questions: tuple[str, ...]
     rewards_EQ: np.ndarray
+    texts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,24 @@ class Run:
 
     @cached_property
     def scores(self) -> EvalScores:
-        """The rewards of all evaluations. Raises `UserError` where two evaluations have different questions."""
-        steps, rows, ids = [], [], None
+        """The rewards of all evaluations. Raises `UserError` where two evaluations have different questions, or one has not
+        the same number of completions for each."""
+        steps, rewards, ids, texts = [], [], None, ()
         for record in self.evals:
-            rewards: dict[str, list[float]] = {}
             file = self.path / "completions" / f"eval_{record['step']:06d}.jsonl"
-            for completion in read_jsonl(file):
-                rewards.setdefault(completion["problem"], []).append(completion["score"]["reward"])
-            if ids is not None and tuple(rewards) != ids:
+            lines = read_jsonl(file)
+            problems = record.get("problems") or len({line["problem"] for line in lines})
+            if not lines or len(lines) % problems:
+                raise UserError(f"{file} is damaged: {len(lines)} completions of {problems} problems")
+            samples = len(lines) // problems
+            first = lines[::samples]
+            if ids not in (None, tuple(line["problem"] for line in first)):
                 raise UserError(f"{file}: other questions than in the run's first evaluation")
-            ids = tuple(rewards)
+            ids, texts = zip(*((line["problem"], line.get("question") or line["problem"]) for line in first), strict=True)
             steps.append(record["step"])
-            rows.append([sum(values) / len(values) for values in rewards.values()])
-        return EvalScores(tuple(steps), ids or (), np.array(rows))
+            scores = [line["score"]["reward"] for line in lines]
+            rewards.append([sum(scores[i : i + samples]) / samples for i in range(0, len(lines), samples)])
+        return EvalScores(tuple(steps), ids or (), np.array(rewards), texts)
 
 
 def read_run(path: Path) -> Run:

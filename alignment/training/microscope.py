@@ -85,20 +85,22 @@ def inspect(
 
 
 def gradient_statistics(policy: Policy, rollout: Rollout, estimator: Estimator, config: UpdateConfig) -> Statistics:
-    """The statistics of one estimator's per-prompt gradients. A prompt has as many responses as the run's groups."""
+    """The statistics of one estimator's per-prompt gradients. A prompt has as many responses as the run's groups.
+    Responses that do not count (--skip_unfinished) have none, as in an update."""
     advantage = dataclasses.replace(
         config.advantage, group_size=estimator.group_size, normalize_by_std=estimator.normalize_by_std
     )
     loss = dataclasses.replace(config.loss, loss=LOSSES[estimator.loss_type], loss_normalization=estimator.loss_normalization)
-    weighted, rows = with_advantages(rollout, advantage), range(len(rollout.lengths))
+    weighted, size = with_advantages(rollout, advantage), config.advantage.group_size
+    rows = weighted.trained_rows
     objective = rollout_objective(weighted, rows, dataclasses.replace(config, loss=loss, advantage=advantage))
     gradients = []
-    for start in range(0, len(rows), config.advantage.group_size):
-        for _ in policy.accumulate(rollout.batch, rows[start : start + config.advantage.group_size], objective):
+    for prompt in range(len(rollout.lengths) // size):
+        for _ in policy.accumulate(rollout.batch, [row for row in rows if row // size == prompt], objective):
             pass
         gradients.append(policy.gradient())
         policy.drop_gradient()
-    return statistics(torch.stack(gradients), getattr(weighted, f"{loss.loss.weight}_B1"))
+    return statistics(torch.stack(gradients), getattr(weighted, f"{loss.loss.weight}_B1")[rows])
 
 
 def statistics(gradients_PD: torch.Tensor, weights_B1: torch.Tensor) -> Statistics:

@@ -150,10 +150,12 @@ _MEANS = {"kl": "kl_sum", "correction_mean": "weight_sum"}  # metric -> sum over
 
 
 def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float) -> dict[str, float | None]:
-    """The metrics: the loss averaged over updates; entropy, ratio and clip fraction averaged over response tokens with a
-    gradient. Metrics are None without an update or without such a token. "update_tokens" counts a shared prompt once."""
+    """The metrics: the loss averaged over updates; entropies, ratio and clip fraction averaged over response tokens with a
+    gradient. "entropy" is of the tempered distribution, "sampling_entropy" of what top-k and top-p leave of it. Metrics are
+    None without an update or without such a token. "update_tokens" counts a shared prompt once."""
     totals = [result.sums for result in results]
-    report = {"loss": None, "entropy": None, "grad_norm": None, "learning_rate": rate, "updates": len(norms)}
+    report = dict.fromkeys(("loss", "entropy", "sampling_entropy", "grad_norm"))
+    report |= {"learning_rate": rate, "updates": len(norms)}
     report["update_tokens"] = sum(sums["tokens"] for sums in totals)
     if not norms:
         return report
@@ -166,7 +168,7 @@ def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Ten
     def mean(key: str) -> float:
         return sum(sums[key].item() for sums in totals) / tokens
 
-    report["entropy"] = mean("entropy_sum")
+    report["entropy"], report["sampling_entropy"] = mean("entropy_sum"), mean("sampling_entropy_sum")
     if "ratio_sum" in totals[0]:
         report["clip_fraction"] = mean("clipped_tokens")
         report["ratio_mean"] = mean("ratio_sum")

@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from benchmarks.ablation_rates import Setting, found_pairs, printed_power, rates
+from alignment.ablation.statistics import half_width_of_mean
+from benchmarks.ablation_rates import Setting, found_pairs, printed_power, rates, sample
 
 QUIET, TABLES = 0.01, 400
 
@@ -38,6 +40,16 @@ def test_false_tables_are_at_most_one_in_twenty_and_intervals_hold_the_truth(nam
     if not SETTINGS[name].last_seeds:  # the last look is one that the data chose
         assert 0.93 - margin <= coverage <= 0.98 + margin
         assert math.isnan(of_noisy_arm) or 0.93 - margin <= of_noisy_arm <= 0.98 + margin
+
+
+def test_an_arms_own_interval_holds_its_truth_beside_an_unstable_arm():
+    rng, held = np.random.default_rng(0), []
+    for _ in range(TABLES):
+        arms = sample(rng, SETTINGS["one arm 8 x"])
+        means = [np.mean([scores.mean() for scores in by_seed.values()]) for by_seed in arms.values()]
+        held.append([abs(m - 0.5) <= half_width_of_mean(arm) for m, arm in zip(means, arms.values(), strict=True)])
+    margin = 2.5 * math.sqrt(0.05 * 0.95 / TABLES)
+    assert all(0.95 - margin <= coverage <= 0.98 + margin for coverage in np.mean(held, axis=0))
 
 
 def test_a_difference_at_the_margin_is_seldom_called_a_tie():

@@ -10,8 +10,9 @@ import pytest
 
 from alignment import report
 from alignment.ablation.report import grid_of, headline, write_report
+from alignment.ablation.statistics import half_width, half_width_of_mean
 from alignment.ablation.study import read_study, shell_command
-from alignment.ablation.verdicts import decide, decide_factors, half_widths, over_tasks, split_of_gain
+from alignment.ablation.verdicts import decide, decide_factors, over_tasks, question_groups, split_of_gain
 from alignment.runs.run_records import read_run
 from alignment.system.errors import UserError, run_command
 
@@ -151,6 +152,61 @@ def test_other_questions_are_refused(tmp_path):
         decide(study)
 
 
+def rewrite_evals(run: Path, lines: list[dict], problems: int) -> None:
+    """Give both evaluations of a run made by hand these completions."""
+    accuracy = sum(line["score"]["reward"] for line in lines) / len(lines)
+    records = [{"step": step, "avg_all_rewards": accuracy, "avg_format_rewards": 1.0, "problems": problems} for step in (0, 4)]
+    (run / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for step in (0, 4):
+        file = run / "completions" / f"eval_{step:06d}.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def countdown_line(question: str, reward: float) -> dict:
+    return {
+        "problem": f"countdown/{question}",
+        "question": question,
+        "ground_truth": "",
+        "text": "",
+        "score": {"reward": reward},
+    }
+
+
+def test_a_question_that_was_asked_several_times_is_one_observation(tmp_path):
+    """A run may have drawn its test questions with replacement: three of these four ask for 6 from 1, 2 and 3."""
+    questions = ["1 2 3 -> 6", "3 2 1 -> 6", "1 2 3 -> 6", "4 5 6 -> 15"]
+    runs = [make_run(tmp_path / f"{a}{s}", s, 0.5, loss_type=a, task="countdown_small") for a in "ab" for s in (0, 1)]
+    for run in runs:
+        right = 1.0 if run.name.startswith("a") else 0.0
+        rows = [countdown_line(q, right * q.endswith("6")) for q in questions for _ in range(2)]  # two samples a question
+        rewrite_evals(run, rows, problems=4)
+    study = read_study(runs)
+    a = study.arms["loss_type a"][0]
+    assert question_groups([a]) == ["[1, 2, 3] -> 6"] * 3 + ["[4, 5, 6] -> 15"]
+    assert a.scores.rewards_EQ[-1].mean() == a.evals[-1]["avg_all_rewards"] == 0.75
+    # The groups add 3/4 and -3/4 to four questions' mean of 3/4; as two values 3/4 +- 3/8, of variance 9/32 and of their mean
+    # 9/64. The seeds agree but for rounding: 2 / (24 * 4 ** 2), over two seeds. Counted apart the questions' variance is 1/16.
+    (comparison,) = decide(study)
+    (half,) = half_width(np.array([1 / 384]), np.array([1.0]), np.array([9 / 64]))
+    assert comparison.difference == 0.75
+    assert comparison.high - 0.75 == pytest.approx(half, abs=1e-6)
+    report = write_report(study, tmp_path)[0].read_text()
+    assert "2 held-out questions" in report and "0.750" in report
+
+
+def test_samples_of_one_question_are_its_mean(tmp_path):
+    run = make_run(tmp_path / "r", 0, 0.5, task="countdown_small")
+    rewrite_evals(
+        run, [countdown_line(q, r) for q, rewards in (("1 2 -> 3", (1, 0)), ("2 2 -> 4", (1, 1))) for r in rewards], 2
+    )
+    scores = read_run(run).scores
+    assert scores.questions == ("countdown/1 2 -> 3", "countdown/2 2 -> 4") and scores.rewards_EQ.tolist() == [[0.5, 1.0]] * 2
+    assert question_groups([read_run(run)]) is None
+    rewrite_evals(run, [countdown_line("1 2 -> 3", 1.0)] * 3, 2)
+    with pytest.raises(UserError, match="eval_000000.jsonl is damaged: 3 completions of 2 problems"):
+        read_run(run).scores
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"args": {}}'])
 def test_damaged_folders_are_named(tmp_path, text):
     (tmp_path / "args.json").write_text(text)
@@ -166,12 +222,14 @@ def test_format_and_answers_share_the_gain(tmp_path):
     assert gain == pytest.approx((0.7, 0.25, 0.45), abs=1e-12)
 
 
-def test_half_widths_are_students_t_with_a_common_deviation():
-    # Variances 0.02 and 0.08 with one degree of freedom each: 0.05; t(2) = 4.3027; sqrt(0.05 / seeds).
-    two = 4.302653 * np.sqrt(0.05 / 2)
-    assert half_widths([[0.1, 0.3], [0.2, 0.6]]) == pytest.approx([two, two], rel=1e-6)
-    assert half_widths([[0.1, 0.3], [0.2, 0.6], [0.4]]) == pytest.approx([two, two, two * np.sqrt(2)], rel=1e-6)
-    assert half_widths([[0.1], [0.2]]) == [0, 0]
+def test_an_arms_margin_is_students_t_of_its_own_seeds():
+    """Two questions, each right in every seed by the same share: the choice of questions adds nothing. Means 0.1 and 0.3 have
+    the variance 0.02, that of their mean 0.01; rounding adds 1 / (24 * 2 ** 2) / 2; t(1) = 12.7062 and t(2) = 4.30265."""
+    steady = {seed: np.array([x, x]) for seed, x in ((0, 0.1), (1, 0.3))}
+    assert half_width_of_mean(steady) == pytest.approx(12.7062 * np.sqrt(0.01 + 1 / 192), rel=1e-4)
+    three = steady | {2: np.array([0.2, 0.2])}  # variance 0.01, that of the mean 1/300
+    assert half_width_of_mean(three) == pytest.approx(4.30265 * np.sqrt(1 / 300 + 1 / 288), rel=1e-4)
+    assert half_width_of_mean({0: np.array([0.1, 0.9])}) == 0
 
 
 def test_arms_that_were_evaluated_at_other_steps_are_drawn_too(tmp_path):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from alignment.core.log_ratios import kl_penalty
 from alignment.policy import log_probs as module
-from alignment.policy.log_probs import compute_entropy, get_response_log_probs, sampling_logits
+from alignment.policy.log_probs import compute_entropy, get_response_log_probs, sampling_logits, score_in_place
 
 
 @pytest.fixture
@@ -81,6 +82,42 @@ def test_gradients_of_a_truncated_distribution(model, batch, monkeypatch, distri
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5)
     entropy = compute_entropy(model(inputs).logits[mask] / settings["temperature"])
     torch.testing.assert_close(out["token_entropy"][mask], entropy, rtol=0, atol=1e-5)
+    of_sampled = torch.distributions.Categorical(logits=kept.detach().clamp(min=-1e4)).entropy()
+    torch.testing.assert_close(out["sampling_entropy"][mask], of_sampled, rtol=0, atol=1e-5)
+    assert out["sampling_entropy"][~mask].eq(0).all() and not out["sampling_entropy"].requires_grad
+
+
+def test_entropies_before_and_after_truncation_by_hand():
+    """Probabilities 1/2, 1/4, 1/8, 1/8 have 1.75 bits; their first two, 2/3 and 1/3, log2 3 - 2/3 bits; squared (temperature
+    1/2), they are 16, 4, 1 and 1 of 22."""
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    bits = math.log(2)
+    squared = sum(n / 22 * math.log(22 / n) for n in (16, 4, 1, 1))
+    for distribution, expected in (
+        ((1.0, 1.0, 0), [1.75 * bits] * 2),
+        ((1.0, 0.7, 0), [1.75 * bits, math.log(3) - 2 / 3 * bits]),
+        ((1.0, 1.0, 2), [1.75 * bits, math.log(3) - 2 / 3 * bits]),
+        ((0.5, 1.0, 0), [squared] * 2),
+        ((0.5, 1.0, 1), [squared, 0.0]),
+    ):
+        entropies_21 = torch.zeros(2, 1)
+        score_in_place(logits.clone(), torch.tensor([0]), distribution, entropies_2N=entropies_21)
+        assert entropies_21.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_kl_estimates_part_where_nuclei_differ():
+    """At top-p 0.7 the policy (.5, .3, .2) samples its first two tokens, as (5/8, 3/8). The reference (.5, .2, .3) keeps the
+    first and the third, as (5/8, 3/8): the second, where it is sampled, has .2 of all three."""
+    policy, reference = (torch.tensor([p] * 2).log() for p in ((0.5, 0.3, 0.2), (0.5, 0.2, 0.3)))
+    sampled = torch.tensor([0, 1])
+    of_policy, of_reference = (
+        sampling_logits(logits, 1.0, 0.7, 0, keep=sampled).log_softmax(-1).gather(1, sampled[:, None])[:, 0]
+        for logits in (policy, reference)
+    )
+    assert of_policy.exp().tolist() == pytest.approx([5 / 8, 3 / 8])
+    k1, k3 = ((of_policy.exp() * kl_penalty(of_policy, of_reference, name)).sum().item() for name in ("k1", "k3"))
+    assert k1 == pytest.approx(3 / 8 * math.log(15 / 8), abs=1e-6)
+    assert k3 - k1 == pytest.approx(5 / 8 + 0.2 - 1, abs=1e-6)
 
 
 def test_a_second_backward_gives_the_same_gradient_again(model, batch):

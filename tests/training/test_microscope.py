@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from rollout_helpers import ARGS, open_tiny, sample_rollout
+from rollout_helpers import ARGS, open_tiny, sample_rollout, with_old_log_probs
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.advantages import AdvantageConfig, group_advantages
@@ -14,6 +14,7 @@ from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import Rollout
 from alignment.core.tokens import collate, take_rows
 from alignment.policy.loading import load_tokenizer
+from alignment.rollouts.batches import with_advantages
 from alignment.sampling.open import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig
 from alignment.system.errors import UserError
@@ -26,6 +27,7 @@ from alignment.training.microscope import (
     refuse_too_many_gradients,
     statistics,
 )
+from alignment.training.update import update
 
 P = 0.3  # of the action that is rewarded
 GROUPS = 200_000
@@ -81,6 +83,34 @@ def test_the_step_that_training_takes_gives_that_gradient():
     measured = gradient_statistics(policy, rollout, estimator, config)
     torch.testing.assert_close(torch.stack(policy.gradients), per_group, rtol=0, atol=1e-12)
     assert measured == statistics(torch.stack(policy.gradients), weights_B1)
+
+
+def test_every_setting_of_an_update_is_one_of_the_microscope(tiny_folder, sampler):
+    """The prompts' gradients add up to an update's, the first and the second, under all settings that change them. In the
+    second the ratio is clipped."""
+    settings = {"sampling_top_p": 0.9, "sampling_top_k": 50, "cliprange": 0.02, "cliprange_high": 0.05, "dual_clip": 1.02,
+                "std_of": "batch", "baseline": "leave_one_out", "loss_normalization": "token_mean", "epochs_per_rollout": 2,
+                "max_grad_norm": 1e9, "warmup_steps": 0, "learning_rate": 0.3}  # fmt: skip
+    args = dataclasses.replace(ARGS, **settings)
+    config = args.update_config
+    rollout = sample_rollout(sampler, top_p=0.9, top_k=50)
+    counted_B1 = torch.ones_like(rollout.counted_B1).index_fill(0, torch.tensor([2, 7]), False)  # --skip_unfinished
+    rollout = with_advantages(dataclasses.replace(rollout, counted_B1=counted_B1), config.advantage)
+    trained, looked_at = open_tiny(tiny_folder), open_tiny(tiny_folder)
+    for policy in (trained, looked_at):
+        policy.optimizer = torch.optim.SGD(policy.model.parameters())
+    of_updates, of_prompts = [], []
+    clip, read = trained.clip_gradient, looked_at.gradient
+    trained.clip_gradient = lambda norm: (of_updates.append(trained.gradient()), clip(norm))[1]
+    looked_at.gradient = lambda: (of_prompts.append(read()), of_prompts[-1])[1]
+    report = update(trained, with_old_log_probs(rollout, trained, args), config, 1).report
+    assert report["clip_fraction"] > 0.1
+    planned = [Estimator("grpo_clip", 4, True, "token_mean", second) for second in (False, True)]
+    assert len(list(inspect(looked_at, rollout, planned, config))) == 2
+    assert len(of_updates) == 2 and len(of_prompts) == 8
+    for whole, prompts in zip(of_updates, (of_prompts[:4], of_prompts[4:]), strict=True):
+        assert whole.norm() > 0.01
+        torch.testing.assert_close(torch.stack(prompts).sum(dim=0), whole, rtol=0, atol=1e-6)
 
 
 def test_reinforce_without_baseline_agrees_with_its_closed_form():

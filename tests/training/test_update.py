@@ -248,7 +248,9 @@ def test_updates_take_log_probs_under_the_distribution_that_was_sampled_from(pol
     mask = rollout.batch.response_mask & (rollout.advantages_B1 != 0)
     old = with_old_log_probs(rollout, policy, args).old_log_probs_BT
     torch.testing.assert_close(old[mask], rollout.sampler_log_probs_BT[mask], rtol=0, atol=1e-4)
-    first_pass = update(policy, rollout, args.update_config, 1).trainer_log_probs_BT
+    result = update(policy, rollout, args.update_config, 1)
+    assert result.report["sampling_entropy"] < 0.95 * result.report["entropy"]
+    first_pass = result.trainer_log_probs_BT
     torch.testing.assert_close(first_pass[mask], old[mask], rtol=0, atol=1e-4)
     untruncated = sample_rollout(sampler, temperature=distribution.get("temperature", 1.0)).sampler_log_probs_BT
     assert old[mask].exp().max() > 1.2 * untruncated[mask].exp().mean()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from alignment.core.records import Problem
+from alignment.data.questions import Key, distinct, prompt_text, question_text, without
 from alignment.data.tasks import arithmetic, countdown, gsm8k
 from alignment.system.registry import find
 
@@ -18,7 +19,8 @@ class Task:
     `problems(split, dataset_path)` returns the problems of a split, the same ones every time; training problems may be
     `Endless`. `demonstrations(split, dataset_path, seed)` returns (problem, response) pairs of that split, for SFT. `prompt`
     names the prompt template. `rules` name the rules that can grade a response, each one of `RULES` or a function of the
-    user's own, package.module:function; evaluations are by the first. `stop` are the strings that end a response.
+    user's own, package.module:function; evaluations are by the first. `stop` are the strings that end a response. Problems
+    with equal `key` ask the same question: evaluations ask it once, and training leaves it to the test split.
     """
 
     name: str
@@ -27,14 +29,34 @@ class Task:
     prompt: str
     rules: tuple[str, ...] = ("r1_zero", "r1_zero_strict")
     stop: tuple[str, ...] = ("</answer>",)
+    key: Key = question_text
+
+    def test_problems(self, dataset_path: str) -> list[Problem]:
+        """The distinct questions of the test split: intervals count each problem as one observation."""
+        return distinct(self.problems("test", dataset_path), self.key)
+
+    def training_problems(self, dataset_path: str) -> Sequence[Problem]:
+        """The training split without the questions of the test split."""
+        return without(self.problems("train", dataset_path), self._tested(dataset_path), self.key)
+
+    def untested(self, demonstrations: Sequence[tuple[Problem, str]], dataset_path: str) -> list[tuple[Problem, str]]:
+        """The (problem, response) pairs without the questions of the test split. A problem that has its prompt already, and no
+        question, asks what the test problem of that prompt asks."""
+        tested = self._tested(dataset_path) | set(map(prompt_text, self.problems("test", dataset_path)))
+        return [(problem, response) for problem, response in demonstrations if self.key(problem) not in tested]
+
+    def _tested(self, dataset_path: str) -> frozenset[str]:
+        return frozenset(map(self.key, self.problems("test", dataset_path)))
 
 
 TASKS: Mapping[str, Task] = {
-    "arithmetic": Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny"),
+    "arithmetic": Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
     "gsm8k": Task("gsm8k", gsm8k.problems, gsm8k.demonstrations, "r1_zero"),
-    "countdown": Task("countdown", countdown.problems, countdown.demonstrations, "countdown_en", ("countdown",)),
+    "countdown": Task(
+        "countdown", countdown.problems, countdown.demonstrations, "countdown_en", ("countdown",), key=countdown.key
+    ),
     "countdown_small": Task(
-        "countdown_small", countdown.small_problems, countdown.small_demonstrations, "tiny", ("countdown",)
+        "countdown_small", countdown.small_problems, countdown.small_demonstrations, "tiny", ("countdown",), key=countdown.key
     ),
 }
 

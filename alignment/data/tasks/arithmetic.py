@@ -13,10 +13,12 @@ import hashlib
 import itertools
 import operator
 import random
+import re
 from functools import lru_cache
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
+from alignment.data.questions import distinct, question_text
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERANDS = range(1, 7)
@@ -32,8 +34,9 @@ Step = tuple[int, str, int, int]
 
 
 def problems(split: str, dataset_path: str = "") -> list[Problem]:
-    """Every problem of the split, in a fixed shuffled order. `dataset_path` is ignored: the problems are computed."""
-    return [as_problem(expression) for expression in _expressions(split)]
+    """Every problem of the split, in a fixed shuffled order; of test problems with one `key` the first. `dataset_path` is
+    ignored: the problems are computed."""
+    return list(_problems(split))
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
@@ -72,6 +75,27 @@ def solve(expression: Expression, by_precedence: bool) -> list[Step]:
     return steps
 
 
+def terms(expression: Expression) -> str:
+    """The terms of an expression in one order, and the factors of each: equal for 2 + 3 * 4 - 1 and 4 * 3 - 1 + 2."""
+    found, sign, factors = [], "+", [expression[0]]
+    for operation, number in zip(expression[1::2], expression[2::2], strict=True):
+        if operation == "*":
+            factors.append(number)
+        else:
+            found.append(f"{sign} {sorted(factors)}")
+            sign, factors = operation, [number]
+    return " ".join(sorted([*found, f"{sign} {sorted(factors)}"]))
+
+
+@lru_cache(maxsize=2**16)
+def key(problem: Problem) -> str:
+    """What a problem asks, whatever the order of its terms and factors (`Task.key`); the text of a question of another kind."""
+    asked = re.fullmatch(r"What is (\d+(?: [-+*] \d+)*)\?", problem.question)
+    if asked is None:
+        return question_text(problem)
+    return terms(tuple(int(part) if part.isdigit() else part for part in asked[1].split()))
+
+
 def solution(expression: Expression, by_precedence: bool = True, shows_work: bool = True, in_format: bool = True) -> str:
     """A worked response: a careful one by default."""
     steps = solve(expression, by_precedence)
@@ -91,14 +115,25 @@ def careless_solution(expression: Expression, rng: random.Random) -> str:
 
 
 @lru_cache
+def _problems(split: str) -> list[Problem]:
+    made = [as_problem(expression) for expression in _expressions(split)]
+    return distinct(made, key) if split == "test" else made
+
+
+@lru_cache
 def _expressions(split: str) -> tuple[Expression, ...]:
-    """All expressions of a split. A hash of the problem decides the split, so no problem is in both."""
+    """All expressions of a split, in the order of a hash of their text. A hash of their `terms` decides the split, so no
+    expression is in one split and the same one in another order in the other."""
     by_hash = []
     for count in (2, 3, 4):
         for signs in itertools.product(OPERATIONS, repeat=count - 1):
             for numbers in itertools.product(OPERANDS, repeat=count):
                 expression = (*itertools.chain(*zip(numbers[:-1], signs, strict=True)), numbers[-1])
                 if all(abs(result) <= LARGEST for *_, result in solve(expression, by_precedence=True)):
-                    by_hash.append((hashlib.sha256(" ".join(map(str, expression)).encode()).digest(), expression))
-    held_out = {"train": False, "test": True}[split]
-    return tuple(e for digest, e in sorted(by_hash) if (digest[-1] % TEST_SHARE == 0) == held_out)
+                    by_hash.append((_digest(" ".join(map(str, expression))), expression))
+    tested = {"train": False, "test": True}[split]
+    return tuple(e for _, e in sorted(by_hash) if (_digest(terms(e))[-1] % TEST_SHARE == 0) == tested)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

@@ -23,10 +23,12 @@ from pathlib import Path
 
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import fill_prompt
+from alignment.data.questions import distinct, question_text
 from alignment.system.errors import UserError
 
 TEST_SHARE = 8  # one problem in 8 belongs to the test split
-TEST_PROBLEMS = 1024
+TEST_PROBLEMS = 1024  # at most, from the first `TEST_DRAWS` draws: those of the small size have 212 distinct questions
+TEST_DRAWS = 4096
 DEMONSTRATIONS = {"train": 40_000, "test": 512}
 CAREFUL_SHARE = 0.7  # of the demonstrations, the first ones
 IGNORES_TARGET = 0.7  # probability that the careless teacher ignores the target
@@ -54,11 +56,11 @@ class Attempt:
 
 
 def problems(split: str, dataset_path: str = "", size: Size = FULL) -> Sequence[Problem]:
-    """The problems of `dataset_path`; if that is empty, generated ones: `TEST_PROBLEMS` for testing, `Endless` for training."""
+    """The problems of `dataset_path`; if that is empty, generated ones: distinct ones for testing, `Endless` for training."""
     if dataset_path:
         return _read(split, Path(dataset_path))
     if split == "test":
-        return [_problem(i, "test", size) for i in range(TEST_PROBLEMS)]
+        return list(_test_problems(size))
     return Endless(lambda i: _problem(i, "train", size))
 
 
@@ -104,6 +106,17 @@ def random_attempt(numbers: Sequence[int], rng: random.Random) -> Attempt | None
         parts.append((f"({a} {sign} {b})", value))
     text = parts[0][0]
     return Attempt(text[1:-1], tuple(steps), parts[0][1])
+
+
+def key(problem: Problem) -> str:
+    """The target and the numbers in one order (`Task.key`); the text of a question of another kind."""
+    asked = re.fullmatch(r"(\d+(?: \d+)*) -> (-?\d+)", problem.question)
+    return f"{sorted(map(int, asked[1].split()))} -> {int(asked[2])}" if asked else question_text(problem)
+
+
+@cache
+def _test_problems(size: Size) -> list[Problem]:
+    return distinct((_problem(i, "test", size) for i in range(TEST_DRAWS)), key, TEST_PROBLEMS)
 
 
 def _problem(index: int, split: str, size: Size) -> Problem:

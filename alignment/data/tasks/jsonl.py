@@ -11,29 +11,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.core.records import Problem
+from alignment.data.questions import Key, question_text
 from alignment.system.errors import UserError
 from alignment.system.files import text_lines
 
 VALIDATION_SHARE = 20  # one question in 20 belongs to the test split, for the validation loss
 
 
-def demonstrations(files: Sequence[str], split: str, seed: int) -> list[tuple[Problem, str]]:
+def demonstrations(files: Sequence[str], split: str, seed: int, key: Key = question_text) -> list[tuple[Problem, str]]:
     """(problem, response) pairs of a split, shuffled by `seed`; a problem without a question has its prompt already.
 
-    No question is in both splits, unless there is only one. Raises `UserError`, naming file and line, for a malformed row,
-    and for files with fewer than two rows.
+    No question, as `key` tells them apart, is in both splits, unless there is only one. Raises `UserError`, naming file and
+    line, for a malformed row, and for files with fewer than two rows.
     """
     rows = [row for file in files for row in read_demonstrations(Path(file))]
     if len(rows) < 2:
         raise UserError(f"--demonstrations {' '.join(files)}: {len(rows)} rows are too few to train on")
     random.Random(f"demonstrations {seed}").shuffle(rows)
-    questions = list(dict.fromkeys(_question(row) for row in rows))
+    questions = list(dict.fromkeys(key(problem) for problem, _ in rows))
     tested = set(questions[: max(1, len(questions) // VALIDATION_SHARE)]) if len(questions) > 1 else set()
-    return [row for row in rows if (_question(row) in tested) == (split == "test")] or rows
-
-
-def _question(row: tuple[Problem, str]) -> str:
-    return row[0].question or row[0].prompt
+    return [row for row in rows if (key(row[0]) in tested) == (split == "test")] or rows
 
 
 def read_demonstrations(file: Path) -> list[tuple[Problem, str]]:

@@ -1,0 +1,55 @@
+"""Which problems ask the same question: a test split holds each question once, and training leaves it to the test split."""
+
+import random
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from alignment.core.records import Endless, Problem
+from alignment.system.errors import UserError
+
+Key = Callable[[Problem], str]
+"""Problems with equal keys ask the same question."""
+
+MOST_REDRAWS = 1000
+
+
+def question_text(problem: Problem) -> str:
+    """The question, or the prompt of a problem without one; case and white space do not count."""
+    return _plain(problem.question) or prompt_text(problem)
+
+
+def prompt_text(problem: Problem) -> str:
+    """The prompt; case and white space do not count."""
+    return _plain(problem.prompt)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def distinct(problems: Iterable[Problem], key: Key, most: int | None = None) -> list[Problem]:
+    """The first problem of each key, `most` of them at most."""
+    by_key: dict[str, Problem] = {}
+    for problem in problems:
+        by_key.setdefault(key(problem), problem)
+        if len(by_key) == most:
+            break
+    return list(by_key.values())
+
+
+def without(problems: Sequence[Problem], keys: Container[str], key: Key) -> Sequence[Problem]:
+    """The problems whose key is not among `keys`; `Endless` ones draw another problem in the place of one that is.
+
+    Raises `UserError` where `MOST_REDRAWS` problems in a row have such a key.
+    """
+    if isinstance(problems, Endless):
+        return Endless(lambda index: _redrawn(problems, index, keys, key))
+    return [problem for problem in problems if key(problem) not in keys]
+
+
+def _redrawn(problems: Endless, index: int, keys: Container[str], key: Key) -> Problem:
+    rng = random.Random(f"redraw {index}")
+    for _ in range(MOST_REDRAWS):
+        if key(problem := problems[index]) not in keys:
+            return problem
+        index = rng.getrandbits(71)
+    raise UserError(f"--task: {MOST_REDRAWS} training problems drawn in a row ask what a test problem asks")
