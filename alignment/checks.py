@@ -66,13 +66,11 @@ def check_rl(args: RLArgs) -> None:
 
 
 def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
-    """The first `max_problems` (0: all) distinct test questions. Says so where the split repeats questions or has fewer.
-    Raises `UserError` for data that cannot be read."""
+    """The first `max_problems` (0: all) distinct test questions. Says so where the split repeats questions. Raises
+    `UserError` for data that cannot be read."""
     number, problems = len(task.problems("test", dataset_path)), task.test_problems(dataset_path)
     if len(problems) < number:
         _say(f"the test split has {number - len(problems)} of {number} questions twice or more: each is asked once")
-    if len(problems) < max_problems:
-        _say(f"--max_problems {max_problems}: the test split has {len(problems)} distinct questions, all of which are asked")
     return problems[: max_problems or None]
 
 
