@@ -84,7 +84,7 @@ def make_references(args: RLArgs, run: Run, base: str) -> References:
     config, roles, old_policy = args.update_config, roles_of(args), None
     if config.old_log_probs == "policy" and roles.policy != (roles.reference,):
         dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
-        old_policy = FrozenModel(base, roles.reference, torch.float32, dtype)
+        old_policy = FrozenModel(base, roles.reference, dtype)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
     reference = None
@@ -99,19 +99,19 @@ def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
     Raises `UserError` if --reference_url serves another model.
     """
     roles, vocabulary = roles_of(args), load_config(model_path).vocab_size
-    dtype = compute_dtype(args.dtype, roles.policy[0])
-    weights_dtype = getattr(torch, dtype)
+    name = compute_dtype(args.dtype, roles.policy[0])
+    dtype = getattr(torch, name)
     if args.reference_url:
         remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
-        if FrozenModel(model_path, "cpu", weights_dtype, weights_dtype).weights_digest() != remote.info["weights"]:
+        if FrozenModel(model_path, "cpu", dtype).weights_digest() != remote.info["weights"]:
             raise UserError(
                 f"--reference_url {remote.url}: its model {printable(remote.info['model'])} has other weights, or another dtype"
-                f" than {weights_dtype}, than {model_path}, from which training starts: serve that one"
+                f" than {dtype}, than {model_path}, from which training starts: serve that one"
             )
         return remote
     if args.rollouts == "sync":
-        return LocalReference(FrozenModel(model_path, roles.reference, weights_dtype, weights_dtype))
-    served = ServedModel(model_path, roles.reference, dtype, max_pending=args.staleness + 4, deterministic=args.deterministic)
+        return LocalReference(FrozenModel(model_path, roles.reference, dtype))
+    served = ServedModel(model_path, roles.reference, name, max_pending=args.staleness + 4, deterministic=args.deterministic)
     process = ReferenceProcess(served, vocabulary, args.sampler_timeout)
     run.closing.callback(process.close)
     return process

@@ -16,11 +16,12 @@ from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parall
 class FrozenModel:
     """A model on one device, of whose weights no gradient is taken. Raises `UserError` for weights that cannot be loaded.
 
-    `weights_dtype` is the type that its weights are kept in, `dtype` that of its matrix products.
+    `dtype` is the type of its matrix products. With the same weights its log-probs are a policy's, bit for bit: what autocast
+    would cast for a product is kept in `dtype`, and all else, such as norms and embeddings, in float32.
     """
 
-    def __init__(self, model_path: str, device: str, weights_dtype: torch.dtype, dtype: torch.dtype):
-        self.model = load_model(model_path, (device,), weights_dtype)
+    def __init__(self, model_path: str, device: str, dtype: torch.dtype):
+        self.model = keep_in(load_model(model_path, ("cpu",), torch.float32), dtype).to(device)
         self.dtype = dtype
 
     def log_probs(
@@ -37,6 +38,15 @@ class FrozenModel:
 
     def weights_digest(self) -> str:
         return weights_digest(self.model, self.dtype)
+
+
+def keep_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Cast the weights of linear layers to `dtype`, except of an output head that is also the embedding."""
+    embedding = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
+            module.to(dtype)
+    return model
 
 
 def weights_digest(model: torch.nn.Module, dtype: torch.dtype) -> str:

@@ -272,7 +272,7 @@ class TimedConnection(H11Protocol):
 def serve_model(served: ServedModel, listener: socket.socket, token: str, ready: Callable[[str], None]) -> None:
     """Load the model, call `ready` with the URL, and answer requests until a signal comes."""
     dtype = getattr(torch, served.dtype)
-    model = FrozenModel(served.path, served.device, dtype, dtype)
+    model = FrozenModel(served.path, served.device, dtype)
     service = ReferenceService(model.log_probs, model_facts(served, model), token, served.max_pending)
     with service.running(listener) as url:
         ready(url)

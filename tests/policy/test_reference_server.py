@@ -44,7 +44,7 @@ def model(tiny_folder):
 
 
 def load_frozen(folder, dtype=torch.float32) -> FrozenModel:
-    return FrozenModel(str(folder), "cpu", dtype, dtype)
+    return FrozenModel(str(folder), "cpu", dtype)
 
 
 @pytest.fixture(scope="module", autouse=True)
