@@ -90,8 +90,7 @@ def _check_bounds(args) -> None:
 class Args:
     """What every command shares."""
 
-    preset: str = "tiny"
-    """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
+    preset: str = "tiny"  # Named set of arguments (alignment/presets/*.toml) that the other flags override.
 
     task: str = "arithmetic"
     """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or a `Task` of your own, as
@@ -103,8 +102,7 @@ class Args:
     of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
     prompt: str = ""
     """Prompt template (alignment/data/prompts/): r1_zero, tiny, countdown_en, countdown_zh; empty: the task's own."""
-    dataset_path: str = ""
-    """Folder of the task's files; empty: where the task's download command puts them."""
+    dataset_path: str = ""  # Folder of the task's files; empty: where the task's download command puts them.
     model: str = "tiny"
     """Base model: "tiny", "tiny_student" or "smollm2" (built here, no download), a local Hugging Face folder, or a hub name."""
     sft_base: str = "checkpoints/tiny_sft"
@@ -116,14 +114,10 @@ class Args:
     sampler: str = "auto"
     """Engine that draws completions: transformers, vllm, or one of your own as package.module:name; auto: vllm where it is
     installed, else transformers."""
-    sample_device: str | None = None
-    """Device of the sampler, such as cuda:7; by default the last GPU."""
-    reference_model_device: str | None = None
-    """Device of the reference (old-policy) model; by default the last GPU but one."""
-    eval_device: str | None = None
-    """Device of the evaluation sampler; by default the last GPU but two."""
-    policy_devices: tuple[str, ...] = ()
-    """Devices the policy is split over; by default every GPU that no other role holds."""
+    sample_device: str | None = None  # Device of the sampler, such as cuda:7; by default the last GPU.
+    reference_model_device: str | None = None  # Device of the reference (old-policy) model; by default the last GPU but one.
+    eval_device: str | None = None  # Device of the evaluation sampler; by default the last GPU but two.
+    policy_devices: tuple[str, ...] = ()  # Devices the policy is split over; by default every GPU that no other role holds.
     policy_parallelism: str = "auto"
     """How the policy uses its devices: single, layer_split (the hand-built device map), or a class of your own as
     package.module:name; auto: layer_split where there are several."""
@@ -132,23 +126,17 @@ class Args:
     sampler_timeout: float = 3600.0
     """Seconds after which a vLLM engine, or a reference server, that has not answered is taken to hang."""
 
-    max_new_tokens: int = 48
-    """Longest response, in tokens."""
-    sampling_temperature: float = 1.0
-    """Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only)."""
+    max_new_tokens: int = 48  # Longest response, in tokens.
+    sampling_temperature: float = 1.0  # Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only).
     sampling_top_p: float = 1.0
     """Nucleus of training and evaluation samples: the most likely tokens whose probability reaches this."""
     sampling_top_k: int = 0
     """Most likely tokens that training and evaluation samples are drawn from; 0: all. Applied before the nucleus."""
-    max_problems: int = 512
-    """Problems in an evaluation; 0: all of the test split."""
+    max_problems: int = 512  # Problems in an evaluation; 0: all of the test split.
 
-    seed: int = 0
-    """Seed of data order, initialisation and sampling."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the run folders."""
-    run_name: str = ""
-    """Name of the run's folder; empty: made from the preset, the command and the seed."""
+    seed: int = 0  # Seed of data order, initialisation and sampling.
+    output_dir: str = "checkpoints"  # Folder that holds the run folders.
+    run_name: str = ""  # Name of the run's folder; empty: made from the preset, the command and the seed.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -164,8 +152,7 @@ class Args:
 class EvaluateArgs(Args):
     """Sample answers to the test problems, score them, and print the averages with their 95 % intervals."""
 
-    num_samples: int = 1
-    """Samples a problem; above 1 adds pass@k and maj@k."""
+    num_samples: int = 1  # Samples a problem; above 1 adds pass@k and maj@k.
     compare: tuple[str, ...] = ()
     """Two models, instead of --model: the same problems, and the paired difference of the second to the first."""
 
@@ -178,37 +165,27 @@ class EvaluateArgs(Args):
 class PlanArgs(Args):
     """Show which role and which layers would sit on which device."""
 
-    num_gpus: int | None = None
-    """GPUs to plan for; by default those of this machine."""
-    optimizer: OptimizerName | None = None
-    """Optimiser to plan for; by default that of the preset's train_rl."""
+    num_gpus: int | None = None  # GPUs to plan for; by default those of this machine.
+    optimizer: OptimizerName | None = None  # Optimiser to plan for; by default that of the preset's train_rl.
 
 
 @dataclass(frozen=True)
 class SFTArgs(Args):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to --sft_base."""
 
-    num_steps: int = 1000
-    """Optimiser steps."""
-    batch_size: int = 64
-    """Sequences an optimiser step."""
+    num_steps: int = 1000  # Optimiser steps.
+    batch_size: int = 64  # Sequences an optimiser step.
     micro_batch_tokens: int = 0
     """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
     demonstrations: tuple[str, ...] = ()
     """JSONL files of questions (or prompts) with responses; by default the task's own worked solutions."""
-    curriculum: bool = False
-    """Take the demonstrations in the task's own order instead of shuffling them."""
-    learning_rate: float = 3e-3
-    """Peak learning rate of AdamW."""
-    warmup_steps: int = 50
-    """Steps of linear rise of the learning rate, before a linear fall to a tenth of it."""
-    weight_decay: float = 0.0
-    """AdamW weight decay."""
-    max_grad_norm: float = 1.0
-    """Gradient norm above which the gradient is scaled down."""
-    eval_interval: int = 250
-    """Steps between measurements of the validation loss."""
+    curriculum: bool = False  # Take the demonstrations in the task's own order instead of shuffling them.
+    learning_rate: float = 3e-3  # Peak learning rate of AdamW.
+    warmup_steps: int = 50  # Steps of linear rise of the learning rate, before a linear fall to a tenth of it.
+    weight_decay: float = 0.0  # AdamW weight decay.
+    max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
+    eval_interval: int = 250  # Steps between measurements of the validation loss.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,18 +200,13 @@ class RLArgs(Args):
     """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline; grpo_clip: GRPO; grpo_no_clip:
     GRPO without clipping; gspo: one ratio a response; cispo: clipped weights that keep every token's gradient; or a loss of
     your own as package.module:name."""
-    group_size: int = 8
-    """Responses sampled for each prompt."""
-    prompts_per_rollout: int = 32
-    """Prompts sampled at each step; a rollout has prompts x group size responses."""
-    num_steps: int = 60
-    """Rollout steps."""
-    num_problems: int = 0
-    """Training problems, the first ones; 0: all."""
+    group_size: int = 8  # Responses sampled for each prompt.
+    prompts_per_rollout: int = 32  # Prompts sampled at each step; a rollout has prompts x group size responses.
+    num_steps: int = 60  # Rollout steps.
+    num_problems: int = 0  # Training problems, the first ones; 0: all.
     max_prompt_tokens: int = 0
     """Longest prompt, in tokens, that is trained on; problems with longer ones are left out. 0: any length."""
-    epochs_per_rollout: int = 1
-    """Passes over each rollout."""
+    epochs_per_rollout: int = 1  # Passes over each rollout.
     train_mini_batch_size: int = 0
     """Responses an optimiser update, at most; 0: the whole rollout. Several updates a rollout make old log-probs needed."""
     micro_batch_tokens: int = 0
@@ -243,32 +215,21 @@ class RLArgs(Args):
     optimizer: OptimizerName = "adamw"
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
     moments of 2 bytes a parameter, rounded (extra "torchao")."""
-    learning_rate: float = 2e-4
-    """Peak learning rate of AdamW (betas 0.9, 0.95)."""
-    warmup_steps: int = 5
-    """Updates of linear rise of the learning rate, constant after."""
-    weight_decay: float = 0.0
-    """AdamW weight decay."""
-    max_grad_norm: float = 1.0
-    """Gradient norm above which the gradient is scaled down."""
-    cliprange: float = 0.2
-    """GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange."""
+    learning_rate: float = 2e-4  # Peak learning rate of AdamW (betas 0.9, 0.95).
+    warmup_steps: int = 5  # Updates of linear rise of the learning rate, constant after.
+    weight_decay: float = 0.0  # AdamW weight decay.
+    max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
+    cliprange: float = 0.2  # GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange.
     cliprange_high: float | None = None
     """The upper of these two, where it is another (DAPO's clip-higher); by default --cliprange."""
-    dual_clip: float = 0.0
-    """GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this bound."""
+    dual_clip: float = 0.0  # GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this bound.
     baseline: Baseline = "group_mean"
     """What is subtracted from a reward: its group's mean, or the mean of the others in its group (RLOO)."""
-    normalize_by_std: bool = True
-    """Divide advantages by a standard deviation."""
-    std_of: Deviation = "group"
-    """Whose: the group's (unbiased, or of the population), or that of all rewards of the rollout."""
-    advantage_eps: float = 1e-6
-    """Added to that standard deviation."""
-    beta: float = 0.0
-    """Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model."""
-    kl_estimator: KLEstimator = "k3"
-    """How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient."""
+    normalize_by_std: bool = True  # Divide advantages by a standard deviation.
+    std_of: Deviation = "group"  # Whose: the group's (unbiased, or of the population), or that of all rewards of the rollout.
+    advantage_eps: float = 1e-6  # Added to that standard deviation.
+    beta: float = 0.0  # Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model.
+    kl_estimator: KLEstimator = "k3"  # How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient.
     reference_url: str = ""
     """A reference server elsewhere (`alignment.reference_server`) that computes that divergence's other half, http://HOST:PORT."""
     old_log_probs: Literal["policy", "sampler"] = "policy"
@@ -276,48 +237,38 @@ class RLArgs(Args):
     of them, or the sampler's, which spares it. Stale rollouts always take the sampler's."""
     sampler_correction: Correction = "none"
     """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
-    correction_cap: float = 2.0
-    """That cap."""
+    correction_cap: float = 2.0  # That cap.
     max_refills: int = 0
     """Times in a step that groups of equal rewards, which teach nothing, are replaced by those of other prompts (DAPO)."""
     overlong_buffer: int = 0
     """Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: it does not."""
-    skip_unfinished: bool = False
-    """Leave responses that were cut off at --max_new_tokens out of baselines and updates."""
+    skip_unfinished: bool = False  # Leave responses that were cut off at --max_new_tokens out of baselines and updates.
     loss_normalization: LossNormalization = "sequence_mean"
     """What weighs the same: each sequence, each token, or each token over a constant (sequences x --max_new_tokens)."""
     rollouts: Literal["sync", "async"] = "sync"
     """async: the sampler works ahead in a process of its own, with weights that are some steps old."""
     max_staleness: int | None = None
     """How many steps old, at most (and, once under way, as a rule); by default 1 with --rollouts async. 0 is as sync."""
-    sync_every: int = 1
-    """Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1."""
+    sync_every: int = 1  # Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1.
     sampler_url: str = ""
     """A vLLM server that rollouts are drawn from, http://HOST:PORT, started as alignment/sampling/vllm_server.py says."""
     max_sampler_mismatch: float = 0.1
     """Largest mean difference, in nats a token, between the sampler's log-probs and the trainer's; above it, stop."""
     eval_interval: int = 20
     """Steps between evaluations on the test problems; they also run before the first step and after the last."""
-    eval_max_new_tokens: int = 0
-    """Longest response in them; 0: --max_new_tokens."""
-    save_interval: int = 20
-    """Steps between checkpoints."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints kept; 0: all."""
+    eval_max_new_tokens: int = 0  # Longest response in them; 0: --max_new_tokens.
+    save_interval: int = 20  # Steps between checkpoints.
+    keep_checkpoints: int = 2  # Newest checkpoints kept; 0: all.
     max_bad_steps: int = 3
     """Steps in a row whose every update had a loss or gradient that is not finite, after which the run stops."""
     max_grader_failures: float = 0.05
     """Share of the answers of 20 steps whose grading may fail (time, memory), above which the run stops."""
-    data_seed: int | None = None
-    """Seed of the order of prompts and mini-batches; by default --seed."""
-    sampling_seed: int | None = None
-    """Seed of the rollouts' samples; by default --seed."""
+    data_seed: int | None = None  # Seed of the order of prompts and mini-batches; by default --seed.
+    sampling_seed: int | None = None  # Seed of the rollouts' samples; by default --seed.
     deterministic: bool = False
     """On GPUs, use deterministic kernels where torch has them, which are slower. A CPU needs none of it."""
-    auto_sft: bool = False
-    """Run `sft` with the same preset first where --sft_base does not exist yet."""
-    resume: bool = False
-    """Continue the run of this name from its last checkpoint."""
+    auto_sft: bool = False  # Run `sft` with the same preset first where --sft_base does not exist yet.
+    resume: bool = False  # Continue the run of this name from its last checkpoint.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -441,18 +392,13 @@ class ReferenceServerArgs:
     With the environment variable ALIGNMENT_REFERENCE_TOKEN set here and for them, only they can use it.
     """
 
-    model: str
-    """The model that training starts from: a Hugging Face folder, an embedded model, or a hub name."""
-    device: str | None = None
-    """cpu, or a GPU such as cuda:1; by default the first GPU, where there is one."""
+    model: str  # The model that training starts from: a Hugging Face folder, an embedded model, or a hub name.
+    device: str | None = None  # cpu, or a GPU such as cuda:1; by default the first GPU, where there is one.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights and of matrix products; auto: bfloat16 on GPUs, float32 on CPUs."""
-    host: str = "127.0.0.1"
-    """Address to listen on; one that other machines can reach needs the token."""
-    port: int = 8765
-    """Port to listen on; 0: any that is free, which the line that is printed then tells."""
-    max_upload_mib: int = 64
-    """Largest upload, in MiB: 17 bytes for each of a rollout's places, padding included."""
+    host: str = "127.0.0.1"  # Address to listen on; one that other machines can reach needs the token.
+    port: int = 8765  # Port to listen on; 0: any that is free, which the line that is printed then tells.
+    max_upload_mib: int = 64  # Largest upload, in MiB: 17 bytes for each of a rollout's places, padding included.
     max_pending: int = 32
     """Batches that may wait, or have results that nobody has read; above it trainers are told to try again later."""
 
@@ -644,18 +590,12 @@ def _preset_named_in(argv: list[str]) -> str:
 class RejectionArgs(Args):
     """Sample answers to training problems, keep those that are right, readable and in one language, and write them as JSONL."""
 
-    output: str = ""
-    """File to write, one kept answer a line; `sft --demonstrations` reads it."""
-    num_problems: int = 512
-    """Training problems to ask, the first ones."""
-    num_samples: int = 8
-    """Answers sampled for each."""
-    keep: Literal["best", "all"] = "all"
-    """Of the answers to a problem that pass: the shortest, or all."""
-    min_consistency: float = 0.95
-    """Share of an answer's words that must be in its question's language."""
-    few_shot: str = ""
-    """JSONL file of worked examples that are put before each question; empty: none."""
+    output: str = ""  # File to write, one kept answer a line; `sft --demonstrations` reads it.
+    num_problems: int = 512  # Training problems to ask, the first ones.
+    num_samples: int = 8  # Answers sampled for each.
+    keep: Literal["best", "all"] = "all"  # Of the answers to a problem that pass: the shortest, or all.
+    min_consistency: float = 0.95  # Share of an answer's words that must be in its question's language.
+    few_shot: str = ""  # JSONL file of worked examples that are put before each question; empty: none.
 
     def __post_init__(self) -> None:
         if self.num_problems < 1 or self.num_samples < 1:
@@ -670,26 +610,20 @@ class VerifyResumeArgs(RLArgs):
     Takes every argument of train_rl; --num_steps and --save_interval are set by --kill_after.
     """
 
-    kill_after: int = 3
-    """k: the run is killed during step k + 1, right after its checkpoint of step k."""
+    kill_after: int = 3  # k: the run is killed during step k + 1, right after its checkpoint of step k.
 
 
 @dataclass(frozen=True)
 class GradientsArgs:
     """Sample one set of rollouts, and compare the gradients that losses, normalisations and group sizes make of it."""
 
-    preset: str = "tiny"
-    """Named set of arguments: task, model, devices, sampling."""
-    prompts: int = 32
-    """Prompts; each one's gradient is one observation."""
-    group_size: tuple[int, ...] = (2, 4, 8, 16)
-    """Group sizes to compare: each prompt's responses are cut into such groups."""
+    preset: str = "tiny"  # Named set of arguments: task, model, devices, sampling.
+    prompts: int = 32  # Prompts; each one's gradient is one observation.
+    group_size: tuple[int, ...] = (2, 4, 8, 16)  # Group sizes to compare: each prompt's responses are cut into such groups.
     updates: Literal[0, 1] = 1
     """1: clipped losses are also looked at after one update on these rollouts, where the ratio is no longer 1."""
-    seed: int = 0
-    """Seed of prompts and samples."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the warm start."""
+    seed: int = 0  # Seed of prompts and samples.
+    output_dir: str = "checkpoints"  # Folder that holds the warm start.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -703,33 +637,25 @@ class GradientsArgs:
 class ReportArgs:
     """Write report.html and report.md from a sweep's folder, or from folders of runs."""
 
-    runs: tuple[str, ...]
-    """A sweep's folder, or the folders of two or more runs."""
-    output: str = ""
-    """Folder to write to; empty: the first of --runs."""
-    tie: float = 0.03
-    """Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own."""
+    runs: tuple[str, ...]  # A sweep's folder, or the folders of two or more runs.
+    output: str = ""  # Folder to write to; empty: the first of --runs.
+    tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own.
 
 
 @dataclass(frozen=True)
 class PipelineArgs:
     """Run the stages of a file, one after another; a pipeline that was stopped goes on at the stage it stopped in."""
 
-    file: str
-    """TOML file of the stages."""
-    name: str = ""
-    """Name of the pipeline's folder; empty: the file's."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the pipeline's folder."""
-    dry_run: bool = False
-    """Print the commands, and run nothing."""
+    file: str  # TOML file of the stages.
+    name: str = ""  # Name of the pipeline's folder; empty: the file's.
+    output_dir: str = "checkpoints"  # Folder that holds the pipeline's folder.
+    dry_run: bool = False  # Print the commands, and run nothing.
 
 
 @dataclass(frozen=True)
 class DownloadArgs:
     """Download GSM8K; a broken transfer goes on where it stopped."""
 
-    folder: str = "dataset/gsm8k"
-    """Where train.jsonl and test.jsonl go."""
+    folder: str = "dataset/gsm8k"  # Where train.jsonl and test.jsonl go.
     source: str = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
     """Address of the folder that holds the two files."""

@@ -33,8 +33,7 @@ Pair = tuple[str, str]
 class AuditArgs:
     """Grade logged completions with our grader, math-verify and the reference rule, and show their disagreements."""
 
-    completions: str
-    """A run's folder, its completions folder, or one file of completions."""
+    completions: str  # A run's folder, its completions folder, or one file of completions.
     labels: str = ""
     """File of disagreements in which a person has set "label"; empty: grader_disagreements.jsonl in the run's folder."""
 

@@ -43,8 +43,7 @@ class Design:
     seeds: tuple[int, ...]
     hold: str
     tie: float
-    alpha: float
-    """Chance that any verdict is false; with --until_decided, the share of that chance for each interim analysis."""
+    alpha: float  # Chance that any verdict is false; with --until_decided, the share of that chance for each interim analysis.
     warnings: tuple[LintWarning, ...]
 
     @property

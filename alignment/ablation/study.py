@@ -19,15 +19,13 @@ class Study:
     """Finished runs by arm and seed, and the settings of the sweep. `missing` names the unfinished runs."""
 
     arms: Mapping[str, Mapping[int, Run]]
-    varied: Mapping[str, Mapping[str, object]]
-    """For each arm, its values of the arguments in which arms differ."""
+    varied: Mapping[str, Mapping[str, object]]  # For each arm, its values of the arguments in which arms differ.
     missing: tuple[str, ...]
     tie: float
     hold: str  # "rollouts" or "prompts" (--hold of `sweep`); "" without a sweep
     warnings: tuple[str, ...]
     command: str
-    alpha: float = ALPHA
-    """Largest probability that a table has any false verdict."""
+    alpha: float = ALPHA  # Largest probability that a table has any false verdict.
 
     @property
     def runs(self) -> list[Run]:

@@ -46,10 +46,8 @@ class AheadConfig:
     rollouts: RolloutConfig
     schedule: Schedule
     engine: str
-    sampler: SamplerConfig
-    """With the weights of the folder that the run begins or resumes from."""
-    micro_batch_tokens: int
-    """By which the reference model cuts what is uploaded to it."""
+    sampler: SamplerConfig  # With the weights of the folder that the run begins or resumes from.
+    micro_batch_tokens: int  # By which the reference model cuts what is uploaded to it.
     reference: tuple[str, str] | None = None
     """Address and token of the reference model, which gets each rollout as soon as it is sampled."""
     deterministic: bool = False

@@ -44,20 +44,17 @@ class RunConfig:
 
     output_dir: str
     run_name: str
-    default_name: str
-    """The name if `run_name` is empty; a second run of this name has the suffix "-2", and so on."""
+    default_name: str  # The name if `run_name` is empty; a second run of this name has the suffix "-2", and so on.
     resume: bool
     num_steps: int
     save_interval: int
     keep_checkpoints: int
     limits: HealthLimits
-    arguments: Mapping[str, object]
-    """All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`."""
+    arguments: Mapping[str, object]  # All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`.
     defaults: Mapping[str, object]
     """Values of arguments that are missing from the args.json of a run that an older version started."""
     seeds: Mapping[str, int]
-    resume_command: Callable[[str], str]
-    """Run name -> the command that resumes it."""
+    resume_command: Callable[[str], str]  # Run name -> the command that resumes it.
 
 
 class Run:

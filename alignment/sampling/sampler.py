@@ -30,8 +30,7 @@ class Sampler(Protocol):
     """Draws completions from one version of the policy's weights."""
 
     policy_version: int
-    restarts: int
-    """Engines that were lost and replaced so far."""
+    restarts: int  # Engines that were lost and replaced so far.
 
     def sample(
         self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None
@@ -57,22 +56,14 @@ class Sampler(Protocol):
 class SamplerConfig:
     """What an engine is started with."""
 
-    model_path: str
-    """Folder or hub name of the first weights."""
-    device: str
-    """Such as "cpu" or "cuda:7"."""
-    dtype: str
-    """Type of weights and matrix products, "float32" or "bfloat16"."""
-    timeout: float = math.inf
-    """Seconds after which an engine that has not answered counts as hung."""
-    memory_share: float = 0.9
-    """Share of the GPU's memory that an engine may claim when it starts."""
-    policy_version: int = 0
-    """Version of the first weights."""
-    url: str = ""
-    """Address of a server, for engines that are one."""
-    weights_folder: str = ""
-    """Folder through which a server gets new weights."""
+    model_path: str  # Folder or hub name of the first weights.
+    device: str  # Such as "cpu" or "cuda:7".
+    dtype: str  # Type of weights and matrix products, "float32" or "bfloat16".
+    timeout: float = math.inf  # Seconds after which an engine that has not answered counts as hung.
+    memory_share: float = 0.9  # Share of the GPU's memory that an engine may claim when it starts.
+    policy_version: int = 0  # Version of the first weights.
+    url: str = ""  # Address of a server, for engines that are one.
+    weights_folder: str = ""  # Folder through which a server gets new weights.
 
 
 @dataclass(frozen=True)
@@ -82,12 +73,9 @@ class SamplerEngine:
     open: str | Callable[..., Sampler]
     """Makes a `Sampler` of a `SamplerConfig`, a tokenizer, and the `Policy` whose model it may read in place, or None; a
     function, or package.module:name."""
-    package: str = ""
-    """The package that it needs."""
-    claims_gpu: bool = False
-    """Whether it claims most of its GPU's memory when it starts."""
-    can_be_lost: bool = False
-    """Whether it lives in another process, and is replaced where it dies, hangs or answers garbage."""
+    package: str = ""  # The package that it needs.
+    claims_gpu: bool = False  # Whether it claims most of its GPU's memory when it starts.
+    can_be_lost: bool = False  # Whether it lives in another process, and is replaced where it dies, hangs or answers garbage.
 
 
 SAMPLERS: Mapping[str, SamplerEngine] = {
