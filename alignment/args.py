@@ -100,13 +100,10 @@ class Args:
     countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
     language_consistency, signed_format, signed_accuracy, the negative controls random, format_only and inverted, and functions
     of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
-    prompt: str = ""
-    """Prompt template (alignment/data/prompts/): r1_zero, tiny, countdown_en, countdown_zh; empty: the task's own."""
+    prompt: str = ""  # Prompt template (alignment/data/prompts/), r1_zero, tiny, countdown_en, countdown_zh; empty: the task's.
     dataset_path: str = ""  # Folder of the task's files; empty: where the task's download command puts them.
-    model: str = "tiny"
-    """Base model: "tiny", "tiny_student" or "smollm2" (built here, no download), a local Hugging Face folder, or a hub name."""
-    sft_base: str = "checkpoints/tiny_sft"
-    """Folder of the warmed-up model: `sft` writes it, `train_rl` starts from it; empty: start from --model."""
+    model: str = "tiny"  # Base model: "tiny", "tiny_student" or "smollm2" (built here), a Hugging Face folder, or a hub name.
+    sft_base: str = "checkpoints/tiny_sft"  # Folder of the warm start: `sft` writes, `train_rl` reads it; empty: --model.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of matrix products; auto: bfloat16 on GPUs and on CPUs that multiply it faster (AMX, AVX512-BF16), else float32.
     Trained weights are always kept in float32."""
@@ -121,17 +118,13 @@ class Args:
     policy_parallelism: str = "auto"
     """How the policy uses its devices: single, layer_split (the hand-built device map), or a class of your own as
     package.module:name; auto: layer_split where there are several."""
-    gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory that vLLM may take; by default 0.9 on a GPU of its own, 0.4 on a shared one."""
-    sampler_timeout: float = 3600.0
-    """Seconds after which a vLLM engine, or a reference server, that has not answered is taken to hang."""
+    gpu_memory_utilization: float | None = None  # Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU.
+    sampler_timeout: float = 3600.0  # Seconds after which a vLLM engine, or a reference server, without an answer is hung.
 
     max_new_tokens: int = 48  # Longest response, in tokens.
     sampling_temperature: float = 1.0  # Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only).
-    sampling_top_p: float = 1.0
-    """Nucleus of training and evaluation samples: the most likely tokens whose probability reaches this."""
-    sampling_top_k: int = 0
-    """Most likely tokens that training and evaluation samples are drawn from; 0: all. Applied before the nucleus."""
+    sampling_top_p: float = 1.0  # Nucleus of training and evaluation samples: the likeliest tokens that have this probability.
+    sampling_top_k: int = 0  # Likeliest tokens that training and evaluation samples are drawn from, before the nucleus; 0: all.
     max_problems: int = 512  # Problems in an evaluation; 0: all of the test split.
 
     seed: int = 0  # Seed of data order, initialisation and sampling.
@@ -153,8 +146,7 @@ class EvaluateArgs(Args):
     """Sample answers to the test problems, score them, and print the averages with their 95 % intervals."""
 
     num_samples: int = 1  # Samples a problem; above 1 adds pass@k and maj@k.
-    compare: tuple[str, ...] = ()
-    """Two models, instead of --model: the same problems, and the paired difference of the second to the first."""
+    compare: tuple[str, ...] = ()  # Two models, instead of --model: the same problems, and the second's paired difference.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,8 +170,7 @@ class SFTArgs(Args):
     micro_batch_tokens: int = 0
     """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
-    demonstrations: tuple[str, ...] = ()
-    """JSONL files of questions (or prompts) with responses; by default the task's own worked solutions."""
+    demonstrations: tuple[str, ...] = ()  # JSONL files of questions (or prompts) with responses; by default the task's own.
     curriculum: bool = False  # Take the demonstrations in the task's own order instead of shuffling them.
     learning_rate: float = 3e-3  # Peak learning rate of AdamW.
     warmup_steps: int = 50  # Steps of linear rise of the learning rate, before a linear fall to a tenth of it.
@@ -204,11 +195,9 @@ class RLArgs(Args):
     prompts_per_rollout: int = 32  # Prompts sampled at each step; a rollout has prompts x group size responses.
     num_steps: int = 60  # Rollout steps.
     num_problems: int = 0  # Training problems, the first ones; 0: all.
-    max_prompt_tokens: int = 0
-    """Longest prompt, in tokens, that is trained on; problems with longer ones are left out. 0: any length."""
+    max_prompt_tokens: int = 0  # Longest prompt, in tokens; problems with longer ones are left out of training. 0: any length.
     epochs_per_rollout: int = 1  # Passes over each rollout.
-    train_mini_batch_size: int = 0
-    """Responses an optimiser update, at most; 0: the whole rollout. Several updates a rollout make old log-probs needed."""
+    train_mini_batch_size: int = 0  # Responses an update, at most; 0: the whole rollout. Several updates need old log-probs.
     micro_batch_tokens: int = 0
     """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
@@ -220,53 +209,40 @@ class RLArgs(Args):
     weight_decay: float = 0.0  # AdamW weight decay.
     max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
     cliprange: float = 0.2  # GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange.
-    cliprange_high: float | None = None
-    """The upper of these two, where it is another (DAPO's clip-higher); by default --cliprange."""
+    cliprange_high: float | None = None  # The upper bound, where it is another (DAPO's clip-higher); by default --cliprange.
     dual_clip: float = 0.0  # GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this bound.
-    baseline: Baseline = "group_mean"
-    """What is subtracted from a reward: its group's mean, or the mean of the others in its group (RLOO)."""
+    baseline: Baseline = "group_mean"  # What is subtracted from a reward: the mean of its group, or of the others in it (RLOO).
     normalize_by_std: bool = True  # Divide advantages by a standard deviation.
     std_of: Deviation = "group"  # Whose: the group's (unbiased, or of the population), or that of all rewards of the rollout.
     advantage_eps: float = 1e-6  # Added to that standard deviation.
     beta: float = 0.0  # Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model.
     kl_estimator: KLEstimator = "k3"  # How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient.
-    reference_url: str = ""
-    """A reference server elsewhere (`alignment.reference_server`) that computes that divergence's other half, http://HOST:PORT."""
+    reference_url: str = ""  # A reference server (`alignment.reference_server`) for the KL's other half, http://HOST:PORT.
     old_log_probs: Literal["policy", "sampler"] = "policy"
     """Whose log-probs the ratio is to, where a rollout has several updates: the policy's own, by a pass before the first
     of them, or the sampler's, which spares it. Stale rollouts always take the sampler's."""
     sampler_correction: Correction = "none"
     """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
     correction_cap: float = 2.0  # That cap.
-    max_refills: int = 0
-    """Times in a step that groups of equal rewards, which teach nothing, are replaced by those of other prompts (DAPO)."""
-    overlong_buffer: int = 0
-    """Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: it does not."""
+    max_refills: int = 0  # Times a step that groups of equal rewards, which teach nothing, give way to other prompts (DAPO).
+    overlong_buffer: int = 0  # Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: none.
     skip_unfinished: bool = False  # Leave responses that were cut off at --max_new_tokens out of baselines and updates.
     loss_normalization: LossNormalization = "sequence_mean"
     """What weighs the same: each sequence, each token, or each token over a constant (sequences x --max_new_tokens)."""
-    rollouts: Literal["sync", "async"] = "sync"
-    """async: the sampler works ahead in a process of its own, with weights that are some steps old."""
-    max_staleness: int | None = None
-    """How many steps old, at most (and, once under way, as a rule); by default 1 with --rollouts async. 0 is as sync."""
+    rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
+    max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
     sync_every: int = 1  # Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1.
-    sampler_url: str = ""
-    """A vLLM server that rollouts are drawn from, http://HOST:PORT, started as alignment/sampling/vllm_server.py says."""
-    max_sampler_mismatch: float = 0.1
-    """Largest mean difference, in nats a token, between the sampler's log-probs and the trainer's; above it, stop."""
-    eval_interval: int = 20
-    """Steps between evaluations on the test problems; they also run before the first step and after the last."""
+    sampler_url: str = ""  # A vLLM server to draw rollouts from, http://HOST:PORT; see alignment/sampling/vllm_server.py.
+    max_sampler_mismatch: float = 0.1  # Mean nats a token between sampler's and trainer's log-probs, above which to stop.
+    eval_interval: int = 20  # Steps between evaluations on the test problems; they also run at the very start and end.
     eval_max_new_tokens: int = 0  # Longest response in them; 0: --max_new_tokens.
     save_interval: int = 20  # Steps between checkpoints.
     keep_checkpoints: int = 2  # Newest checkpoints kept; 0: all.
-    max_bad_steps: int = 3
-    """Steps in a row whose every update had a loss or gradient that is not finite, after which the run stops."""
-    max_grader_failures: float = 0.05
-    """Share of the answers of 20 steps whose grading may fail (time, memory), above which the run stops."""
+    max_bad_steps: int = 3  # The run stops after so many steps in a row of updates whose loss or gradient is not finite.
+    max_grader_failures: float = 0.05  # The run stops where more of 20 steps' answers cannot be graded (time, memory).
     data_seed: int | None = None  # Seed of the order of prompts and mini-batches; by default --seed.
     sampling_seed: int | None = None  # Seed of the rollouts' samples; by default --seed.
-    deterministic: bool = False
-    """On GPUs, use deterministic kernels where torch has them, which are slower. A CPU needs none of it."""
+    deterministic: bool = False  # On GPUs, use torch's deterministic kernels, where there are any; slower. A CPU needs none.
     auto_sft: bool = False  # Run `sft` with the same preset first where --sft_base does not exist yet.
     resume: bool = False  # Continue the run of this name from its last checkpoint.
 
@@ -394,13 +370,11 @@ class ReferenceServerArgs:
 
     model: str  # The model that training starts from: a Hugging Face folder, an embedded model, or a hub name.
     device: str | None = None  # cpu, or a GPU such as cuda:1; by default the first GPU, where there is one.
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights and of matrix products; auto: bfloat16 on GPUs, float32 on CPUs."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and matrix products; auto: bfloat16 on GPUs only.
     host: str = "127.0.0.1"  # Address to listen on; one that other machines can reach needs the token.
     port: int = 8765  # Port to listen on; 0: any that is free, which the line that is printed then tells.
     max_upload_mib: int = 64  # Largest upload, in MiB: 17 bytes for each of a rollout's places, padding included.
-    max_pending: int = 32
-    """Batches that may wait, or have results that nobody has read; above it trainers are told to try again later."""
+    max_pending: int = 32  # Batches that may wait, or have unread results; above it trainers are told to try again later.
 
     def __post_init__(self) -> None:
         _require(self.host != "", "--host", "''", "an address, such as 127.0.0.1")
@@ -543,10 +517,11 @@ def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
     Raises `UserError` for values that cannot work; unknown flags and malformed values exit with code 2 and a message.
     """
     argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", default=Args.preset)
+    preset = from_preset(cls, parser.parse_known_args(argv)[0].preset)  # read first, as it decides the other flags' defaults
     description = f"{cls.__doc__}\n\nPresets: {', '.join(preset_names())}."
-    return tyro.cli(
-        cls, args=argv, default=from_preset(cls, _preset_named_in(argv)), use_underscores=True, description=description
-    )
+    return tyro.cli(cls, args=argv, default=preset, use_underscores=True, description=description)
 
 
 def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
@@ -577,13 +552,6 @@ def as_command(cls: type[AnyArgs], other: Args) -> AnyArgs:
 def as_train_rl(args: RLArgs) -> RLArgs:
     """The arguments of train_rl alone, of a command that has more."""
     return RLArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(RLArgs)})
-
-
-def _preset_named_in(argv: list[str]) -> str:
-    """The value of --preset, read ahead of the other flags because it decides their defaults."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default=Args.preset)
-    return parser.parse_known_args(argv)[0].preset
 
 
 @dataclass(frozen=True)
@@ -620,8 +588,7 @@ class GradientsArgs:
     preset: str = "tiny"  # Named set of arguments: task, model, devices, sampling.
     prompts: int = 32  # Prompts; each one's gradient is one observation.
     group_size: tuple[int, ...] = (2, 4, 8, 16)  # Group sizes to compare: each prompt's responses are cut into such groups.
-    updates: Literal[0, 1] = 1
-    """1: clipped losses are also looked at after one update on these rollouts, where the ratio is no longer 1."""
+    updates: Literal[0, 1] = 1  # 1: also look at clipped losses after one update on these rollouts, where the ratio is not 1.
     seed: int = 0  # Seed of prompts and samples.
     output_dir: str = "checkpoints"  # Folder that holds the warm start.
 
