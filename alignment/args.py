@@ -363,10 +363,8 @@ class RLArgs(Args):
 
 @dataclass(frozen=True)
 class ReferenceServerArgs:
-    """Serve the log-probs of a frozen reference model over HTTP, to trainers on other GPUs or other machines.
-
-    With the environment variable ALIGNMENT_REFERENCE_TOKEN set here and for them, only they can use it.
-    """
+    """Serve the log-probs of a frozen reference model over HTTP, to trainers on other GPUs or other machines. With the
+    environment variable ALIGNMENT_REFERENCE_TOKEN set here and for them, only they can use it."""
 
     model: str  # The model that training starts from: a Hugging Face folder, an embedded model, or a hub name.
     device: str | None = None  # cpu, or a GPU such as cuda:1; by default the first GPU, where there is one.
@@ -512,10 +510,8 @@ AnyArgs = TypeVar("AnyArgs", bound=Args)
 
 
 def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
-    """Read the command line: the preset's values, overridden by the flags given.
-
-    Raises `UserError` for values that cannot work; unknown flags and malformed values exit with code 2 and a message.
-    """
+    """Read the command line: the preset's values, overridden by the flags given. Raises `UserError` for values that cannot
+    work; unknown flags and malformed values exit with code 2 and a message."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default=Args.preset)
@@ -525,10 +521,8 @@ def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
 
 
 def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
-    """The arguments of a command as the preset states them, with `overrides`.
-
-    A preset file holds shared values at its top and a table for each command ("sft", "evaluate", "train_rl").
-    """
+    """The arguments of a command as the preset states them, with `overrides`. A preset file holds shared values at its top and
+    a table for each command ("sft", "evaluate", "train_rl")."""
     path = PRESETS / f"{name}.toml"
     if name not in preset_names():
         raise UserError(f"--preset {name}: there is no such preset; choose one of {', '.join(preset_names())}")
@@ -573,10 +567,8 @@ class RejectionArgs(Args):
 
 @dataclass(frozen=True)
 class VerifyResumeArgs(RLArgs):
-    """Train 2k steps straight; then k, kill, resume, k; and compare everything that both have written, timings aside.
-
-    Takes every argument of train_rl; --num_steps and --save_interval are set by --kill_after.
-    """
+    """Train 2k steps straight; then k, kill, resume, k; and compare everything that both have written, timings aside. Takes
+    every argument of train_rl; --num_steps and --save_interval are set by --kill_after."""
 
     kill_after: int = 3  # k: the run is killed during step k + 1, right after its checkpoint of step k.
 

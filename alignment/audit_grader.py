@@ -82,10 +82,8 @@ def read_completions(file: Path) -> list[tuple[str, str]]:
 
 
 def read_rows(file: Path, key: str, malformed: str) -> Iterator[tuple[str, dict]]:
-    """Yield ("file:line", object) for each line that is not blank. `key` and "ground_truth" of each object are strings.
-
-    Raises `UserError`, which names file and line, for a file that is not text and for any other line.
-    """
+    """Yield ("file:line", object) for each line that is not blank. `key` and "ground_truth" of each object are strings. Raises
+    `UserError`, which names file and line, for a file that is not text and for any other line."""
     for location, line in text_lines(file):
         try:
             row = json.loads(line)

@@ -67,12 +67,9 @@ def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[st
 
 
 def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArgs]:
-    """The arms of a grid by name: every combination of the values of the arguments that have several.
-
-    With `hold` = "rollouts" an arm's prompts a step are divided by its group size, so that all arms train on equally many
-    responses; with "prompts" they train on the same prompts, and a larger group costs more. Raises `UserError` where an arm
-    cannot work.
-    """
+    """The arms of a grid by name: every combination of the values of the arguments that have several. With `hold` = "rollouts"
+    an arm's prompts a step are divided by its group size, so that all arms train on equally many responses; with "prompts" they
+    train on the same prompts, and a larger group costs more. Raises `UserError` where an arm cannot work."""
     varied = {name: list(dict.fromkeys(several)) for name, several in values.items() if len(several) > 1}
     base = _arm(preset, {name: single[0] for name, single in values.items() if len(single) == 1})
     arms: dict[str, RLArgs] = {}
@@ -89,10 +86,8 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
 
 
 def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str, RLArgs]:
-    """The arms of a TOML file: the values at its top, then the single `values` of the command line, then the arm's own.
-
-    Raises `UserError`, naming the file, where the file is malformed or an arm cannot work.
-    """
+    """The arms of a TOML file: the values at its top, then the single `values` of the command line, then the arm's own. Raises
+    `UserError`, naming the file, where the file is malformed or an arm cannot work."""
     several = [name for name, given in values.items() if len(given) > 1]
     if several:
         raise UserError(f"--{several[0]}: with --sweep_file the arms are those of the file; give one value, or no file")

@@ -79,11 +79,9 @@ class LocalExecutor:
 
 
 class RayExecutor:
-    """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for.
-
-    Ray gives a task its GPUs by CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them.
-    Signals are deferred while Ray's own code runs, which does not survive an exception of a signal handler.
-    """
+    """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for. Ray gives a task its GPUs by
+    CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them. Signals are deferred while Ray's
+    own code runs, which does not survive an exception of a signal handler."""
 
     @signals.deferred_signals()
     def __init__(self, address: str, cpus: int | None, gpus: int | None):

@@ -34,10 +34,8 @@ class Study:
 
 
 def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
-    """Read a sweep's folder, or group run folders into arms by their arguments.
-
-    Raises `UserError` for a folder that is neither, for damaged files, and for two runs of equal arguments and seed.
-    """
+    """Read a sweep's folder, or group run folders into arms by their arguments. Raises `UserError` for a folder that is
+    neither, for damaged files, and for two runs of equal arguments and seed."""
     if len(folders) == 1 and (folders[0] / "sweep.json").exists():
         return _read_sweep(folders[0])
     runs = [read_run(folder) for folder in folders]

@@ -114,11 +114,9 @@ def _refuse_no_policy_gpu(named: dict[str, str], num_gpus: int) -> None:
 
 
 def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
-    """Fill in the helpers that were not named: the highest spare GPU each, then sharing.
-
-    One that finds no spare GPU joins the helper just before it (eval the reference, the reference the sampler), else
-    one after it, and goes among the policy's GPUs only when the policy has them all.
-    """
+    """Fill in the helpers that were not named: the highest spare GPU each, then sharing. One that finds no spare GPU joins the
+    helper just before it (eval the reference, the reference the sampler), else one after it, and goes among the policy's GPUs
+    only when the policy has them all."""
     placed = dict(named)
     left = list(spare)
     for index, role in enumerate(HELPERS):
@@ -136,11 +134,9 @@ def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence
 def _refuse_vllm_clashes(
     named: dict[str, str], helpers: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
 ) -> None:
-    """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another role needs.
-
-    The sampler and eval may share a GPU, since they then share one engine, and a single GPU holds everything by design.
-    Sampler and reference may share while no GPU is spare: that is the default for two GPUs.
-    """
+    """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another role needs. The sampler and
+    eval may share a GPU, since they then share one engine, and a single GPU holds everything by design. Sampler and reference
+    may share while no GPU is spare: that is the default for two GPUs."""
     greedy = "but vLLM claims most of its GPU's memory at start"
     for role in ENGINES:
         if helpers[role] == "cpu":
@@ -348,10 +344,8 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
 
 def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Share, ...]:
     """The policy's share of each of its devices, the moments that `optimizer` keeps on the CPU, then one whole copy for each
-    other role.
-
-    Eval on the sampler's device runs in the sampler's engine, so the two hold one copy, under the role "sample+eval".
-    """
+    other role. Eval on the sampler's device runs in the sampler's engine, so the two hold one copy, under the role
+    "sample+eval"."""
     entry = OPTIMIZERS[optimizer]
     parameters, trained = module_bytes(shape, 1), module_bytes(shape, entry.device_bytes)
     held: dict[str, list[str]] = {}

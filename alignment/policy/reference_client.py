@@ -28,10 +28,8 @@ LONGEST_MESSAGE = 1 << 16  # bytes of an answer without log-probs, and of what a
 
 class RemoteReference:
     """The served reference model. Its log-probs are the very bits that the same model would give on the same kind of device.
-
-    Raises `UserError` where no reference server with a model of `vocabulary` tokens answers at `url`. Afterwards whatever
-    makes it impossible to go on is a `RunStopped`; no request is waited for longer than `timeout` seconds.
-    """
+    Raises `UserError` where no reference server with a model of `vocabulary` tokens answers at `url`. Afterwards whatever makes
+    it impossible to go on is a `RunStopped`; no request is waited for longer than `timeout` seconds."""
 
     restarts = 0
 
@@ -155,10 +153,8 @@ class RemoteReference:
 
 
 class ReferenceProcess:
-    """A reference server that one run starts on this machine, so that it works while the trainer does.
-
-    Where it dies, hangs or answers no log-probs, `log_probs` replaces it once; then it raises `RunStopped`.
-    """
+    """A reference server that one run starts on this machine, so that it works while the trainer does. Where it dies, hangs or
+    answers no log-probs, `log_probs` replaces it once; then it raises `RunStopped`."""
 
     def __init__(self, model: ServedModel, vocabulary: int, timeout: float):
         self.token, self.restarts = secrets.token_urlsafe(), 0

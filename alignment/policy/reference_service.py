@@ -107,11 +107,9 @@ class Job:
 
 
 class ReferenceService:
-    """Computes the uploads of HTTP clients, in order, in the thread that calls `work`.
-
-    At most `max_pending` uploads wait or have an unread answer; the last `READ_RESULTS` answers that were read are kept too.
-    Only the event loop's thread touches the two tables of jobs.
-    """
+    """Computes the uploads of HTTP clients, in order, in the thread that calls `work`. At most `max_pending` uploads wait or
+    have an unread answer; the last `READ_RESULTS` answers that were read are kept too. Only the event loop's thread touches the
+    two tables of jobs."""
 
     def __init__(self, compute: Compute, info: Mapping[str, object], token: str, max_pending: int):
         self.compute, self.info, self.max_pending = compute, info, max_pending

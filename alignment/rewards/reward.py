@@ -46,11 +46,9 @@ class Reward:
 
 
 def find_reward(name: str, rules: Sequence[str]) -> Reward:
-    """The reward that --reward names, for a task with these rules: one of them, or `part[:weight]`, several with commas.
-
-    A part is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's own, package.module:function. Raises
-    `UserError` for any other name, for a rule that is not the task's, and for a part that cannot go with the task's rules.
-    """
+    """The reward that --reward names, for a task with these rules: one of them, or `part[:weight]`, several with commas. A part
+    is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's own, package.module:function. Raises `UserError` for
+    any other name, for a rule that is not the task's, and for a part that cannot go with the task's rules."""
     if name in rules:
         return Reward(find_rule(name))
     if name in RULES:
@@ -109,10 +107,8 @@ def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Com
 
 @contextmanager
 def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callable[[int, str], object]]:
-    """Gives a function of a problem's number and a response, which grades that response in a thread.
-
-    The grader caches slow verdicts, so scoring the rollout afterwards is fast.
-    """
+    """Gives a function of a problem's number and a response, which grades that response in a thread. The grader caches slow
+    verdicts, so scoring the rollout afterwards is fast."""
     threads = ThreadPoolExecutor(GRADING_THREADS)
     try:
         yield lambda number, text: threads.submit(rule, text, problems[number].ground_truth)
@@ -121,10 +117,8 @@ def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callab
 
 
 def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, float]:
-    """The mean reward under each rule of the task, the mean of each part, and the number of gradings that failed.
-
-    Verdicts are cached, so this costs little after the scoring.
-    """
+    """The mean reward under each rule of the task, the mean of each part, and the number of gradings that failed. Verdicts are
+    cached, so this costs little after the scoring."""
     pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     return {

@@ -54,11 +54,9 @@ class AheadConfig:
 
 
 class AheadRollouts:
-    """`Rollouts` that a process of its own samples ahead, from the step after `config.sampler.policy_version` on.
-
-    `sampled` are rollouts that the checkpoint holds already. Raises `RunStopped`, or what the process raised, where the process
-    fails, dies, or gives no rollout in the time that its engine has for it (--sampler_timeout a request, twice).
-    """
+    """`Rollouts` that a process of its own samples ahead, from the step after `config.sampler.policy_version` on. `sampled` are
+    rollouts that the checkpoint holds already. Raises `RunStopped`, or what the process raised, where the process fails, dies,
+    or gives no rollout in the time that its engine has for it (--sampler_timeout a request, twice)."""
 
     def __init__(self, config: AheadConfig, sampled: Sequence[SampledStep], clock: Clock):
         self.restarts = 0

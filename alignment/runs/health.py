@@ -77,10 +77,8 @@ class Health:
 
 
 def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_tokens: int) -> dict[str, str]:
-    """What is going wrong at the last of the latest steps: a name for each, and the numbers that say so.
-
-    `first` are the first steps of the run, `WINDOW` at most.
-    """
+    """What is going wrong at the last of the latest steps: a name for each, and the numbers that say so. `first` are the first
+    steps of the run, `WINDOW` at most."""
     if not steps or steps[-1]["step"] < 2 * WINDOW:
         return {}
     warnings = {}

@@ -144,10 +144,8 @@ def _is_taken(path: Path) -> bool:
 
 
 def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callable[[Path], None]) -> Path:
-    """Make a folder named `run_name`, or `default` with the first free number, and call `fill` to write its args.json.
-
-    Two commands never get the same folder, and every folder has an args.json. Raises `UserError` where `run_name` is taken.
-    """
+    """Make a folder named `run_name`, or `default` with the first free number, and call `fill` to write its args.json. Two
+    commands never get the same folder, and every folder has an args.json. Raises `UserError` where `run_name` is taken."""
     numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
     for name in [run_name] if run_name else numbered:
         path = Path(output_dir) / name

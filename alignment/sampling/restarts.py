@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 class RestartingSampler:
     """A `Sampler` that replaces a lost engine once a request: the new one gets the weights that the lost one had, and the same
-    request, which gives the same completions.
-
-    `start` makes an engine with the weights that sampling began with; `weights` gives the present ones, and is None where they
-    never change. Raises `RunStopped` where the new engine is lost as well.
-    """
+    request, which gives the same completions. `start` makes an engine with the weights that sampling began with; `weights`
+    gives the present ones, and is None where they never change. Raises `RunStopped` where the new engine is lost as well."""
 
     def __init__(
         self, start: Callable[[], Sampler], weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None, vocabulary: int

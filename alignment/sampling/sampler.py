@@ -35,12 +35,9 @@ class Sampler(Protocol):
     def sample(
         self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None
     ) -> list[list[Completion]]:
-        """`sampling.n` completions for each prompt, in order. The same seed and weights give the same completions.
-
-        The sampler may call `on_response_end` when a response ends, while it still draws others.
-
-        Raises `UserError` where a prompt and `sampling.max_new_tokens` do not fit in the model's context.
-        """
+        """`sampling.n` completions for each prompt, in order. The same seed and weights give the same completions. The sampler
+        may call `on_response_end` when a response ends, while it still draws others. Raises `UserError` where a prompt and
+        `sampling.max_new_tokens` do not fit in the model's context."""
         ...
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -119,10 +119,8 @@ class VLLMSampler:
 
 
 def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The worker's environment: it sees `device` only. Settings of the user's own win where they cannot do harm.
-
-    Raises `UserError` for a device that vLLM does not know or that CUDA_VISIBLE_DEVICES does not list.
-    """
+    """The worker's environment: it sees `device` only. Settings of the user's own win where they cannot do harm. Raises
+    `UserError` for a device that vLLM does not know or that CUDA_VISIBLE_DEVICES does not list."""
     place = torch.device(device)
     if place.type == "cpu":
         visible = ""

@@ -149,10 +149,8 @@ class VLLMServerSampler:
         self._drop_cached_prefixes(until)
 
     def _drop_cached_prefixes(self, until: float) -> None:
-        """Cached keys and values would be the old weights', and would make a result depend on earlier calls.
-
-        Refused while there are requests, such as those of a caller that has just been interrupted, so they are waited for.
-        """
+        """Cached keys and values would be the old weights', and would make a result depend on earlier calls. Refused while
+        there are requests, such as those of a caller that has just been interrupted, so they are waited for."""
         busy = None
         while busy is None or time.monotonic() + RETRY_SECONDS <= until:
             try:
@@ -320,9 +318,7 @@ class _JSONClient:
 
     def post(self, path: str, bodies: Sequence[dict | None], until: float, most: int = ANSWER_BYTES) -> list[dict]:
         """The answers, of at most `most` bytes each, to POSTs that are sent side by side, in order, before the time `until`.
-
-        Raises `SamplerLost` for the first that fails. Cuts off the others then, and the server drops them.
-        """
+        Raises `SamplerLost` for the first that fails. Cuts off the others then, and the server drops them."""
         return self._ask("POST", path, bodies, until, most)
 
     def _ask(self, *request) -> list[dict]:

@@ -32,10 +32,8 @@ class CallFailed(Exception):
 
 class LimitedWorkers:
     """At most `size` worker processes (default: one a core), each with a thread of this process that waits for its answers.
-
-    Workers start when a call finds none idle. They may be used from any thread, from daemonic processes and inside other
-    pools; a forked child of this process starts workers of its own.
-    """
+    Workers start when a call finds none idle. They may be used from any thread, from daemonic processes and inside other pools;
+    a forked child of this process starts workers of its own."""
 
     def __init__(self, modules: Sequence[str], size: int | None = None):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

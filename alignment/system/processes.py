@@ -118,9 +118,7 @@ def start_command(
     module: str, flags: Sequence[str], log: Path, folder: Path | None = None, threads: int | None = None
 ) -> subprocess.Popen:
     """Start `python -m module flags` in `folder`, with `threads` OpenMP threads; the file `log` gets its output appended.
-
-    Raises `Interrupted`, with nothing left running, where a signal arrives while it starts.
-    """
+    Raises `Interrupted`, with nothing left running, where a signal arrives while it starts."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     process = None

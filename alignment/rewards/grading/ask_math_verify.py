@@ -62,11 +62,9 @@ def may_ask(answer: str, truth: str) -> bool:
 
 
 def _harmless(text: str) -> bool:
-    """Whether a normalised text is short, complete, made of known commands, and without words or large numbers.
-
-    An equation is not harmless: math-verify reads `7 = 5` as 5, and takes unsolvable equations for equal. Nor is a relation
-    of numbers, which is true or false and states no answer.
-    """
+    """Whether a normalised text is short, complete, made of known commands, and without words or large numbers. An equation is
+    not harmless: math-verify reads `7 = 5` as 5, and takes unsolvable equations for equal. Nor is a relation of numbers, which
+    is true or false and states no answer."""
     if len(text) > MAX_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN:
         return False
     if not _whole(text):
@@ -107,11 +105,9 @@ def math_verify_equal(answer: str, truth: str) -> bool:
 
 
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
-    """math-verify's verdict on two texts in LaTeX, and how it read the answer.
-
-    Only its LaTeX extraction is safe: the one for plain expressions calls sympy's `parse_expr`, which is `eval`, while the
-    LaTeX grammar gives sympy no text but number tokens. Its time-out by `signal.alarm` is off: the worker has its own.
-    """
+    """math-verify's verdict on two texts in LaTeX, and how it read the answer. Only its LaTeX extraction is safe: the one for
+    plain expressions calls sympy's `parse_expr`, which is `eval`, while the LaTeX grammar gives sympy no text but number
+    tokens. Its time-out by `signal.alarm` is off: the worker has its own."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     config = [LatexExtractionConfig()]

@@ -50,10 +50,8 @@ class Comparison:
     stage: str = "normalised"
 
     def texts(self, answer: str, truth: str, extracted: bool = False) -> bool | None:
-        """Whether two normalised texts state the same answer; None if `read` refuses the notation of one of them.
-
-        `extracted`: the answer was extracted from a sentence already, which happens once.
-        """
+        """Whether two normalised texts state the same answer; None if `read` refuses the notation of one of them. `extracted`:
+        the answer was extracted from a sentence already, which happens once."""
         if not answer or not truth:
             return False
         if squeeze(answer) == squeeze(truth):
@@ -144,12 +142,9 @@ class Comparison:
         return None if self.fast else equal_values(a, t)
 
     def _quantities(self, a: Quantity, t: Quantity) -> bool | None:
-        """Exactly equal values; a unit may be missing on one side but must not differ.
-
-        50% is 50% and 0.5, and also 50: the sign may be missing on one side, the factor may not. An angle in degrees equals
-        its value in radians. A ground truth such as 3.14 may be rounded: a value with more digits, or without an end, that
-        rounds to it is right.
-        """
+        """Exactly equal values; a unit may be missing on one side but must not differ. 50% is 50% and 0.5, and also 50: the
+        sign may be missing on one side, the factor may not. An angle in degrees equals its value in radians. A ground truth
+        such as 3.14 may be rounded: a value with more digits, or without an end, that rounds to it is right."""
         if not _units_agree(a, t):
             return self._symbol_as_unit(a, t)
         equal = self.values(a.value, t.value)

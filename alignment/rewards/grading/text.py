@@ -67,10 +67,8 @@ def last_box(text: str) -> tuple[str, str, str]:
 
 
 def split(text: str, separators: str = ",") -> list[str]:
-    """The pieces between the separators outside all brackets; [] if the brackets do not match.
-
-    Any closing bracket closes any opening one, as those of half-open intervals do.
-    """
+    """The pieces between the separators outside all brackets; [] if the brackets do not match. Any closing bracket closes any
+    opening one, as those of half-open intervals do."""
     depths = _depths(text)
     return split_with_signs(text, separators)[0] if min(depths) == depths[-1] == 0 else []
 

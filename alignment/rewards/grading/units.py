@@ -40,10 +40,8 @@ _FACTOR = re.compile(rf" ?({_WORD})(?: ?\^ ?\{{? ?(-?[0-9]) ?\}}?)?")
 
 
 def read_unit(text: str) -> str:
-    """The canonical name of a unit, such as "cm^2" or "dollar/h"; "" for other words.
-
-    A unit is a product of `_UNIT_NAMES` with powers, or a ratio of two, or up to three words that end in a plural noun.
-    """
+    """The canonical name of a unit, such as "cm^2" or "dollar/h"; "" for other words. A unit is a product of `_UNIT_NAMES` with
+    powers, or a ratio of two, or up to three words that end in a plural noun."""
     text = (
         re.sub(r"\\degree ?([CF])\b", r"°\1", text).replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
     )

@@ -107,10 +107,8 @@ def _gammas(node: Node) -> int:
 
 
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
-    """Rational points, half of them positive, with values below and above one in turn.
-
-    They depend on the two trees, so that no answer can be written to agree with the truth at these points alone.
-    """
+    """Rational points, half of them positive, with values below and above one in turn. They depend on the two trees, so that no
+    answer can be written to agree with the truth at these points alone."""
     rng = random.Random(seed)
     for k in range(POINTS):
         values = [Fraction(rng.randrange(101, 199), rng.randrange(201, 399)) for _ in names]
