@@ -6,6 +6,7 @@ It is not symmetric: the ground truth sets the precision.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -54,11 +55,8 @@ class Comparison:
         the answer was extracted from a sentence already, which happens once."""
         if not answer or not truth:
             return False
-        if squeeze(answer) == squeeze(truth):
-            return True
-        if "..." in answer and answer.replace(" ", "") == truth.replace(" ", ""):
-            return True
-        if sentences.same_options(answer, truth):
+        same_digits = "..." in answer and answer.replace(" ", "") == truth.replace(" ", "")
+        if squeeze(answer) == squeeze(truth) or same_digits or sentences.same_options(answer, truth):
             return True
         words_a, words_t = sentences.plain_words(answer), sentences.plain_words(truth)
         if words_a and words_t and words_t in (words_a, sentences.words_in_sentence(words_a)):
@@ -81,7 +79,8 @@ class Comparison:
         if isinstance(a, Labelled) and isinstance(t, Relation):
             return self._relations(_as_relation(a), t)
         if isinstance(t, Labelled) and isinstance(a, Relation):
-            return _is_formula(t) and self._relations(a, _as_relation(t))
+            formula = isinstance(t.answer, Quantity) and variables(t.answer.value)  # y = 2x + 1, not a solution, x = 5
+            return bool(formula) and self._relations(a, _as_relation(t))
         if isinstance(a, Labelled) or isinstance(t, Labelled):
             return _labels_agree(a, t) and self.answers(unlabelled(a), unlabelled(t))
         approximate = isinstance(a, About), isinstance(t, About)
@@ -119,10 +118,9 @@ class Comparison:
         self._reaches("rational" if is_rational(value) else "symbolic")
         if self.fast and not is_rational(value):
             return False
-        try:
+        with suppress(Refused):
             return bool(abs(real_value(value) - real_value(truth)) < arb(10) ** -decimals / 2)
-        except Refused:
-            return False
+        return False
 
     # --- quantities -----------------------------------------------------------------------------------
 
@@ -130,10 +128,9 @@ class Comparison:
         """Whether two trees have equal values: exactly where both are rational, else by evaluation at points."""
         if is_rational(a) and is_rational(t):
             self._reaches("rational")
-            try:
+            with suppress(Refused, ArithmeticError):
                 return rational(a) == rational(t)
-            except (Refused, ArithmeticError):
-                return False
+            return False
         self._reaches("symbolic")
         names_a, names_t = variables(a), variables(t)
         for unit in "Ij":  # as code writes the imaginary unit
@@ -281,16 +278,10 @@ def _labels_agree(a: Answer, t: Answer) -> bool:
     return len(set(labels)) == 1 or any(label[:3].isalpha() and len(label) > 2 for label in labels)
 
 
-def _is_formula(answer: Labelled) -> bool:
-    """Whether it is the equation of a curve, y = 2x + 1, and not a solution, x = 5."""
-    return isinstance(answer.answer, Quantity) and bool(variables(answer.answer.value))
-
-
 def _as_relation(answer: Labelled) -> Relation | None:
     """`y = 2x + 1` as an equation of its two sides."""
-    if not isinstance(answer.answer, Quantity) or len(answer.label) > 1:
-        return None
-    return Relation("=", answer.label, answer.answer.value)
+    equation = isinstance(answer.answer, Quantity) and len(answer.label) == 1
+    return Relation("=", answer.label, answer.answer.value) if equation else None
 
 
 def _all(verdicts) -> bool | None:
@@ -312,26 +303,22 @@ def _units_agree(a: Quantity, t: Quantity) -> bool:
 
 def _terminates(value: Node) -> bool:
     """Whether a rational value has a last decimal."""
-    try:
+    with suppress(Refused, ArithmeticError):
         return is_rational(value) and 10**MAX_BITS % rational(value).denominator == 0
-    except (Refused, ArithmeticError):
-        return True
+    return True
 
 
 def _below_one(value: Node) -> bool:
-    try:
+    with suppress(Refused):
         return bool(0 < abs(real_value(value)) < 1)
-    except Refused:
-        return False
+    return False
 
 
 def _same_time(a: Clock, t: Clock) -> bool:
     """The same time of day; without am or pm the same position on the dial, unless the other counts to 24."""
     if a.half == t.half or (a.half and t.half):
         return a.seconds == t.seconds
-    if "24" in (a.half, t.half):
-        return False
-    return a.seconds % 43200 == t.seconds % 43200
+    return "24" not in (a.half, t.half) and a.seconds % 43200 == t.seconds % 43200
 
 
 def _same_region(a: Answer, t: Answer) -> bool | None:
@@ -339,12 +326,9 @@ def _same_region(a: Answer, t: Answer) -> bool | None:
         pieces_a, pieces_t = as_region(a).pieces, as_region(t).pieces
     except Refused:
         return False
-    return len(pieces_a) == len(pieces_t) and all(
-        same_point(x.low, y.low)
-        and same_point(x.high, y.high)
-        and (x.low_closed, x.high_closed) == (y.low_closed, y.high_closed)
-        for x, y in zip(pieces_a, pieces_t, strict=True)
-    )
+    closed_a, closed_t = ([(piece.low_closed, piece.high_closed) for piece in pieces] for pieces in (pieces_a, pieces_t))
+    pairs = zip(pieces_a, pieces_t, strict=False)
+    return closed_a == closed_t and all(same_point(x.low, y.low) and same_point(x.high, y.high) for x, y in pairs)
 
 
 def _rows(answer: Answer) -> tuple[tuple[Answer, ...], ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from alignment.rewards.grading.tables import TABLES
+from alignment.rewards.grading.text import TABLES
 
 _UNIT_NAMES = {
     name + plural: unit

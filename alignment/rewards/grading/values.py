@@ -35,7 +35,8 @@ def equal_values(a: Node, b: Node) -> bool | None:
     J. ACM 27(4); Zippel 1979), also negative ones, at which both are defined: distinct rational functions agree at a
     generic point by accident only, and the real branches of |x|, roots and logarithms differ in sign.
     """
-    if _gammas(a) + _gammas(b) > MAX_GAMMAS:
+    gammas = sum(isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n)) for n in subtrees(("=", a, b)))
+    if gammas > MAX_GAMMAS:
         return None
     names = sorted(variables(a) | variables(b))
     field = acb if mentions_i(a) or mentions_i(b) else arb
@@ -84,7 +85,7 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
         try:
             factor = real_value(substituted)
         except Refused:
-            return False
+            factor = arb(0)
         if not (factor > 0 if positive else abs(factor) > 0):
             return False
     return equal_values(a, ("*", b, substituted)) is True
@@ -100,10 +101,6 @@ def substitute(node: Node, point: dict[str, Node]) -> Node:
 def mentions_i(node: Node) -> bool:
     """Whether the tree contains the imaginary unit."""
     return "i" in subtrees(node)
-
-
-def _gammas(node: Node) -> int:
-    return sum(isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n)) for n in subtrees(node))
 
 
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
