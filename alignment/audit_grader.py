@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 GRADERS = ("ours", "math-verify", "reference")
 MAX_PRINTED = 20  # disagreements; the file lists all
 
-Pair = tuple[str, str]
-"""Answer and ground truth."""
+Pair = tuple[str, str]  # answer and ground truth
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,8 @@ def completion_files(location: str) -> list[Path]:
 
 def read_completions(file: Path) -> list[tuple[str, str]]:
     """The (response, ground truth) of each line. Raises `UserError`, naming file and line, for a line without them."""
-    rows = read_rows(file, "text", 'not a completion; a line needs "text" and "ground_truth"')
-    return [(row["text"], row["ground_truth"]) for _, row in rows]
+    malformed = 'not a completion; a line needs "text" and "ground_truth"'
+    return [(row["text"], row["ground_truth"]) for _, row in read_rows(file, "text", malformed)]
 
 
 def read_rows(file: Path, key: str, malformed: str) -> Iterator[tuple[str, dict]]:
@@ -113,15 +112,11 @@ def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
 
 def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
     """Each grader's errors on the labelled disagreements; every distinct pair counts once."""
-    return {
-        grader: Rates(
-            false_accepts=sum(row["verdicts"][grader] and not row["label"] for row in labelled),
-            wrong=sum(not row["label"] for row in labelled),
-            false_rejects=sum(not row["verdicts"][grader] and row["label"] for row in labelled),
-            right=sum(row["label"] for row in labelled),
-        )
-        for grader in GRADERS
-    }
+    rates = {}
+    for grader in GRADERS:
+        n = Counter((row["verdicts"][grader], row["label"]) for row in labelled)
+        rates[grader] = Rates(n[True, False], n[True, False] + n[False, False], n[False, True], n[True, True] + n[False, True])
+    return rates
 
 
 def read_labels(file: Path) -> dict[Pair, bool]:
@@ -162,11 +157,8 @@ def audit(args: AuditArgs, console: Console) -> Path:
     _print_accuracy(answers, {(pair.answer, pair.ground_truth): pair.verdicts for pair in graded}, console)
     _print_disagreements(rows, console)
     _print_rates([row for row in rows if row["label"] is not None], console)
-    if rows:
-        note = f'{len(rows)} disagreements: {labels_file}; set "label" to true or false there and run this again'
-        console.print(note, markup=False, soft_wrap=True)
-    else:
-        console.print("the three graders agree on every answer")
+    note = f'{len(rows)} disagreements: {labels_file}; set "label" to true or false there and run this again'
+    console.print(note if rows else "the three graders agree on every answer", markup=False, soft_wrap=True)
     return labels_file
 
 
@@ -206,8 +198,7 @@ def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
 
 
 def main() -> None:
-    args = tyro.cli(AuditArgs, use_underscores=True)
-    audit(args, make_console())
+    audit(tyro.cli(AuditArgs, use_underscores=True), make_console())
 
 
 if __name__ == "__main__":

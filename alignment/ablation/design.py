@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from alignment.args import CONTROLS, NOT_SWEPT, RLArgs, from_preset
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS
 from alignment.system.errors import UserError
+from alignment.system.files import read_toml
 
 ALPHA = 0.05  # chance that any verdict of a sweep is false
 # Arguments that decide where, how fast or how often something is computed, and never its value.
@@ -77,7 +77,12 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
         chosen = dict(zip(varied, combination, strict=True))
         arm = dataclasses.replace(base, **chosen)
         if hold == "rollouts" and "group_size" in chosen and "prompts_per_rollout" not in chosen:
-            arm = dataclasses.replace(arm, prompts_per_rollout=_prompts(base.rollout_size, arm.group_size))
+            if base.rollout_size % arm.group_size:
+                raise UserError(
+                    f"--group_size {arm.group_size} --hold rollouts: {base.rollout_size} responses a step are no whole number"
+                    " of such groups; choose sizes that divide it, or --hold prompts"
+                )
+            arm = dataclasses.replace(arm, prompts_per_rollout=base.rollout_size // arm.group_size)
         name = "_".join(_label(key, value) for key, value in chosen.items()) or _label("loss_type", base.loss_type)
         if name in arms:
             raise UserError(f"two arms would be called {name}: give them names of their own in a --sweep_file")
@@ -91,12 +96,7 @@ def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str,
     several = [name for name, given in values.items() if len(given) > 1]
     if several:
         raise UserError(f"--{several[0]}: with --sweep_file the arms are those of the file; give one value, or no file")
-    try:
-        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"--sweep_file {file}: there is no such file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--sweep_file {file}: {error}") from None
+    content = read_toml(Path(file), "--sweep_file")
     arms = content.pop("arms", None)
     if not isinstance(arms, dict) or not arms or not all(isinstance(arm, dict) for arm in arms.values()):
         raise UserError(f"--sweep_file {file}: needs a table [arms.NAME] for each arm")
@@ -126,15 +126,6 @@ def _arm(preset: str, values: Mapping[str, object], place: str = "") -> RLArgs:
         if kind in (int, bool, str) and type(value) is not kind or kind is float and type(value) not in (int, float):
             raise UserError(f"{place}{name} = {value!r}: must be {_KINDS[kind]}")
     return from_preset(RLArgs, preset, **values)
-
-
-def _prompts(responses: int, group_size: int) -> int:
-    if responses % group_size:
-        raise UserError(
-            f"--group_size {group_size} --hold rollouts: {responses} responses a step are no whole number of such groups;"
-            " choose sizes that divide it, or --hold prompts"
-        )
-    return responses // group_size
 
 
 def _label(key: str, value) -> str:
@@ -172,7 +163,8 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
 
 def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[LintWarning]:
     """Warnings of arms that are mathematically the same, of confounded differences, and of a single seed."""
-    return [*_equivalent(arms), *_confounded(arms), *_single_seed(seeds)]
+    reason = "one seed cannot tell an arm from luck; there will be no verdict: give at least two, --seed 0 1"
+    return [*_equivalent(arms), *_confounded(arms), *([LintWarning("seeds", (), reason)] if len(seeds) < 2 else [])]
 
 
 def canonical(args: RLArgs) -> dict[str, object]:
@@ -265,8 +257,3 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
         LintWarning("confounded", tuple(dict.fromkeys(names)), f"--{name} also changes {', '.join(effects)}")
         for (name, effects), names in confounded.items()
     ]
-
-
-def _single_seed(seeds: Sequence[int]) -> list[LintWarning]:
-    reason = "one seed cannot tell an arm from luck; there will be no verdict: give at least two, --seed 0 1"
-    return [LintWarning("seeds", (), reason)] if len(seeds) < 2 else []

@@ -52,8 +52,7 @@ class LocalExecutor:
     """One job after another, with all cores and GPUs of this machine."""
 
     def __init__(self, cpus: int | None = None):
-        self.cpus = cpus
-        self.queue: list[Job] = []
+        self.cpus, self.queue = cpus, []
         self.current: tuple[Job, subprocess.Popen] | None = None
 
     def submit(self, job: Job) -> None:
@@ -93,13 +92,8 @@ class RayExecutor:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             own = {} if address else {"include_dashboard": False}  # a running cluster has its own setting
-            ray.init(
-                address or "local",
-                runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-                log_to_driver=False,
-                logging_level="ERROR",
-                **own,
-            )
+            nodes = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+            ray.init(address or "local", runtime_env=nodes, log_to_driver=False, logging_level="ERROR", **own)
         except Exception as error:  # Ray raises many kinds, a bare Exception where a node is slow to start
             where = f"--ray_address {address}" if address else "Ray could not start here"
             raise UserError(f"{where}: {(str(error) or type(error).__name__).splitlines()[0]}") from None
@@ -149,8 +143,7 @@ def refuse_unreachable(address: str) -> None:
         raise UserError(f"--ray_address {address}: no Ray cluster answers there ({error})") from None
 
 
-LOST = -1000
-"""Exit code of a job whose machine or worker process is gone."""
+LOST = -1000  # exit code of a job whose machine or worker process is gone
 
 
 def execute(job: Job, cpus: int | None) -> int:

@@ -8,20 +8,11 @@ import jinja2
 import numpy as np
 from rich.console import Console
 
+from alignment.ablation import verdicts
 from alignment.ablation.figures import figures
 from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Study, shell_command
-from alignment.ablation.verdicts import (
-    areas,
-    choices,
-    compare_arms,
-    decide,
-    decide_factors,
-    final_scores,
-    half_widths,
-    over_tasks,
-    split_of_gain,
-)
+from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores
 from alignment.runs.run_records import Run
 from alignment.system.files import read_jsonl, write_atomically
 from alignment.system.terminal import make_table, printable
@@ -70,8 +61,8 @@ def contents(study: Study) -> dict[str, object]:
         "headline": headline(factors, pairs),
         "factors": factors,
         "pairs": _ranked(pairs),
-        "pairs_area": _ranked(compare_arms(study, areas(study))),
-        "over_tasks": over_tasks(study),
+        "pairs_area": _ranked(verdicts.compare_arms(study, verdicts.areas(study))),
+        "over_tasks": verdicts.over_tasks(study),
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "grid": grid_of(study, {arm["name"]: arm["mean"] for arm in arms}),
         "study": study,
@@ -86,7 +77,7 @@ def arm_rows(study: Study) -> list[dict]:
     """For each arm: its seeds, accuracies, their means and margin, the parts of its gain, its arguments and a sample."""
     scores = final_scores(study)
     accuracy = {arm: [float(s.mean()) for s in by_seed.values()] for arm, by_seed in scores.items()}
-    margins = dict(zip(accuracy, half_widths(list(accuracy.values())), strict=True))
+    margins = dict(zip(accuracy, verdicts.half_widths(list(accuracy.values())), strict=True))
     return [
         {
             "name": arm,
@@ -95,7 +86,7 @@ def arm_rows(study: Study) -> list[dict]:
             "mean": float(np.mean(accuracy[arm])) if runs else math.nan,
             "iqm": interquartile_mean(accuracy[arm]) if runs else math.nan,
             "margin": margins[arm],
-            "split": np.mean([split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
+            "split": np.mean([verdicts.split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
             "settings": study.varied[arm],
             "sample": sample_of(runs),
         }

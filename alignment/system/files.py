@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import tomllib
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -148,6 +149,16 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
     with held:
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
+
+
+def read_toml(file: Path, flag: str) -> dict:
+    """The table of the TOML file that `flag` names. Raises `UserError` if it does not exist or holds anything else."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{flag} {file}: there is no such file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{flag} {file}: is no TOML: {error}") from None
 
 
 def read_json(file: Path) -> dict:

@@ -91,13 +91,8 @@ class LimitedWorkers:
 _POOLS: weakref.WeakSet[LimitedWorkers] = weakref.WeakSet()
 
 
-def _forget_workers() -> None:
-    """Empty the pools of a forked child, whose workers' pipes belong to its parent."""
-    for pool in _POOLS:
-        pool._start_empty()
-
-
-os.register_at_fork(after_in_child=_forget_workers)
+# The pools of a forked child begin empty: their workers' pipes belong to its parent.
+os.register_at_fork(after_in_child=lambda: [pool._start_empty() for pool in _POOLS])
 
 
 class _Worker(ChildProcess):
@@ -175,17 +170,13 @@ def _answer_and_exit(sender: Connection, function: str, arguments: Sequence, sec
         # The kernel's timers end this process even if all of its parents are gone.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds * CLOCK_PER_CPU + 5)
-        _limit_memory()
+        with suppress(ImportError, ValueError, OSError):
+            import resource
+
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
         sender.send_bytes(json.dumps({"answer": pkgutil.resolve_name(function)(*arguments)}).encode())
     except MemoryError:
         sender.send_bytes(b'{"failure": "memory"}')
     finally:
         os._exit(0)
-
-
-def _limit_memory() -> None:
-    with suppress(ImportError, ValueError, OSError):
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))

@@ -70,12 +70,7 @@ class ChildProcess:
         """Kill the process if the block takes longer, also while it sends a request or receives an answer. Yields an event
         that is set if that happened."""
         timed_out = threading.Event()
-
-        def end_it() -> None:
-            timed_out.set()
-            self.kill()
-
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end_it)
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), lambda: (timed_out.set(), self.kill()))
         timer.daemon = True
         timer.start()
         try:
