@@ -433,16 +433,10 @@ NOT_SWEPT = frozenset(
 
 
 def _sweep_args() -> type[SweepOptions]:
-    hints = get_type_hints(RLArgs)
-    swept = [
-        (
-            f.name,
-            Annotated[tuple[hints[f.name], ...], tyro.conf.arg(help=f"One or several values of train_rl's --{f.name}.")],
-            dataclasses.field(default=()),
-        )
-        for f in dataclasses.fields(RLArgs)
-        if f.name not in NOT_SWEPT
-    ]
+    swept = []
+    for name, hint in get_type_hints(RLArgs).items():
+        value = Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")]
+        swept += [(name, value, ())] if name not in NOT_SWEPT else []
     made = dataclasses.make_dataclass("SweepArgs", swept, bases=(SweepOptions,), frozen=True)
     made.__doc__ = SweepOptions.__doc__
     return made

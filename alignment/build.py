@@ -26,7 +26,7 @@ from alignment.rollouts.sync import Rollouts, SyncRollouts
 from alignment.runs.checkpoint import OPTIMIZER, load_rollouts
 from alignment.runs.health import HealthLimits
 from alignment.runs.run import Run, RunConfig
-from alignment.sampling.open import open_sampler
+from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import SAMPLERS, Sampler, SamplerConfig, encode_prompts, engine_name, find_engine
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl

@@ -179,19 +179,14 @@ def main() -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with lock_run_folder(folder):
-        refuse_other_file(folder, stages)
+        file, facts = folder / "pipeline.json", {"stages": [[s.name, s.command, *s.flags] for s in stages]}
+        if file.exists() and read_json(file) != facts:
+            raise UserError(f"{folder} holds a pipeline of other stages; give another --name")
+        write_json(file, facts)
         run(stages, folder, console)
     rows = accuracies(stages)
     print_accuracies(rows, f"{folder.name}: accuracy after each stage", console)
     write_json(folder / "summary.json", rows)
-
-
-def refuse_other_file(folder: Path, stages: list[Stage]) -> None:
-    """Raise `UserError` where the folder holds a pipeline of other stages."""
-    file, facts = folder / "pipeline.json", {"stages": [[s.name, s.command, *s.flags] for s in stages]}
-    if file.exists() and read_json(file) != facts:
-        raise UserError(f"{folder} holds a pipeline of other stages; give another --name")
-    write_json(file, facts)
 
 
 if __name__ == "__main__":

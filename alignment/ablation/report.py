@@ -42,22 +42,18 @@ def write_report(study: Study, folder: Path) -> tuple[Path, Path]:
     for file, extra in ((html, {"figures": figures(study)}), (markdown, {"shown": SHOWN_PAIRS})):
         options = {"autoescape": file == html, "trim_blocks": True, "lstrip_blocks": True}
         environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
-        environment.filters["p"] = p_text
+        environment.filters["p"] = lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}"
         write_atomically(file, environment.get_template(f"{file.name}.j2").render(facts, **extra))
     return html, markdown
-
-
-def p_text(p: float) -> str:
-    """A p value to two digits, or "< 0.0001"."""
-    return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
 def contents(study: Study) -> dict[str, object]:
     """The values that the templates of both pages use."""
     factors, pairs, arms = decide_factors(study), decide(study), arm_rows(study)
-    any_run = study.runs[0] if study.runs else None
+    any_run, varied = study.runs[0] if study.runs else None, choices(study.varied)
+    asked = f"Does {' or '.join(varied)} make a difference to held-out accuracy?" if varied else "What did training change?"
     return {
-        "question": question(study),
+        "question": asked,
         "headline": headline(factors, pairs),
         "factors": factors,
         "pairs": _ranked(pairs),
@@ -96,12 +92,6 @@ def arm_rows(study: Study) -> list[dict]:
 
 def _ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
     return sorted(comparisons, key=lambda c: (not c.decided, -abs(c.difference) if c.seeds else 0))
-
-
-def question(study: Study) -> str:
-    """The title of the report: `Does loss_type or group_size make a difference to held-out accuracy?`"""
-    names = choices(study.varied)
-    return f"Does {' or '.join(names)} make a difference to held-out accuracy?" if names else "What did training change?"
 
 
 def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Comparison]) -> list[str]:

@@ -61,14 +61,13 @@ class RemoteReference:
         """The log-probs [B, T] of the responses, 0 elsewhere. Uploads the batch where the server does not have it."""
         path = f"/get?key={_encode(key, batch, distribution, micro_batch_tokens)[0]}"
         most = batch.labels.numel() * 4 + LONGEST_MESSAGE
-        for _ in range(1 + UPLOADS):
+        for uploads in range(1 + UPLOADS):
             status, answer = self._poll(202, "has not computed its log-probs", "GET", path, most=most)
             if status == 200:
                 return self._read_log_probs(answer, batch.response_mask)
-            if status != 404:
-                break
+            if status != 404 or uploads == UPLOADS:
+                self._stop_refused(status, answer)
             self.upload(key, batch, distribution, micro_batch_tokens)
-        self._stop_refused(status, answer)
 
     def _get_info(self) -> dict:
         flag = f"--reference_url {self.url}"
@@ -161,11 +160,6 @@ class ReferenceProcess:
         self._model, self._vocabulary, self._timeout = model, vocabulary, timeout
         self._start(port=0)
 
-    @property
-    def url(self) -> str:
-        """Its address, which a replacement keeps."""
-        return self._client.url
-
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
         """The log-probs [B, T] of the responses, 0 elsewhere. Uploads the batch where the server does not have it."""
         try:
@@ -174,7 +168,7 @@ class ReferenceProcess:
             print(f"the reference model is started again: {error}", file=sys.stderr)
         self.restarts += 1
         self._child.kill()
-        self._child.close()
+        self.close()
         self._start(port=int(self.url.rpartition(":")[2]))  # which the sampler knows
         return self._client.log_probs(key, batch, distribution, micro_batch_tokens)
 
@@ -183,16 +177,15 @@ class ReferenceProcess:
         self._child.close()
 
     def _start(self, port: int) -> None:
-        self._child = ChildProcess(
-            "reference model's process", "alignment.policy.reference_service:serve", os.environ, grace_seconds=0
-        )
+        name, entry = "reference model's process", "alignment.policy.reference_service:serve"
+        self._child = ChildProcess(name, entry, os.environ, grace_seconds=0)
         with self._child.time_limit(max(self._timeout, PROCESS_START_SECONDS)):
             try:
                 self._child.connection.send((self._model, self.token, port))
-                url = self._child.connection.recv()
+                self.url = self._child.connection.recv()  # which a replacement keeps
             except (EOFError, OSError):
                 raise RunStopped(self._child.exit_report()) from None
-        self._client = RemoteReference(url, self.token, self._vocabulary, self._timeout)
+        self._client = RemoteReference(self.url, self.token, self._vocabulary, self._timeout)
 
 
 def _encode(key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> tuple[str, bytes]:

@@ -13,9 +13,10 @@ Model text is hostile input: it is never evaluated as Python, and every size is 
 """
 
 import re
+from contextlib import suppress
 from fractions import Fraction
 
-from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Quantity, Relation
+from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Quantity, Relation, unlabelled
 from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, Verdict, _normalised, grade_detail
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.reading import read
@@ -97,11 +98,9 @@ def worked_out(answer: str, ground_truth: str) -> bool:
 
 def _read(text: str) -> Answer | None:
     """The answer without its label; None where it cannot be read."""
-    try:
-        answer = read(_normalised(text))
-    except Refused:
-        return None
-    return answer.answer if isinstance(answer, Labelled) else answer
+    with suppress(Refused):
+        return unlabelled(read(_normalised(text)))
+    return None
 
 
 def _parts(answer: Answer | None) -> list[Quantity | Relation]:

@@ -122,11 +122,10 @@ def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, f
     pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     return {
-        **{f"reward_{name.replace(':', '.')}": _mean_reward(find_rule(name), pairs) for name in rules},
+        **{
+            f"reward_{name.replace(':', '.')}": sum(find_rule(name)(*pair)["reward"] for pair in pairs) / len(pairs)
+            for name in rules
+        },
         **{name: sum(score[name] for score in scores) / len(scores) for name in scores[0] if name.startswith("part_")},
         "grading_failed": sum("grading_failed" in score for score in scores),
     }
-
-
-def _mean_reward(rule: RewardFn, pairs: Sequence[tuple[str, str]]) -> float:
-    return sum(rule(*pair)["reward"] for pair in pairs) / len(pairs)

@@ -10,8 +10,7 @@ from alignment.rewards.user_functions import call_user_function
 from alignment.system.errors import RunStopped
 from alignment.system.registry import find
 
-RewardFn = Callable[[str, str], Score]
-"""(response, ground truth) -> score."""
+RewardFn = Callable[[str, str], Score]  # (response, ground truth) -> score.
 
 RULES: Mapping[str, RewardFn] = {
     "r1_zero": r1_zero_reward_fn,

@@ -30,7 +30,7 @@ from alignment.rollouts.batches import collate_groups
 from alignment.rollouts.config import RolloutConfig, Schedule
 from alignment.rollouts.source import open_source
 from alignment.rollouts.sync import check_staleness
-from alignment.sampling.open import open_sampler
+from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import SamplerConfig, find_engine
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.clock import Clock, run_in_background
@@ -142,13 +142,9 @@ class AheadRollouts:
 
     def _read(self) -> None:
         """Take what the child sends at once, so that it never waits for us: in a thread, where no signal cuts a message."""
-        connection = self._child.connection
         try:
             while True:
-                while not connection.poll(POLL_SECONDS):
-                    if self._child.has_ended():  # processes that it has forked may hold its end of the pipe
-                        return
-                failure, answer = connection.recv()
+                failure, answer = self._child.receive()
                 if failure:
                     self._failure = failure
                 else:
@@ -208,7 +204,11 @@ def _sample_ahead(config: AheadConfig, first: int, arriving: queue.SimpleQueue) 
         make_deterministic()
     tokenizer = load_tokenizer(config.sampler.model_path)
     source = open_source(config.rollouts, tokenizer)
-    reference = _reference_client(config)
+    reference = None  # gets each rollout early, which only saves time: the trainer sees to its faults
+    if config.reference is not None:
+        with suppress(UserError):
+            vocabulary = load_config(config.sampler.model_path).vocab_size
+            reference = RemoteReference(*config.reference, vocabulary, config.sampler.timeout)
     present: list[tuple[str, torch.Tensor]] = []  # the weights that a new engine gets where the first is lost
     sampler = open_sampler(find_engine(config.engine), config.sampler, tokenizer, weights=lambda: present)
     for step in range(first, config.schedule.num_steps + 1):
@@ -223,13 +223,3 @@ def _sample_ahead(config: AheadConfig, first: int, arriving: queue.SimpleQueue) 
                 distribution = config.rollouts.sampling.distribution
                 reference.upload(f"step-{step}", batch, distribution, config.micro_batch_tokens)
         yield sampled
-
-
-def _reference_client(config: AheadConfig) -> RemoteReference | None:
-    """The reference model that gets each rollout early. The trainer sees to its faults; here it only saves time."""
-    if config.reference is None:
-        return None
-    vocabulary = load_config(config.sampler.model_path).vocab_size
-    with suppress(UserError):
-        return RemoteReference(*config.reference, vocabulary, config.sampler.timeout)
-    return None

@@ -62,15 +62,12 @@ class Run:
 
     def __init__(self, config: RunConfig, console: Console):
         self.config, self.console = config, console
-        self.closing = ExitStack()
-        """Closes samplers, processes and locks when the run ends."""
+        self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
         self.path: Path | None = None
-        self.step = 0
-        """The last finished step."""
+        self.step = 0  # The last finished step.
         self.resumed_at = 0
-        self.started = False
-        """Whether `start` has been called, so that there is something to save."""
+        self.started = False  # Whether `start` has been called, so that there is something to save.
         self._restarts = 0
 
     @property

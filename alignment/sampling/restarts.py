@@ -1,18 +1,35 @@
-"""A sampler whose engine is replaced where it dies, hangs, or answers what cannot be completions."""
+"""Opening a sampler, whose engine is replaced where it dies, hangs, or answers what cannot be completions."""
 
-from __future__ import annotations
-
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.sampling.sampler import OnResponseEnd, Sampler, SamplerLost
+from alignment.policy.loading import load_config
+from alignment.policy.policy import Policy
+from alignment.sampling.sampler import OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost
 from alignment.system.errors import RunStopped, UserError
+from alignment.system.registry import import_object
 
-if TYPE_CHECKING:
-    import torch
+
+def open_sampler(
+    engine: SamplerEngine,
+    config: SamplerConfig,
+    tokenizer,
+    policy: Policy | None = None,
+    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None,
+) -> Sampler:
+    """Start a sampler. `policy` is the one whose weights it will be given: an engine may read the policy's own model in place.
+    `weights` gives the present weights to an engine that replaces a lost one; by default they are the policy's."""
+    start = import_object("--sampler", engine.open) if isinstance(engine.open, str) else engine.open
+    if not engine.can_be_lost:
+        return start(config, tokenizer, policy)
+    weights = weights or (None if policy is None else policy.weights)
+    vocabulary = load_config(config.model_path).vocab_size
+    return RestartingSampler(functools.partial(start, config, tokenizer, None), weights, vocabulary)
 
 
 class RestartingSampler:

@@ -18,8 +18,7 @@ from alignment.system.registry import find
 if TYPE_CHECKING:
     import torch
 
-OnResponseEnd = Callable[[int, str], object]
-"""Called with the number of a response's prompt, and the response's text."""
+OnResponseEnd = Callable[[int, str], object]  # Called with the number of a response's prompt, and the response's text.
 
 
 class SamplerLost(RuntimeError):

@@ -26,7 +26,6 @@ import asyncio
 import hmac
 import json
 import os
-import random
 import socket
 import ssl
 import tempfile
@@ -46,6 +45,7 @@ from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
+from alignment.sampling.vllm import _repack_output_embedding, request_parameters
 from alignment.system.errors import UserError, os_error
 from alignment.system.files import full_disk_is_an_os_error
 
@@ -61,6 +61,8 @@ SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 SHARD_BYTES = 2**30  # of weights in memory at a time, unless one tensor has more
 ANSWER_BYTES = 2**20  # of an answer, and besides for each token of a completion:
 TOKEN_BYTES = 1024
+# What the server else takes from the model's generation_config.json.
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 # What must be the same for the server's model to take our weights and tokens.
 SHAPE = (
@@ -84,16 +86,12 @@ class VLLMServerSampler:
     def __init__(self, config: SamplerConfig, tokenizer, context: int | None = None, token: str | None = None):
         model_path, dtype = config.model_path, config.dtype
         model_config = load_config(model_path)
-        text_config = model_config.get_text_config()
-        self.tokenizer = tokenizer
+        self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
         self.context = context or context_length(model_config)
-        self.policy_version = config.policy_version
-        self.restarts = 0
-        self._timeout = config.timeout
-        self._dtype = getattr(torch, dtype)
+        self._timeout, self._dtype = config.timeout, getattr(torch, dtype)
         self._weights_folder = Path(config.weights_folder).resolve()
         self._client = _JSONClient(config.url, token)
-        shape = _shape(text_config)
+        shape = _shape(model_config.get_text_config())
         self._vocabulary = shape["vocab_size"]
         self._model = self._served_model()
         self._refuse_unfit(shape, dtype, _command(model_path, dtype, self.context))
@@ -111,19 +109,22 @@ class VLLMServerSampler:
         the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
         until = time.monotonic() + self._timeout
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
-        n = 1 if sampling.temperature == 0 else sampling.n
+        repeats = sampling.n if sampling.temperature == 0 else 1
         self._drop_cached_prefixes(until)
         # The answer repeats the prompt with each completion.
-        most = ANSWER_BYTES + n * (sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0))
-        requests = _completion_requests(self._model, encoded, sampling, n)
-        answers = self._client.post("/v1/completions", requests, until, most)
+        most = ANSWER_BYTES + sampling.n // repeats * (
+            sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0)
+        )
+        # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
+        shared = {"model": self._model, **NEUTRAL, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        parameters = request_parameters(sampling, len(encoded))
+        requests = [shared | own | {"prompt": ids} for own, ids in zip(parameters, encoded, strict=True)]
+        answers = self._client.ask("POST", "/v1/completions", requests, until, most)
         # Checked after the answers have come: a server that is lost before gives none.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
             raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
-        drawn = [
-            _completions(answer, tuple(ids), self.policy_version) * (sampling.n // n)
-            for ids, answer in zip(encoded, answers, strict=True)
-        ]
+        pairs = zip(encoded, answers, strict=True)
+        drawn = [_completions(answer, tuple(ids), self.policy_version) * repeats for ids, answer in pairs]
         check_completions(drawn, len(prompts), sampling, self._vocabulary)
         return drawn
 
@@ -154,7 +155,7 @@ class VLLMServerSampler:
         busy = None
         while busy is None or time.monotonic() + RETRY_SECONDS <= until:
             try:
-                if self._client.post("/reset_prefix_cache", [None], until)[0].get("success") is True:
+                if self._client.ask("POST", "/reset_prefix_cache", [None], until)[0].get("success") is True:
                     return
             except SamplerLost as error:
                 raise (busy if busy and time.monotonic() >= until else error) from None
@@ -164,7 +165,8 @@ class VLLMServerSampler:
 
     def _call(self, method: str, until: float, *arguments: str) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""
-        results = self._client.post("/collective_rpc", [{"method": method, "args": arguments}], until)[0].get("results")
+        request = {"method": method, "args": arguments}
+        results = self._client.ask("POST", "/collective_rpc", [request], until)[0].get("results")
         if not (isinstance(results, list) and results and all(isinstance(result, dict) for result in results)):
             raise SamplerLost(f"{self._client} answered with no results")
         return results
@@ -172,19 +174,18 @@ class VLLMServerSampler:
     def _served_model(self) -> str:
         """The name that the server has for its model. Raises `UserError` where there is no vLLM server to be talked to."""
         try:
-            cards = self._client.get("/v1/models", self._until_checked()).get("data")
+            cards = self._client.ask("GET", "/v1/models", [None], self._until_checked())[0].get("data")
             return next(str(card["id"]) for card in cards if card["owned_by"] == "vllm")
         except _Refused as error:
-            if error.status == 401:
-                advice = "Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
-            else:
-                advice = "Check host and port: it seems to be no vLLM server"
+            key = "Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
+            advice = key if error.status == 401 else "Check host and port: it seems to be no vLLM server"
             raise UserError(f"--sampler_url: {error}. {advice}") from None
         except SamplerLost as error:
             raise UserError(f"--sampler_url: {error}. Check the address, and that a vLLM server runs there") from None
         except (StopIteration, KeyError, TypeError):
-            message = "serves no model, so it is no vLLM server: check host and port"
-            raise UserError(f"--sampler_url: {self._client} {message}") from None
+            raise UserError(
+                f"--sampler_url: {self._client} serves no model, so is no vLLM server: check host and port"
+            ) from None
 
     def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
         """Raise `UserError` for a server that could not take our weights, or whose log-probs would be others."""
@@ -247,31 +248,6 @@ class _Refused(SamplerLost):
         self.status = status
 
 
-def _completion_requests(model: str, encoded: Sequence[Sequence[int]], sampling: SamplingConfig, n: int) -> list[dict]:
-    """A request for `n` completions of each prompt, with a seed of its own."""
-    # As for vLLM within a process: child j of a request has the seed + j, and neighbouring seeds share no child.
-    first_seed = random.Random(sampling.seed).getrandbits(48)
-    shared = {
-        "model": model,
-        "n": n,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        # Said, as the server else takes them from the model's generation_config.json.
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "max_tokens": sampling.max_new_tokens,
-        "stop": list(sampling.stop),
-        "include_stop_str_in_output": True,
-        "logprobs": 0,  # of the drawn token alone
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,  # beside the log-probs, where the tokens' texts would be longer
-    }
-    return [shared | {"prompt": ids, "seed": first_seed + index * n} for index, ids in enumerate(encoded)]
-
-
 def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int) -> list[Completion]:
     """The completions of one prompt. Raises `SamplerLost` for values of other types."""
     completions = []
@@ -312,20 +288,13 @@ class _JSONClient:
     def __str__(self) -> str:
         return f"the vLLM server at {self._url}"
 
-    def get(self, path: str, until: float) -> dict:
-        """The answer to a GET."""
-        return self._ask("GET", path, [None], until, ANSWER_BYTES)[0]
-
-    def post(self, path: str, bodies: Sequence[dict | None], until: float, most: int = ANSWER_BYTES) -> list[dict]:
-        """The answers, of at most `most` bytes each, to POSTs that are sent side by side, in order, before the time `until`.
+    def ask(self, method: str, path: str, bodies: Sequence, until: float, most: int = ANSWER_BYTES) -> list[dict]:
+        """The answers, of at most `most` bytes each, to requests that are sent side by side, in order, before the time `until`.
         Raises `SamplerLost` for the first that fails. Cuts off the others then, and the server drops them."""
-        return self._ask("POST", path, bodies, until, most)
-
-    def _ask(self, *request) -> list[dict]:
         with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
-            return portal.call(self._answers, *request)
+            return portal.call(self._answers, method, path, bodies, until, most)
 
-    async def _answers(self, method: str, path: str, bodies: Sequence[dict | None], until: float, most: int) -> list[dict]:
+    async def _answers(self, method: str, path: str, bodies: Sequence, until: float, most: int) -> list[dict]:
         seconds, slots = until - time.monotonic(), asyncio.Semaphore(CONCURRENT)
         options = {"limits": httpx.Limits(max_keepalive_connections=0), "socket_options": SOCKET_OPTIONS}
         transport = httpx.AsyncHTTPTransport(verify=self._certificates, trust_env=False, **options)
@@ -393,8 +362,6 @@ class SamplerWorker:
 
     def sampler_reload(self, folder: str) -> dict:
         """Load the weights of the safetensors files in `folder`, in place."""
-        from alignment.sampling.vllm import _repack_output_embedding
-
         self.sampler_loaded = ""
         self.reload_weights(weights_iterator=_read_shards(Path(folder)))
         _repack_output_embedding(self)

@@ -57,6 +57,14 @@ class ChildProcess:
         """Whether the process is dead and the pipe holds nothing more from it."""
         return self.process.poll() is not None and not self.connection.poll()
 
+    def receive(self) -> object:
+        """The next message through the pipe. Raises EOFError where the process has ended, even if one that it has forked holds
+        its end of the pipe."""
+        while not self.connection.poll(POLL_SECONDS):
+            if self.has_ended():
+                raise EOFError
+        return self.connection.recv()
+
     def close(self) -> None:
         """End the process and everything it started. A second call does nothing."""
         self._end()

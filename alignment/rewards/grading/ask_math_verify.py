@@ -19,8 +19,7 @@ SECONDS = 1.5  # of CPU time for one pair
 
 Outcome = tuple[bool, str]
 
-WORKERS = LimitedWorkers(("math_verify", "alignment.rewards.grading.cascade"))
-"""This process's workers for all of grading."""
+WORKERS = LimitedWorkers(("math_verify", "alignment.rewards.grading.cascade"))  # This process's workers for all of grading.
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
 _NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never

@@ -6,6 +6,7 @@ import itertools
 import operator
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
 
 from flint import arb
@@ -112,15 +113,12 @@ def _pieces(inner: str, bare: bool) -> list[str]:
 
 
 def _comma_list(text: str, levels: int) -> Answer | None:
+    if "±" in text and text[0] == "(" and _whole_bracket(text):
+        return _plus_minus(text, levels)  # `(1, ±2)` is two pairs; elsewhere each part of a list has its own signs
     parts = _pieces(text, bare=True)
     if len(parts) < 2 or _whole_bracket(text):
         return None
     return _collect("", [read(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
-
-
-def _plus_minus_pair(text: str, levels: int) -> Answer | None:
-    """`(1, ±2)` is two pairs; elsewhere each part of a list has its own signs."""
-    return _plus_minus(text, levels) if "±" in text and text[0] == "(" and _whole_bracket(text) else None
 
 
 def _plus_minus(text: str, levels: int) -> Answer | None:
@@ -266,10 +264,9 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
 
 def _end(text: str) -> arb | None:
     """A real constant or an infinity; None for anything else."""
-    try:
+    with suppress(Refused):
         return regions.edge(_phrase(text, 1) or read_quantity(text))
-    except Refused:
-        return None
+    return None
 
 
 def _set_operation(text: str, levels: int) -> Answer | None:
@@ -373,6 +370,6 @@ def _approximation(text: str, levels: int) -> Answer | None:
 
 
 _READERS = (
-    _cases, read_clock, _phrase, read_number_in_words, read_two_units, _alternatives, _plus_minus_pair, _comma_list,
+    _cases, read_clock, _phrase, read_number_in_words, read_two_units, _alternatives, _comma_list,
     _plus_minus, _relation, _matrix, _set_operation, _bracketed, read_ratio, _approximation,
 )  # fmt: skip
