@@ -263,9 +263,7 @@ class RLArgs(Args):
         buffer = self.overlong_buffer
         _require(0 <= buffer <= self.max_new_tokens, "--overlong_buffer", buffer, "from 0 (none) to --max_new_tokens")
         if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
-            raise UserError(
-                f"--optimizer {self.optimizer} needs {package}: start the command with `uv run --extra {package} ...`"
-            )
+            raise UserError(f"--optimizer {self.optimizer} needs {package}: start with `uv run --extra {package} ...`")
         _require(not self.reference_url or self.beta > 0, "--reference_url", self.reference_url, "empty without --beta")
         self._check_rollouts()
 
@@ -451,10 +449,8 @@ def swept_values(args: SweepOptions) -> dict[str, tuple]:
 def refuse_missing_warm_start(args: RLArgs) -> None:
     """Raise `UserError` where --sft_base is not there and will not be made."""
     if args.sft_base and not args.auto_sft and not Path(args.sft_base).exists():
-        raise UserError(
-            f"--sft_base {args.sft_base} does not exist: make it with `uv run -m alignment.sft --preset {args.preset}`,"
-            " or start from --model with --sft_base ''"
-        )
+        remedy = f"make it with `uv run -m alignment.sft --preset {args.preset}`, or start from --model with --sft_base ''"
+        raise UserError(f"--sft_base {args.sft_base} does not exist: {remedy}")
 
 
 def command_line(args: Args) -> list[str]:

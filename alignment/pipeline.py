@@ -144,10 +144,8 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
                     process.terminate()
                     process.wait()
         if process.returncode:
-            raise RunStopped(
-                f"stage {stage.name} ended with exit code {process.returncode}: {last_line(log)};"
-                f" all of its output: {log}. The same command goes on from there"
-            )
+            end = f"stage {stage.name} ended with exit code {process.returncode}: {last_line(log)}"
+            raise RunStopped(f"{end}; all of its output: {log}. The same command goes on from there")
         console.print(f"{number} of {len(stages)}, {stage.name}: done", markup=False)
 
 

@@ -78,10 +78,9 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
         arm = dataclasses.replace(base, **chosen)
         if hold == "rollouts" and "group_size" in chosen and "prompts_per_rollout" not in chosen:
             if base.rollout_size % arm.group_size:
-                raise UserError(
-                    f"--group_size {arm.group_size} --hold rollouts: {base.rollout_size} responses a step are no whole number"
-                    " of such groups; choose sizes that divide it, or --hold prompts"
-                )
+                reason = f"{base.rollout_size} responses a step are no whole number of such groups"
+                remedy = "choose sizes that divide it, or --hold prompts"
+                raise UserError(f"--group_size {arm.group_size} --hold rollouts: {reason}; {remedy}")
             arm = dataclasses.replace(arm, prompts_per_rollout=base.rollout_size // arm.group_size)
         name = "_".join(_label(key, value) for key, value in chosen.items()) or _label("loss_type", base.loss_type)
         if name in arms:
@@ -152,10 +151,8 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
     for name, args in arms.items():
         other, first = shared.setdefault(args.sft_base, (name, args))
         if args.sft_base and (args.task, args.model) != (first.task, first.model):
-            raise UserError(
-                f"--sft_base {args.sft_base}: {other} and {name} differ in task or model and cannot share a warm start; give"
-                " each its own sft_base in a --sweep_file"
-            )
+            reason = f"{other} and {name} differ in task or model and cannot share a warm start"
+            raise UserError(f"--sft_base {args.sft_base}: {reason}; give each its own sft_base in a --sweep_file")
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------

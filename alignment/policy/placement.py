@@ -71,10 +71,8 @@ def assign_roles(
     free = [gpu for gpu in gpus if gpu not in policy and gpu not in named.values()]
     if not policy and not free and num_gpus > 1:
         flags = " and ".join(f"{FLAGS[role]} {device}" for role, device in named.items() if device != "cpu")
-        raise UserError(
-            f"{flags} leave none of the {num_gpus} GPUs for the policy; put two of these on one GPU, or say which GPU the"
-            f" policy shares with {FLAGS['policy']}"
-        )
+        remedy = f"put two of these on one GPU, or say which GPU the policy shares with {FLAGS['policy']}"
+        raise UserError(f"{flags} leave none of the {num_gpus} GPUs for the policy; {remedy}")
     spare = free if policy else free[1:]  # a policy by default keeps the lowest free GPU
     helpers = _place_helpers(named, spare, policy, gpus)
     if vllm:
@@ -131,24 +129,18 @@ def _refuse_vllm_clashes(
     greedy = "but vLLM claims most of its GPU's memory at start"
     for role in ENGINES:
         if helpers[role] == "cpu":
-            raise UserError(
-                f"{FLAGS[role]} cpu, but vLLM's NVIDIA build cannot run there; "
-                f"name a GPU ({_span(gpus)}), leave the flag out, or sample without vLLM"
-            )
+            remedy = f"name a GPU ({_span(gpus)}), leave the flag out, or sample without vLLM"
+            raise UserError(f"{FLAGS[role]} cpu, but vLLM's NVIDIA build cannot run there; {remedy}")
         if len(gpus) == 1 or helpers[role] not in policy:
             continue
         if role not in named:
-            raise UserError(
-                f"{FLAGS['policy']} names every GPU, {greedy} and the {role} role has none to itself; "
-                f"take {gpus[-1]} off {FLAGS['policy']}"
-            )
+            reason = f"{greedy} and the {role} role has none to itself"
+            raise UserError(f"{FLAGS['policy']} names every GPU, {reason}; take {gpus[-1]} off {FLAGS['policy']}")
         remedy = f"use {FLAGS[role]} {spare[-1]}" if spare else f"take {helpers[role]} off {FLAGS['policy']}"
         raise UserError(f"{FLAGS[role]} {helpers[role]} is also in {FLAGS['policy']}, {greedy}; {remedy}")
     if "sample" in named and named["sample"] == named.get("reference") and spare:
-        raise UserError(
-            f"{FLAGS['sample']} and {FLAGS['reference']} are both {named['sample']}, {greedy}; "
-            f"use {FLAGS['reference']} {spare[-1]}"
-        )
+        both = f"{FLAGS['sample']} and {FLAGS['reference']} are both {named['sample']}"
+        raise UserError(f"{both}, {greedy}; use {FLAGS['reference']} {spare[-1]}")
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,9 @@ class RemoteReference:
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(headers=headers, trust_env=False, verify=False, limits=limits)  # http:// has no certificates
         self.info = self._get_info()
-        if self.info["vocabulary"] != vocabulary:
-            raise UserError(
-                f"--reference_url {url}: its model {printable(self.info['model'])} has a vocabulary of"
-                f" {self.info['vocabulary']} tokens, the policy of {vocabulary}: serve the model that training starts from"
-            )
+        if (its := self.info["vocabulary"]) != vocabulary:
+            other = f"{printable(self.info['model'])} has a vocabulary of {its} tokens, the policy of {vocabulary}"
+            raise UserError(f"--reference_url {url}: its model {other}: serve the model that training starts from")
 
     def upload(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> None:
         """Have the server compute a batch. `key` is a name for it; equal names of different batches do no harm."""
@@ -76,10 +74,8 @@ class RemoteReference:
         except httpx.RemoteProtocolError:
             status, answer = 0, b""
         except (httpx.TransportError, UnicodeError) as error:
-            raise UserError(
-                f"{flag}: cannot be reached ({_reason(error)}): start it with `uv run -m {SERVICE} --model ...`, and wait for"
-                " the line with its address"
-            ) from None
+            command = f"start it with `uv run -m {SERVICE} --model ...`, and wait for the line with its address"
+            raise UserError(f"{flag}: cannot be reached ({_reason(error)}): {command}") from None
         if status == 401:
             raise UserError(f"{flag}: refuses this token: set {TOKEN_VARIABLE} here to what it was for the server")
         info = _json(answer)

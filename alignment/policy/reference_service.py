@@ -62,11 +62,9 @@ def read_upload(body: bytes, vocabulary: int, context: int) -> tuple[Batch, Dist
         metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__") or {}
     except Exception:  # of many kinds, for bytes that are no such file
         raise HTTPException(400, "the body is no safetensors file") from None
-    _require(
-        {name: tensor.dtype for name, tensor in tensors.items()}
-        == {"input_ids": torch.int64, "labels": torch.int64, "response_mask": torch.bool},
-        "the tensors must be input_ids and labels (int64) and response_mask (bool)",
-    )
+    types = {"input_ids": torch.int64, "labels": torch.int64, "response_mask": torch.bool}
+    given = {name: tensor.dtype for name, tensor in tensors.items()}
+    _require(given == types, "the tensors must be input_ids and labels (int64) and response_mask (bool)")
     batch = Batch(**tensors)
     shape = batch.labels.shape
     _require(len(shape) == 2 and 0 not in shape, "the tensors must be [B, T], neither of them 0")

@@ -121,11 +121,9 @@ def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, f
     cached, so this costs little after the scoring."""
     pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
+    by_rule = {name.replace(":", "."): [find_rule(name)(*pair)["reward"] for pair in pairs] for name in rules}
     return {
-        **{
-            f"reward_{name.replace(':', '.')}": sum(find_rule(name)(*pair)["reward"] for pair in pairs) / len(pairs)
-            for name in rules
-        },
+        **{f"reward_{name}": sum(rewards) / len(rewards) for name, rewards in by_rule.items()},
         **{name: sum(score[name] for score in scores) / len(scores) for name in scores[0] if name.startswith("part_")},
         "grading_failed": sum("grading_failed" in score for score in scores),
     }

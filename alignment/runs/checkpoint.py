@@ -36,9 +36,7 @@ def last_whole_step(run: Path) -> tuple[int, list[str]]:
             return step, damages
         damages.append(f"{checkpoint_folder(run, step)} is damaged: {wrong}")
     if damages:
-        raise UserError(
-            f"no checkpoint is whole: {'; '.join(damages)}. Start a new run, or delete these folders to begin again"
-        )
+        raise UserError(f"no checkpoint is whole: {'; '.join(damages)}. Start a new run, or delete these folders")
     return 0, []
 
 

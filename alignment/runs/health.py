@@ -60,9 +60,8 @@ class Health:
         all_bad = all(record["updates"] == 0 < record["bad_updates"] for record in last)
         if len(last) == self.limits.max_bad_steps and all_bad:
             raise RunStopped(
-                f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps); their batches are in"
-                " bad_batches/: look at their rewards and log-probs, and start a run from its last checkpoint (--sft_base) with"
-                " a lower --learning_rate"
+                f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps): look at their batches in"
+                " bad_batches/, and start from the last checkpoint (--sft_base) with a lower --learning_rate"
             )
         recent = self.latest[-GRADER_WINDOW:]
         failed, graded = (sum(record[key] for record in recent) for key in ("grading_failed", "responses"))
@@ -70,9 +69,8 @@ class Health:
         allowed = self.limits.max_grader_failures * GRADER_WINDOW * graded / len(recent)
         if failed > allowed:
             raise RunStopped(
-                f"grading failed on {failed} of {graded} answers (time or memory ran out), more than --max_grader_failures"
-                f" {self.limits.max_grader_failures} allows; their rewards of 0 would be taken for wrong answers. See their"
-                " completions, and --reward"
+                f"grading failed on {failed} of {graded} answers (time or memory ran out), which then count as wrong: more than"
+                f" --max_grader_failures {self.limits.max_grader_failures} allows. See their completions, and --reward"
             )
 
 

@@ -163,13 +163,8 @@ def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callabl
 
 def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str, int]) -> None:
     """Write args.json: the resolved arguments, the seeds, the command, and `versions()`."""
-    record = {
-        "args": dict(arguments),
-        "seeds": dict(seeds),
-        "command": [Path(sys.executable).name, *sys.argv],
-        "versions": versions(),
-    }
-    write_json(folder / "args.json", record)
+    record = {"args": dict(arguments), "seeds": dict(seeds), "command": [Path(sys.executable).name, *sys.argv]}
+    write_json(folder / "args.json", {**record, "versions": versions()})
 
 
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:

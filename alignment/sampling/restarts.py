@@ -67,7 +67,6 @@ class RestartingSampler:
             self._restart(error)
 
     def close(self) -> None:
-        """See `Sampler.close`."""
         self._engine.close()
 
     def _sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -99,9 +98,7 @@ def check_completions(
     for completion in (completion for group in completions for completion in group):
         tokens, log_probs = len(completion.token_ids), len(completion.log_probs)
         if not 1 <= tokens <= sampling.max_new_tokens or log_probs != tokens:
-            raise SamplerLost(
-                f"a completion has {tokens} tokens, of at most {sampling.max_new_tokens}, and {log_probs} log-probs"
-            )
+            raise SamplerLost(f"a completion has {tokens} of {sampling.max_new_tokens} tokens, and {log_probs} log-probs")
         if not all(0 <= token < vocabulary for token in completion.token_ids):
             raise SamplerLost(f"a completion has tokens outside the vocabulary of {vocabulary}")
         if not all(-math.inf < log_prob <= 1e-3 for log_prob in completion.log_probs):  # a bfloat16 sum may pass 0

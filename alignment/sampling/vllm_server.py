@@ -183,9 +183,8 @@ class VLLMServerSampler:
         except SamplerLost as error:
             raise UserError(f"--sampler_url: {error}. Check the address, and that a vLLM server runs there") from None
         except (StopIteration, KeyError, TypeError):
-            raise UserError(
-                f"--sampler_url: {self._client} serves no model, so is no vLLM server: check host and port"
-            ) from None
+            error = "serves no model, so it is no vLLM server: check host and port"
+            raise UserError(f"--sampler_url: {self._client} {error}") from None
 
     def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
         """Raise `UserError` for a server that could not take our weights, or whose log-probs would be others."""

@@ -12,20 +12,8 @@ from fractions import Fraction
 
 from flint import arb
 
-from alignment.rewards.grading import sentences
-from alignment.rewards.grading.answers import (
-    About,
-    Answer,
-    Clock,
-    Labelled,
-    Listing,
-    Matrix,
-    Quantity,
-    Region,
-    Relation,
-    Words,
-    unlabelled,
-)
+from alignment.rewards.grading import answers, sentences
+from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.regions import as_region, same_point
@@ -82,7 +70,7 @@ class Comparison:
             formula = isinstance(t.answer, Quantity) and variables(t.answer.value)  # y = 2x + 1, not a solution, x = 5
             return bool(formula) and self._relations(a, _as_relation(t))
         if isinstance(a, Labelled) or isinstance(t, Labelled):
-            return _labels_agree(a, t) and self.answers(unlabelled(a), unlabelled(t))
+            return _labels_agree(a, t) and self.answers(answers.unlabelled(a), answers.unlabelled(t))
         approximate = isinstance(a, About), isinstance(t, About)
         a, t = (x.answer if isinstance(x, About) else x for x in (a, t))
         quantities = isinstance(a, Quantity) and isinstance(t, Quantity)
