@@ -83,7 +83,7 @@ def _check_bounds(args) -> None:
         value = getattr(args, f.name)
         if f.name in BOUNDS and value is not None and not isinstance(value, tuple):
             words, holds = BOUNDS[f.name]
-            _require(holds(value), f"--{f.name}", value, words)
+            _require(args, f.name, holds(value), words)
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ class Args:
     preset: str = "tiny"  # Named set of arguments (alignment/presets/*.toml) that the other flags override.
 
     task: str = "arithmetic"
-    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or a `Task` of your own, as
-    package.module:name."""
+    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or your own `Task`, as package.module:name."""
     reward: str = "r1_zero"
     """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, or
     countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
@@ -133,7 +132,7 @@ class Args:
 
     def __post_init__(self) -> None:
         _check_bounds(self)
-        _require_folder_name("--run_name", self.run_name)
+        _require_folder_name(self, "run_name")
 
     @property
     def evaluation_rule(self) -> str:
@@ -150,7 +149,7 @@ class EvaluateArgs(Args):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(len(self.compare) in (0, 2), "--compare", " ".join(self.compare), "two models")
+        _require(self, "compare", len(self.compare) in (0, 2), "two models")
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ class SFTArgs(Args):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.sft_base != "", "--sft_base", self.sft_base, "the folder to save the model to")
+        _require(self, "sft_base", self.sft_base != "", "the folder to save the model to")
 
 
 @dataclass(frozen=True)
@@ -248,39 +247,25 @@ class RLArgs(Args):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.sampling_temperature > 0, "--sampling_temperature", self.sampling_temperature, "a number above 0")
-        loss = self.loss  # raises `UserError` for an unknown one
-        _require(
-            self.group_size > 1 or loss.weight == "raw_rewards",
-            "--group_size", self.group_size,
-            "at least 2: with one sample a prompt the group's mean is the reward itself and its std is undefined"
-            " (only --loss_type no_baseline works with 1)",
-        )  # fmt: skip
-        _require(
-            self.max_refills == 0 or loss.weight != "raw_rewards", "--max_refills", self.max_refills,
-            f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too",
-        )  # fmt: skip
-        buffer = self.overlong_buffer
-        _require(0 <= buffer <= self.max_new_tokens, "--overlong_buffer", buffer, "from 0 (none) to --max_new_tokens")
+        _require(self, "sampling_temperature", self.sampling_temperature > 0, "a number above 0")
+        raw_rewards = self.loss.weight == "raw_rewards"  # raises `UserError` for an unknown loss
+        undefined = "with one sample a prompt the group's mean is the reward itself and its std is undefined"
+        works = f"at least 2: {undefined} (only --loss_type no_baseline works with 1)"
+        _require(self, "group_size", self.group_size > 1 or raw_rewards, works)
+        works = f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too"
+        _require(self, "max_refills", self.max_refills == 0 or not raw_rewards, works)
+        fits = 0 <= self.overlong_buffer <= self.max_new_tokens
+        _require(self, "overlong_buffer", fits, "from 0 (none) to --max_new_tokens")
         if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
             raise UserError(f"--optimizer {self.optimizer} needs {package}: start with `uv run --extra {package} ...`")
-        _require(not self.reference_url or self.beta > 0, "--reference_url", self.reference_url, "empty without --beta")
-        self._check_rollouts()
-
-    def _check_rollouts(self) -> None:
-        stale, every = self.max_staleness, self.sync_every
-        asynchronous = self.rollouts == "async"
-        _require(asynchronous or not stale, "--max_staleness", stale, "0, or go with --rollouts async")
-        _require(
-            every <= self.staleness + 1, "--sync_every", every,
-            f"at most {self.staleness + 1}: later weights would come too late for --max_staleness {self.staleness}"
-            if asynchronous else "1, or go with --rollouts async",
-        )  # fmt: skip
-        _require(
-            self.sampler_correction == "none" or not self.trusts_sampler, "--sampler_correction", self.sampler_correction,
-            f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}: the ratio of --loss_type"
-            f" {self.loss_type} is to the sampler's log-probs already",
-        )  # fmt: skip
+        _require(self, "reference_url", not self.reference_url or self.beta > 0, "empty without --beta")
+        asynchronous, most = self.rollouts == "async", self.staleness + 1
+        _require(self, "max_staleness", asynchronous or not self.max_staleness, "0, or go with --rollouts async")
+        works = f"at most {most}: later weights would come too late for --max_staleness {self.staleness}"
+        _require(self, "sync_every", self.sync_every <= most, works if asynchronous else "1, or go with --rollouts async")
+        works = f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}: the ratio of --loss_type"
+        works += f" {self.loss_type} is to the sampler's log-probs already"
+        _require(self, "sampler_correction", self.sampler_correction == "none" or not self.trusts_sampler, works)
 
     @property
     def staleness(self) -> int:
@@ -373,7 +358,7 @@ class ReferenceServerArgs:
     max_pending: int = 32  # Batches that may wait, or have unread results; above it trainers are told to try again later.
 
     def __post_init__(self) -> None:
-        _require(self.host != "", "--host", "''", "an address, such as 127.0.0.1")
+        _require(self, "host", self.host != "", "an address, such as 127.0.0.1")
         _check_bounds(self)
 
 
@@ -384,43 +369,31 @@ class SweepOptions:
     Every argument of train_rl may be given here, most with several values: --loss_type no_baseline grpo_clip --seed 0 1 2
     """
 
-    preset: str = "tiny"
-    """Named set of arguments that all arms start from."""
-    sweep_file: str = ""
-    """TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME] each."""
-    sweep_name: str = ""
-    """Name of the sweep's folder; empty: made from the preset and what varies. The same name continues that sweep."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the sweep's folder; with several machines, one that all of them share."""
+    preset: str = "tiny"  # Named set of arguments that all arms start from.
+    sweep_file: str = ""  # TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME] each.
+    sweep_name: str = ""  # Name of the sweep's folder, or of one to continue; empty: made from the preset and what varies.
+    output_dir: str = "checkpoints"  # Folder that holds the sweep's folder; with several machines, one that all of them share.
     hold: Literal["rollouts", "prompts"] = "rollouts"
     """What stays equal while --group_size varies: the responses of a step (so larger groups mean fewer prompts), or the
     prompts (so larger groups mean more responses)."""
-    tie: float = 0.03
-    """Difference of accuracies below which two arms are taken to tie, once that is shown."""
-    controls: bool = False
-    """Add arms with random, format-only and inverted reward, to show what the evaluation alone would produce."""
-    strict: bool = False
-    """Take the design's warnings for errors."""
-    dry_run: bool = False
-    """Print the design, and train nothing."""
+    tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie, once that is shown.
+    controls: bool = False  # Add arms with random, format-only and inverted reward, to show what the evaluation alone produces.
+    strict: bool = False  # Take the design's warnings for errors.
+    dry_run: bool = False  # Print the design, and train nothing.
     until_decided: bool = False
     """After the runs, add a seed at a time to the arms of every undecided pair, until each is decided or has --max_seeds. The
     chance of a false verdict is shared among the looks that this takes."""
     question: tuple[str, ...] = ()
     """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
-    max_seeds: int = 10
-    """Seeds an arm may get."""
-    ray_address: str = ""
-    """Ray cluster to run on; empty: this machine. Without Ray (extra "ray") runs go one after another."""
-    cpus_per_run: int | None = None
-    """Cores of a run, which are also its threads; by default 1 where runs share a machine, all of them without Ray."""
-    gpus_per_run: int | None = None
-    """Whole GPUs of a run, over which its roles are placed anew; by default 1 where there are any."""
+    max_seeds: int = 10  # Seeds an arm may get.
+    ray_address: str = ""  # Ray cluster to run on; empty: this machine. Without Ray (extra "ray") runs go one after another.
+    cpus_per_run: int | None = None  # Cores and threads of a run; by default 1 where runs share a machine, all without Ray.
+    gpus_per_run: int | None = None  # Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
-        _require(len(self.question) < 3, "--question", " ".join(self.question), "one argument, two values or two arms")
-        _require_folder_name("--sweep_name", self.sweep_name)
+        _require(self, "question", len(self.question) < 3, "one argument, two values or two arms")
+        _require_folder_name(self, "sweep_name")
 
 
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
@@ -435,9 +408,9 @@ def _sweep_args() -> type[SweepOptions]:
     for name, hint in get_type_hints(RLArgs).items():
         value = Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")]
         swept += [(name, value, ())] if name not in NOT_SWEPT else []
-    made = dataclasses.make_dataclass("SweepArgs", swept, bases=(SweepOptions,), frozen=True)
-    made.__doc__ = SweepOptions.__doc__
-    return made
+    # tyro reads descriptions of fields from the source of the class of this name.
+    source = {"__module__": __name__, "__doc__": SweepOptions.__doc__}
+    return dataclasses.make_dataclass("SweepOptions", swept, bases=(SweepOptions,), frozen=True, namespace=source)
 
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:
@@ -485,14 +458,18 @@ def _loss_of_function(function: Callable) -> Loss:
     return Loss(function, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
 
 
-def _require(condition: bool, flag: str, value, wanted: str) -> None:
-    if not condition:
-        raise UserError(f"{flag} {value}: must be {wanted}")
+def _require(args, name: str, holds: bool, wanted: str) -> None:
+    """Raise `UserError` for the argument `name`, with its value and what it must be, unless the condition holds."""
+    if not holds:
+        value = getattr(args, name)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else "''" if value == "" else value
+        raise UserError(f"--{name} {shown}: must be {wanted}")
 
 
-def _require_folder_name(flag: str, name: str) -> None:
-    plain = name not in (".", "..") and Path(name).name == name and len(name.encode(errors="surrogateescape")) <= 150
-    _require(plain, flag, name, "a plain folder name without slashes, of at most 150 bytes")
+def _require_folder_name(args, name: str) -> None:
+    folder = getattr(args, name)
+    plain = folder not in (".", "..") and Path(folder).name == folder and len(folder.encode(errors="surrogateescape")) <= 150
+    _require(args, name, plain, "a plain folder name without slashes, of at most 150 bytes")
 
 
 SweepArgs = _sweep_args()
@@ -576,8 +553,7 @@ class GradientsArgs:
 
     def __post_init__(self) -> None:
         _check_bounds(self)
-        smallest = min(self.group_size, default=0)
-        _require(smallest >= 2, "--group_size", smallest, "at least 2")
+        _require(self, "group_size", min(self.group_size, default=0) >= 2, "at least 2")
         if any(max(self.group_size) % size for size in self.group_size):
             raise UserError(f"--group_size: every size must divide the largest, {max(self.group_size)}")
 
