@@ -37,20 +37,15 @@ def bind(host: str, port: int, token: str) -> socket.socket:
     return listener
 
 
-def choose_device(device: str | None) -> str:
-    """The device that --device names, or the first GPU, or the CPU. Raises `UserError` for one that this machine lacks."""
-    devices = [*(f"cuda:{number}" for number in range(visible_gpus())), "cpu"]
-    if device not in (None, *devices):
-        raise UserError(f"--device {device}: this machine has {', '.join(devices)}")
-    return device or devices[0]
-
-
 def main() -> None:
     args = tyro.cli(ReferenceServerArgs, use_underscores=True)
     token = reference_token()
     with bind(args.host, args.port, token) as listener:
         check_model_path(args.model, "--model")
-        device = choose_device(args.device)
+        devices = [*(f"cuda:{number}" for number in range(visible_gpus())), "cpu"]
+        if args.device not in (None, *devices):
+            raise UserError(f"--device {args.device}: this machine has {', '.join(devices)}")
+        device = args.device or devices[0]
 
         from alignment.policy.loading import compute_dtype
         from alignment.policy.reference_service import serve_model

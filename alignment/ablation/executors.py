@@ -84,7 +84,12 @@ class RayExecutor:
 
     @signals.deferred_signals()
     def __init__(self, address: str, cpus: int | None, gpus: int | None):
-        refuse_unreachable(address)
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        try:  # Ray itself would try for minutes
+            if host:
+                socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:
+            raise UserError(f"--ray_address {address}: no Ray cluster answers there ({error})") from None
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # the nodes' own environments run the jobs
         import ray
 
@@ -130,17 +135,6 @@ class RayExecutor:
 
     def close(self) -> None:
         self.ray.shutdown()
-
-
-def refuse_unreachable(address: str) -> None:
-    """Raise `UserError` where no process listens at host:port; Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host:
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--ray_address {address}: no Ray cluster answers there ({error})") from None
 
 
 LOST = -1000  # exit code of a job whose machine or worker process is gone

@@ -15,6 +15,7 @@ import torch
 from alignment.core.records import Batch, Distribution
 from alignment.policy.reference_protocol import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, ServedModel, check_url
 from alignment.system.errors import RunStopped, UserError, os_error
+from alignment.system.files import json_object
 from alignment.system.processes import START_SECONDS as PROCESS_START_SECONDS
 from alignment.system.processes import ChildProcess
 from alignment.system.terminal import printable
@@ -78,7 +79,7 @@ class RemoteReference:
             raise UserError(f"{flag}: cannot be reached ({_reason(error)}): {command}") from None
         if status == 401:
             raise UserError(f"{flag}: refuses this token: set {TOKEN_VARIABLE} here to what it was for the server")
-        info = _json(answer)
+        info = json_object(answer) or {}
         kinds = {"model": str, "vocabulary": int, "weights": str, "max_upload_bytes": int}
         typed = all(isinstance(info.get(key), kind) for key, kind in kinds.items())
         if status != 200 or info.get("service") != SERVICE or not typed:
@@ -140,7 +141,7 @@ class RemoteReference:
         return answer
 
     def _stop_refused(self, status: int, answer: bytes) -> None:
-        reason = " ".join(printable(str(_json(answer).get("error"))).split())[:300]
+        reason = " ".join(printable(str((json_object(answer) or {}).get("error"))).split())[:300]
         self._stop(f"refuses a rollout: {status}, {reason}")
 
     def _stop(self, reason: str) -> None:
@@ -197,15 +198,6 @@ def _encode(key: str, batch: Batch, distribution: Distribution, micro_batch_toke
     if not KEY.fullmatch(full_key):
         raise ValueError(f"{key!r} is no key: at most 167 letters, digits, dots, hyphens and underscores")
     return full_key, safetensors.torch.save(tensors, metadata)
-
-
-def _json(answer: bytes) -> dict:
-    """The JSON object of an answer, {} where it is none."""
-    try:
-        parsed = json.loads(answer)
-    except (ValueError, RecursionError):
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def _reason(error: Exception) -> str:

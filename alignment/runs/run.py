@@ -128,7 +128,10 @@ class Run:
         restarts = self._count_restarts()
         record = {"step": sampled.step, "micro_batch_tokens": self._policy.micro_batch_tokens, **result.report}
         record |= sampled.report | {"restarts": restarts - self._restarts}
-        record |= step_seconds(self.clock, sampled, rollout, result.report["update_tokens"])
+        record |= {f"seconds_{phase}": seconds for phase, seconds in self.clock.seconds.items()}
+        record["seconds"] = self.clock.elapsed()
+        record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
+        record["tokens_per_second_update"] = result.report["update_tokens"] / self.clock.seconds["update"]  # prompts included
         self._restarts = restarts
         warnings, record = self.health.judge(record)
         for warning in warnings:
@@ -216,13 +219,3 @@ def refuse_other_arguments(path: Path, config: RunConfig) -> None:
     ]
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
-
-
-def step_seconds(clock: Clock, sampled: SampledStep, rollout: Rollout, update_tokens: int) -> dict[str, float]:
-    """Seconds by phase, sampled tokens per second, and tokens per second of the updates, prompts included."""
-    return {
-        **{f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()},
-        "seconds": clock.elapsed(),
-        "tokens_per_second_sample": sum(rollout.lengths) / sampled.seconds["sample"],
-        "tokens_per_second_update": update_tokens / clock.seconds["update"],
-    }

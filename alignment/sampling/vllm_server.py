@@ -24,7 +24,6 @@ https URL. A server serves one command at a time: it holds one policy.
 
 import asyncio
 import hmac
-import json
 import os
 import socket
 import ssl
@@ -47,7 +46,7 @@ from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
 from alignment.sampling.vllm import _repack_output_embedding, request_parameters
 from alignment.system.errors import UserError, os_error
-from alignment.system.files import full_disk_is_an_os_error
+from alignment.system.files import full_disk_is_an_os_error, json_object
 
 CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
@@ -323,16 +322,13 @@ class _JSONClient:
             data += part
             if len(data) > most:
                 raise SamplerLost(f"{self} answered with more than {most} bytes")
-        try:
-            content = json.loads(data)
-        except (ValueError, RecursionError):
-            content = None
+        content = json_object(data)
         if response.status_code != 200:
-            said = content.get("error", content.get("detail")) if isinstance(content, dict) else None
+            said = content.get("error", content.get("detail")) if content else None
             said = said.get("message") if isinstance(said, dict) else said
             reason = f": {' '.join(str(said).split())[:300]}" if said else ""
             raise _Refused(f"{self} answered {path} with status {response.status_code}{reason}", response.status_code)
-        if not isinstance(content, dict):
+        if content is None:
             raise SamplerLost(f"{self} answered what is no JSON object")
         return content
 

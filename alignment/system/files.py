@@ -163,13 +163,18 @@ def read_toml(file: Path, flag: str) -> dict:
 
 def read_json(file: Path) -> dict:
     """The object of a JSON file. Raises `UserError` if it holds anything else, FileNotFoundError if it does not exist."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+    value = json_object(file.read_bytes())
+    if value is None:
         raise UserError(f"{file} is damaged: it does not hold a JSON object")
     return value
+
+
+def json_object(text: bytes | bytearray) -> dict | None:
+    """The object of a JSON text; None for any other text."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    return None
 
 
 def read_jsonl(file: Path) -> list[dict]:
