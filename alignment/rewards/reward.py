@@ -34,15 +34,12 @@ class Reward:
         texts = [completion.text for group in groups for completion in group.completions]
         scores = [score for group in groups for score in group.scores]
         values = {name: part.rewards(repeated, texts, scores) for name, _, part in self.parts}
-        rows = iter(
-            {
-                **score,
-                "reward": sum(weight * values[name][row] for name, weight, _ in self.parts),
-                **{f"part_{name}": rewards[row] for name, rewards in values.items()},
-            }
-            for row, score in enumerate(scores)
-        )
-        return [Group(group.problem, group.completions, tuple(next(rows) for _ in group.scores)) for group in groups]
+        rows = []
+        for row, score in enumerate(scores):
+            reward = sum(weight * values[name][row] for name, weight, _ in self.parts)
+            rows.append({**score, "reward": reward, **{f"part_{name}": rewards[row] for name, rewards in values.items()}})
+        left = iter(rows)
+        return [Group(group.problem, group.completions, tuple(next(left) for _ in group.scores)) for group in groups]
 
 
 def find_reward(name: str, rules: Sequence[str]) -> Reward:

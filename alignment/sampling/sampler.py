@@ -76,8 +76,8 @@ class SamplerEngine:
 
 SAMPLERS: Mapping[str, SamplerEngine] = {
     "transformers": SamplerEngine("alignment.sampling.transformers:open_transformers"),
-    "vllm": SamplerEngine("alignment.sampling.vllm:open_vllm", package="vllm", claims_gpu=True, can_be_lost=True),
-    "vllm_server": SamplerEngine("alignment.sampling.vllm_server:open_vllm_server", can_be_lost=True),
+    "vllm": SamplerEngine("alignment.sampling.vllm:VLLMSampler", package="vllm", claims_gpu=True, can_be_lost=True),
+    "vllm_server": SamplerEngine("alignment.sampling.vllm_server:VLLMServerSampler", can_be_lost=True),
 }
 """--sampler -> the engine; --sampler_url chooses "vllm_server"."""
 

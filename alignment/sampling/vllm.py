@@ -28,15 +28,17 @@ from alignment.system.processes import START_SECONDS, ChildProcess
 class VLLMSampler:
     """A `Sampler` that runs vLLM on the device of its configuration, "cpu" or "cuda:<index>".
 
-    `context` is in tokens; None: the model's own. On a CPU the keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where
-    unset) in place of a share of the memory. In bfloat16 a completion also depends on what shares its
-    batch, so the same seed repeats it only for the same list of prompts.
+    It has a copy of the weights of its own, so needs no policy. `context` is in tokens; None: the model's own. On a CPU the
+    keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where unset) in place of a share of the memory. In bfloat16 a completion
+    also depends on what shares its batch, so the same seed repeats it only for the same list of prompts.
 
     Raises `UserError` where vLLM cannot start. An engine that breaks or dies later, or does not answer within
     `config.timeout` seconds, raises `SamplerLost` with its last words and is closed.
     """
 
-    def __init__(self, config: SamplerConfig, tokenizer, context: int | None = None, seed: int = 0):
+    def __init__(
+        self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None, seed: int = 0
+    ):
         device, model_path = config.device, config.model_path
         self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
         self.context = context or context_length(load_config(model_path))
@@ -213,8 +215,3 @@ def _repack_output_embedding(worker) -> None:
 
 
 VERBS = {"generate": _generate, "reload": _reload}
-
-
-def open_vllm(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMSampler:
-    """vLLM with a copy of the weights of its own."""
-    return VLLMSampler(config, tokenizer)

@@ -74,22 +74,23 @@ class VLLMServerSampler:
     """A `Sampler` that draws from the vLLM server at `config.url`, started as the module says.
 
     `context` is in tokens; None: the model's own. `config.weights_folder` is where weights are written on their way, one
-    version at a time and each only until the server has loaded it; the server must see it under the same name. `token` is the
-    server's key. In bfloat16 a completion also depends on what shares its batch, as it does within a process.
+    version at a time and each only until the server has loaded it; the server must see it under the same name. The server's key
+    is in the environment variable ALIGNMENT_SAMPLER_TOKEN. In bfloat16 a completion also depends on what shares its batch, as
+    it does within a process.
 
     Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
     seconds, answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
     `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back.
     """
 
-    def __init__(self, config: SamplerConfig, tokenizer, context: int | None = None, token: str | None = None):
+    def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         model_path, dtype = config.model_path, config.dtype
         model_config = load_config(model_path)
         self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
         self.context = context or context_length(model_config)
         self._timeout, self._dtype = config.timeout, getattr(torch, dtype)
         self._weights_folder = Path(config.weights_folder).resolve()
-        self._client = _JSONClient(config.url, token)
+        self._client = _JSONClient(config.url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN"))
         shape = _shape(model_config.get_text_config())
         self._vocabulary = shape["vocab_size"]
         self._model = self._served_model()
@@ -388,8 +389,3 @@ class Guard:
         else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b""})
-
-
-def open_vllm_server(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMServerSampler:
-    """The server at `config.url`; its key is in the environment variable ALIGNMENT_SAMPLER_TOKEN."""
-    return VLLMServerSampler(config, tokenizer, token=os.environ.get("ALIGNMENT_SAMPLER_TOKEN"))

@@ -23,7 +23,7 @@ WORKERS = LimitedWorkers(("math_verify", "alignment.rewards.grading.cascade"))  
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
 _NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never
-_TO_LATEX = {sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"}
+_TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"})
 
 
 def ask_math_verify(answer: str, truth: str) -> Outcome:
@@ -92,7 +92,7 @@ def _whole(text: str) -> bool:
 
 def math_verify_equal(answer: str, truth: str) -> bool:
     """math-verify's verdict on two normalised texts. May take any time and memory; an error means no."""
-    return math_verify_reading(_latex(answer), _latex(truth))[0]
+    return math_verify_reading(answer.translate(_TO_LATEX), truth.translate(_TO_LATEX))[0]
 
 
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
@@ -113,7 +113,3 @@ def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
         raise
     except Exception as error:
         return False, type(error).__name__
-
-
-def _latex(text: str) -> str:
-    return "".join(_TO_LATEX.get(letter, letter) for letter in text)
