@@ -121,5 +121,6 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
                 f" of {context} tokens: lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
             )
         if not ids:
-            raise UserError("an empty prompt cannot be continued: check the dataset, the prompt template and the tokenizer")
+            remedy = "check the dataset, the prompt template and the model's tokenizer files"
+            raise UserError(f"an empty prompt cannot be continued: {remedy}")
     return encoded
