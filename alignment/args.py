@@ -83,32 +83,26 @@ def _check_bounds(args) -> None:
         value = getattr(args, f.name)
         if f.name in BOUNDS and value is not None and not isinstance(value, tuple):
             words, holds = BOUNDS[f.name]
-            _require(holds(value), f"--{f.name}", value, words)
+            _require(args, f.name, holds(value), words)
 
 
 @dataclass(frozen=True)
 class Args:
     """What every command shares."""
 
-    preset: str = "tiny"
-    """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
+    preset: str = "tiny"  # Named set of arguments (alignment/presets/*.toml) that the other flags override.
 
     task: str = "arithmetic"
-    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or a `Task` of your own, as
-    package.module:name."""
+    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or your own `Task`, as package.module:name."""
     reward: str = "r1_zero"
     """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, or
     countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
     language_consistency, signed_format, signed_accuracy, the negative controls random, format_only and inverted, and functions
     of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
-    prompt: str = ""
-    """Prompt template (alignment/data/prompts/): r1_zero, tiny, countdown_en, countdown_zh; empty: the task's own."""
-    dataset_path: str = ""
-    """Folder of the task's files; empty: where the task's download command puts them."""
-    model: str = "tiny"
-    """Base model: "tiny", "tiny_student" or "smollm2" (built here, no download), a local Hugging Face folder, or a hub name."""
-    sft_base: str = "checkpoints/tiny_sft"
-    """Folder of the warmed-up model: `sft` writes it, `train_rl` starts from it; empty: start from --model."""
+    prompt: str = ""  # Prompt template (alignment/data/prompts/), r1_zero, tiny, countdown_en, countdown_zh; empty: the task's.
+    dataset_path: str = ""  # Folder of the task's files; empty: where the task's download command puts them.
+    model: str = "tiny"  # Base model: "tiny", "tiny_student" or "smollm2" (built here), a Hugging Face folder, or a hub name.
+    sft_base: str = "checkpoints/tiny_sft"  # Folder of the warm start: `sft` writes, `train_rl` reads it; empty: --model.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of matrix products; auto: bfloat16 on GPUs and on CPUs that multiply it faster (AMX, AVX512-BF16), else float32.
     Trained weights are always kept in float32."""
@@ -116,43 +110,29 @@ class Args:
     sampler: str = "auto"
     """Engine that draws completions: transformers, vllm, or one of your own as package.module:name; auto: vllm where it is
     installed, else transformers."""
-    sample_device: str | None = None
-    """Device of the sampler, such as cuda:7; by default the last GPU."""
-    reference_model_device: str | None = None
-    """Device of the reference (old-policy) model; by default the last GPU but one."""
-    eval_device: str | None = None
-    """Device of the evaluation sampler; by default the last GPU but two."""
-    policy_devices: tuple[str, ...] = ()
-    """Devices the policy is split over; by default every GPU that no other role holds."""
+    sample_device: str | None = None  # Device of the sampler, such as cuda:7; by default the last GPU.
+    reference_model_device: str | None = None  # Device of the reference (old-policy) model; by default the last GPU but one.
+    eval_device: str | None = None  # Device of the evaluation sampler; by default the last GPU but two.
+    policy_devices: tuple[str, ...] = ()  # Devices the policy is split over; by default every GPU that no other role holds.
     policy_parallelism: str = "auto"
     """How the policy uses its devices: single, layer_split (the hand-built device map), or a class of your own as
     package.module:name; auto: layer_split where there are several."""
-    gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory that vLLM may take; by default 0.9 on a GPU of its own, 0.4 on a shared one."""
-    sampler_timeout: float = 3600.0
-    """Seconds after which a vLLM engine, or a reference server, that has not answered is taken to hang."""
+    gpu_memory_utilization: float | None = None  # Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU.
+    sampler_timeout: float = 3600.0  # Seconds after which a vLLM engine, or a reference server, without an answer is hung.
 
-    max_new_tokens: int = 48
-    """Longest response, in tokens."""
-    sampling_temperature: float = 1.0
-    """Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only)."""
-    sampling_top_p: float = 1.0
-    """Nucleus of training and evaluation samples: the most likely tokens whose probability reaches this."""
-    sampling_top_k: int = 0
-    """Most likely tokens that training and evaluation samples are drawn from; 0: all. Applied before the nucleus."""
-    max_problems: int = 512
-    """Distinct questions in an evaluation; 0: all of the test split."""
+    max_new_tokens: int = 48  # Longest response, in tokens.
+    sampling_temperature: float = 1.0  # Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only).
+    sampling_top_p: float = 1.0  # Nucleus of training and evaluation samples: the likeliest tokens that have this probability.
+    sampling_top_k: int = 0  # Likeliest tokens that training and evaluation samples are drawn from, before the nucleus; 0: all.
+    max_problems: int = 512  # Distinct questions in an evaluation; 0: all of the test split.
 
-    seed: int = 0
-    """Seed of data order, initialisation and sampling."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the run folders."""
-    run_name: str = ""
-    """Name of the run's folder; empty: made from the preset, the command and the seed."""
+    seed: int = 0  # Seed of data order, initialisation and sampling.
+    output_dir: str = "checkpoints"  # Folder that holds the run folders.
+    run_name: str = ""  # Name of the run's folder; empty: made from the preset, the command and the seed.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
-        _require_folder_name("--run_name", self.run_name)
+        _require_folder_name(self, "run_name")
 
     @property
     def evaluation_rule(self) -> str:
@@ -164,55 +144,42 @@ class Args:
 class EvaluateArgs(Args):
     """Sample answers to the test problems, score them, and print the averages with their 95 % intervals."""
 
-    num_samples: int = 1
-    """Samples a problem; above 1 adds pass@k and maj@k."""
-    compare: tuple[str, ...] = ()
-    """Two models, instead of --model: the same problems, and the paired difference of the second to the first."""
+    num_samples: int = 1  # Samples a problem; above 1 adds pass@k and maj@k.
+    compare: tuple[str, ...] = ()  # Two models, instead of --model: the same problems, and the second's paired difference.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(len(self.compare) in (0, 2), "--compare", " ".join(self.compare), "two models")
+        _require(self, "compare", len(self.compare) in (0, 2), "two models")
 
 
 @dataclass(frozen=True)
 class PlanArgs(Args):
     """Show which role and which layers would sit on which device."""
 
-    num_gpus: int | None = None
-    """GPUs to plan for; by default those of this machine."""
-    optimizer: OptimizerName | None = None
-    """Optimiser to plan for; by default that of the preset's train_rl."""
+    num_gpus: int | None = None  # GPUs to plan for; by default those of this machine.
+    optimizer: OptimizerName | None = None  # Optimiser to plan for; by default that of the preset's train_rl.
 
 
 @dataclass(frozen=True)
 class SFTArgs(Args):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to --sft_base."""
 
-    num_steps: int = 1000
-    """Optimiser steps."""
-    batch_size: int = 64
-    """Sequences an optimiser step."""
+    num_steps: int = 1000  # Optimiser steps.
+    batch_size: int = 64  # Sequences an optimiser step.
     micro_batch_tokens: int = 0
     """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
-    demonstrations: tuple[str, ...] = ()
-    """JSONL files of questions (or prompts) with responses; by default the task's own worked solutions."""
-    curriculum: bool = False
-    """Take the demonstrations in the task's own order instead of shuffling them."""
-    learning_rate: float = 3e-3
-    """Peak learning rate of AdamW."""
-    warmup_steps: int = 50
-    """Steps of linear rise of the learning rate, before a linear fall to a tenth of it."""
-    weight_decay: float = 0.0
-    """AdamW weight decay."""
-    max_grad_norm: float = 1.0
-    """Gradient norm above which the gradient is scaled down."""
-    eval_interval: int = 250
-    """Steps between measurements of the validation loss."""
+    demonstrations: tuple[str, ...] = ()  # JSONL files of questions (or prompts) with responses; by default the task's own.
+    curriculum: bool = False  # Take the demonstrations in the task's own order instead of shuffling them.
+    learning_rate: float = 3e-3  # Peak learning rate of AdamW.
+    warmup_steps: int = 50  # Steps of linear rise of the learning rate, before a linear fall to a tenth of it.
+    weight_decay: float = 0.0  # AdamW weight decay.
+    max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
+    eval_interval: int = 250  # Steps between measurements of the validation loss.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.sft_base != "", "--sft_base", self.sft_base, "the folder to save the model to")
+        _require(self, "sft_base", self.sft_base != "", "the folder to save the model to")
 
 
 @dataclass(frozen=True)
@@ -223,139 +190,82 @@ class RLArgs(Args):
     """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline; grpo_clip: GRPO; grpo_no_clip:
     GRPO without clipping; gspo: one ratio a response; cispo: clipped weights that keep every token's gradient; or a loss of
     your own as package.module:name."""
-    group_size: int = 8
-    """Responses sampled for each prompt."""
-    prompts_per_rollout: int = 32
-    """Prompts sampled at each step; a rollout has prompts x group size responses."""
-    num_steps: int = 60
-    """Rollout steps."""
-    num_problems: int = 0
-    """Training problems, the first ones; 0: all."""
-    max_prompt_tokens: int = 0
-    """Longest prompt, in tokens, that is trained on; problems with longer ones are left out. 0: any length."""
-    epochs_per_rollout: int = 1
-    """Passes over each rollout."""
-    train_mini_batch_size: int = 0
-    """Responses an optimiser update, at most; 0: the whole rollout. Several updates a rollout make old log-probs needed."""
+    group_size: int = 8  # Responses sampled for each prompt.
+    prompts_per_rollout: int = 32  # Prompts sampled at each step; a rollout has prompts x group size responses.
+    num_steps: int = 60  # Rollout steps.
+    num_problems: int = 0  # Training problems, the first ones; 0: all.
+    max_prompt_tokens: int = 0  # Longest prompt, in tokens; problems with longer ones are left out of training. 0: any length.
+    epochs_per_rollout: int = 1  # Passes over each rollout.
+    train_mini_batch_size: int = 0  # Responses an update, at most; 0: the whole rollout. Several updates need old log-probs.
     micro_batch_tokens: int = 0
     """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
     optimizer: OptimizerName = "adamw"
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
     moments of 2 bytes a parameter, rounded (extra "torchao")."""
-    learning_rate: float = 2e-4
-    """Peak learning rate of AdamW (betas 0.9, 0.95)."""
-    warmup_steps: int = 5
-    """Updates of linear rise of the learning rate, constant after."""
-    weight_decay: float = 0.0
-    """AdamW weight decay."""
-    max_grad_norm: float = 1.0
-    """Gradient norm above which the gradient is scaled down."""
-    cliprange: float = 0.2
-    """GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange."""
-    cliprange_high: float | None = None
-    """The upper of these two, where it is another (DAPO's clip-higher); by default --cliprange."""
-    dual_clip: float = 0.0
-    """GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this bound."""
-    baseline: Baseline = "group_mean"
-    """What is subtracted from a reward: its group's mean, or the mean of the others in its group (RLOO)."""
-    normalize_by_std: bool = True
-    """Divide advantages by a standard deviation."""
-    std_of: Deviation = "group"
-    """Whose: the group's (unbiased, or of the population), or that of all rewards of the rollout."""
-    advantage_eps: float = 1e-6
-    """Added to that standard deviation."""
-    beta: float = 0.0
-    """Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model."""
-    kl_estimator: KLEstimator = "k3"
-    """How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient."""
-    reference_url: str = ""
-    """A reference server elsewhere (`alignment.reference_server`) that computes that divergence's other half, http://HOST:PORT."""
+    learning_rate: float = 2e-4  # Peak learning rate of AdamW (betas 0.9, 0.95).
+    warmup_steps: int = 5  # Updates of linear rise of the learning rate, constant after.
+    weight_decay: float = 0.0  # AdamW weight decay.
+    max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
+    cliprange: float = 0.2  # GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange.
+    cliprange_high: float | None = None  # The upper bound, where it is another (DAPO's clip-higher); by default --cliprange.
+    dual_clip: float = 0.0  # GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this bound.
+    baseline: Baseline = "group_mean"  # What is subtracted from a reward: the mean of its group, or of the others in it (RLOO).
+    normalize_by_std: bool = True  # Divide advantages by a standard deviation.
+    std_of: Deviation = "group"  # Whose: the group's (unbiased, or of the population), or that of all rewards of the rollout.
+    advantage_eps: float = 1e-6  # Added to that standard deviation.
+    beta: float = 0.0  # Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model.
+    kl_estimator: KLEstimator = "k3"  # How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient.
+    reference_url: str = ""  # A reference server (`alignment.reference_server`) for the KL's other half, http://HOST:PORT.
     old_log_probs: Literal["policy", "sampler"] = "policy"
     """Whose log-probs the ratio is to, where a rollout has several updates: the policy's own, by a pass before the first
     of them, or the sampler's, which spares it. Stale rollouts always take the sampler's."""
     sampler_correction: Correction = "none"
     """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
-    correction_cap: float = 2.0
-    """That cap."""
-    max_refills: int = 0
-    """Times in a step that groups of equal rewards, which teach nothing, are replaced by those of other prompts (DAPO)."""
-    overlong_buffer: int = 0
-    """Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: it does not."""
-    skip_unfinished: bool = False
-    """Leave responses that were cut off at --max_new_tokens out of baselines and updates."""
+    correction_cap: float = 2.0  # That cap.
+    max_refills: int = 0  # Times a step that groups of equal rewards, which teach nothing, give way to other prompts (DAPO).
+    overlong_buffer: int = 0  # Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: none.
+    skip_unfinished: bool = False  # Leave responses that were cut off at --max_new_tokens out of baselines and updates.
     loss_normalization: LossNormalization = "sequence_mean"
     """What weighs the same: each sequence, each token, or each token over a constant (sequences x --max_new_tokens)."""
-    rollouts: Literal["sync", "async"] = "sync"
-    """async: the sampler works ahead in a process of its own, with weights that are some steps old."""
-    max_staleness: int | None = None
-    """How many steps old, at most (and, once under way, as a rule); by default 1 with --rollouts async. 0 is as sync."""
-    sync_every: int = 1
-    """Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1."""
-    sampler_url: str = ""
-    """A vLLM server that rollouts are drawn from, http://HOST:PORT, started as alignment/sampling/vllm_server.py says."""
-    max_sampler_mismatch: float = 0.1
-    """Largest mean difference, in nats a token, between the sampler's log-probs and the trainer's; above it, stop."""
-    eval_interval: int = 20
-    """Steps between evaluations on the test problems; they also run before the first step and after the last."""
-    eval_max_new_tokens: int = 0
-    """Longest response in them; 0: --max_new_tokens."""
-    save_interval: int = 20
-    """Steps between checkpoints."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints kept; 0: all."""
-    max_bad_steps: int = 3
-    """Steps in a row whose every update had a loss or gradient that is not finite, after which the run stops."""
-    max_grader_failures: float = 0.05
-    """Share of the answers of 20 steps whose grading may fail (time, memory), above which the run stops."""
-    data_seed: int | None = None
-    """Seed of the order of prompts and mini-batches; by default --seed."""
-    sampling_seed: int | None = None
-    """Seed of the rollouts' samples; by default --seed."""
-    deterministic: bool = False
-    """On GPUs, use deterministic kernels where torch has them, which are slower. A CPU needs none of it."""
-    auto_sft: bool = False
-    """Run `sft` with the same preset first where --sft_base does not exist yet."""
-    resume: bool = False
-    """Continue the run of this name from its last checkpoint."""
+    rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
+    max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
+    sync_every: int = 1  # Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1.
+    sampler_url: str = ""  # A vLLM server to draw rollouts from, http://HOST:PORT; see alignment/sampling/vllm_server.py.
+    max_sampler_mismatch: float = 0.1  # Mean nats a token between sampler's and trainer's log-probs, above which to stop.
+    eval_interval: int = 20  # Steps between evaluations on the test problems; they also run at the very start and end.
+    eval_max_new_tokens: int = 0  # Longest response in them; 0: --max_new_tokens.
+    save_interval: int = 20  # Steps between checkpoints.
+    keep_checkpoints: int = 2  # Newest checkpoints kept; 0: all.
+    max_bad_steps: int = 3  # The run stops after so many steps in a row of updates whose loss or gradient is not finite.
+    max_grader_failures: float = 0.05  # The run stops where more of 20 steps' answers cannot be graded (time, memory).
+    data_seed: int | None = None  # Seed of the order of prompts and mini-batches; by default --seed.
+    sampling_seed: int | None = None  # Seed of the rollouts' samples; by default --seed.
+    deterministic: bool = False  # On GPUs, use torch's deterministic kernels, where there are any; slower. A CPU needs none.
+    auto_sft: bool = False  # Run `sft` with the same preset first where --sft_base does not exist yet.
+    resume: bool = False  # Continue the run of this name from its last checkpoint.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.sampling_temperature > 0, "--sampling_temperature", self.sampling_temperature, "a number above 0")
-        loss = self.loss  # raises `UserError` for an unknown one
-        _require(
-            self.group_size > 1 or loss.weight == "raw_rewards",
-            "--group_size", self.group_size,
-            "at least 2: with one sample a prompt the group's mean is the reward itself and its std is undefined"
-            " (only --loss_type no_baseline works with 1)",
-        )  # fmt: skip
-        _require(
-            self.max_refills == 0 or loss.weight != "raw_rewards", "--max_refills", self.max_refills,
-            f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too",
-        )  # fmt: skip
-        buffer = self.overlong_buffer
-        _require(0 <= buffer <= self.max_new_tokens, "--overlong_buffer", buffer, "from 0 (none) to --max_new_tokens")
+        _require(self, "sampling_temperature", self.sampling_temperature > 0, "a number above 0")
+        raw_rewards = self.loss.weight == "raw_rewards"  # raises `UserError` for an unknown loss
+        undefined = "with one sample a prompt the group's mean is the reward itself and its std is undefined"
+        works = f"at least 2: {undefined} (only --loss_type no_baseline works with 1)"
+        _require(self, "group_size", self.group_size > 1 or raw_rewards, works)
+        works = f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too"
+        _require(self, "max_refills", self.max_refills == 0 or not raw_rewards, works)
+        fits = 0 <= self.overlong_buffer <= self.max_new_tokens
+        _require(self, "overlong_buffer", fits, "from 0 (none) to --max_new_tokens")
         if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
-            raise UserError(
-                f"--optimizer {self.optimizer} needs {package}: start the command with `uv run --extra {package} ...`"
-            )
-        _require(not self.reference_url or self.beta > 0, "--reference_url", self.reference_url, "empty without --beta")
-        self._check_rollouts()
-
-    def _check_rollouts(self) -> None:
-        stale, every = self.max_staleness, self.sync_every
-        asynchronous = self.rollouts == "async"
-        _require(asynchronous or not stale, "--max_staleness", stale, "0, or go with --rollouts async")
-        _require(
-            every <= self.staleness + 1, "--sync_every", every,
-            f"at most {self.staleness + 1}: later weights would come too late for --max_staleness {self.staleness}"
-            if asynchronous else "1, or go with --rollouts async",
-        )  # fmt: skip
-        _require(
-            self.sampler_correction == "none" or not self.trusts_sampler, "--sampler_correction", self.sampler_correction,
-            f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}: the ratio of --loss_type"
-            f" {self.loss_type} is to the sampler's log-probs already",
-        )  # fmt: skip
+            raise UserError(f"--optimizer {self.optimizer} needs {package}: start with `uv run --extra {package} ...`")
+        _require(self, "reference_url", not self.reference_url or self.beta > 0, "empty without --beta")
+        asynchronous, most = self.rollouts == "async", self.staleness + 1
+        _require(self, "max_staleness", asynchronous or not self.max_staleness, "0, or go with --rollouts async")
+        works = f"at most {most}: later weights would come too late for --max_staleness {self.staleness}"
+        _require(self, "sync_every", self.sync_every <= most, works if asynchronous else "1, or go with --rollouts async")
+        works = f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}: the ratio of --loss_type"
+        works += f" {self.loss_type} is to the sampler's log-probs already"
+        _require(self, "sampler_correction", self.sampler_correction == "none" or not self.trusts_sampler, works)
 
     @property
     def staleness(self) -> int:
@@ -436,28 +346,19 @@ class RLArgs(Args):
 
 @dataclass(frozen=True)
 class ReferenceServerArgs:
-    """Serve the log-probs of a frozen reference model over HTTP, to trainers on other GPUs or other machines.
+    """Serve the log-probs of a frozen reference model over HTTP, to trainers on other GPUs or other machines. With the
+    environment variable ALIGNMENT_REFERENCE_TOKEN set here and for them, only they can use it."""
 
-    With the environment variable ALIGNMENT_REFERENCE_TOKEN set here and for them, only they can use it.
-    """
-
-    model: str
-    """The model that training starts from: a Hugging Face folder, an embedded model, or a hub name."""
-    device: str | None = None
-    """cpu, or a GPU such as cuda:1; by default the first GPU, where there is one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights and of matrix products; auto: bfloat16 on GPUs, float32 on CPUs."""
-    host: str = "127.0.0.1"
-    """Address to listen on; one that other machines can reach needs the token."""
-    port: int = 8765
-    """Port to listen on; 0: any that is free, which the line that is printed then tells."""
-    max_upload_mib: int = 64
-    """Largest upload, in MiB: 17 bytes for each of a rollout's places, padding included."""
-    max_pending: int = 32
-    """Batches that may wait, or have results that nobody has read; above it trainers are told to try again later."""
+    model: str  # The model that training starts from: a Hugging Face folder, an embedded model, or a hub name.
+    device: str | None = None  # cpu, or a GPU such as cuda:1; by default the first GPU, where there is one.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and matrix products; auto: bfloat16 on GPUs only.
+    host: str = "127.0.0.1"  # Address to listen on; one that other machines can reach needs the token.
+    port: int = 8765  # Port to listen on; 0: any that is free, which the line that is printed then tells.
+    max_upload_mib: int = 64  # Largest upload, in MiB: 17 bytes for each of a rollout's places, padding included.
+    max_pending: int = 32  # Batches that may wait, or have unread results; above it trainers are told to try again later.
 
     def __post_init__(self) -> None:
-        _require(self.host != "", "--host", "''", "an address, such as 127.0.0.1")
+        _require(self, "host", self.host != "", "an address, such as 127.0.0.1")
         _check_bounds(self)
 
 
@@ -468,43 +369,31 @@ class SweepOptions:
     Every argument of train_rl may be given here, most with several values: --loss_type no_baseline grpo_clip --seed 0 1 2
     """
 
-    preset: str = "tiny"
-    """Named set of arguments that all arms start from."""
-    sweep_file: str = ""
-    """TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME] each."""
-    sweep_name: str = ""
-    """Name of the sweep's folder; empty: made from the preset and what varies. The same name continues that sweep."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the sweep's folder; with several machines, one that all of them share."""
+    preset: str = "tiny"  # Named set of arguments that all arms start from.
+    sweep_file: str = ""  # TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME] each.
+    sweep_name: str = ""  # Name of the sweep's folder, or of one to continue; empty: made from the preset and what varies.
+    output_dir: str = "checkpoints"  # Folder that holds the sweep's folder; with several machines, one that all of them share.
     hold: Literal["rollouts", "prompts"] = "rollouts"
     """What stays equal while --group_size varies: the responses of a step (so larger groups mean fewer prompts), or the
     prompts (so larger groups mean more responses)."""
-    tie: float = 0.03
-    """Difference of accuracies below which two arms are taken to tie, once that is shown."""
-    controls: bool = False
-    """Add arms with random, format-only and inverted reward, to show what the evaluation alone would produce."""
-    strict: bool = False
-    """Take the design's warnings for errors."""
-    dry_run: bool = False
-    """Print the design, and train nothing."""
+    tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie, once that is shown.
+    controls: bool = False  # Add arms with random, format-only and inverted reward, to show what the evaluation alone produces.
+    strict: bool = False  # Take the design's warnings for errors.
+    dry_run: bool = False  # Print the design, and train nothing.
     until_decided: bool = False
     """After the runs, add a seed at a time to the arms of every undecided pair, until each is decided or has --max_seeds. The
     chance of a false verdict is shared among the looks that this takes."""
     question: tuple[str, ...] = ()
     """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
-    max_seeds: int = 10
-    """Seeds an arm may get."""
-    ray_address: str = ""
-    """Ray cluster to run on; empty: this machine. Without Ray (extra "ray") runs go one after another."""
-    cpus_per_run: int | None = None
-    """Cores of a run, which are also its threads; by default 1 where runs share a machine, all of them without Ray."""
-    gpus_per_run: int | None = None
-    """Whole GPUs of a run, over which its roles are placed anew; by default 1 where there are any."""
+    max_seeds: int = 10  # Seeds an arm may get.
+    ray_address: str = ""  # Ray cluster to run on; empty: this machine. Without Ray (extra "ray") runs go one after another.
+    cpus_per_run: int | None = None  # Cores and threads of a run; by default 1 where runs share a machine, all without Ray.
+    gpus_per_run: int | None = None  # Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
-        _require(len(self.question) < 3, "--question", " ".join(self.question), "one argument, two values or two arms")
-        _require_folder_name("--sweep_name", self.sweep_name)
+        _require(self, "question", len(self.question) < 3, "one argument, two values or two arms")
+        _require_folder_name(self, "sweep_name")
 
 
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
@@ -515,19 +404,13 @@ NOT_SWEPT = frozenset(
 
 
 def _sweep_args() -> type[SweepOptions]:
-    hints = get_type_hints(RLArgs)
-    swept = [
-        (
-            f.name,
-            Annotated[tuple[hints[f.name], ...], tyro.conf.arg(help=f"One or several values of train_rl's --{f.name}.")],
-            dataclasses.field(default=()),
-        )
-        for f in dataclasses.fields(RLArgs)
-        if f.name not in NOT_SWEPT
-    ]
-    made = dataclasses.make_dataclass("SweepArgs", swept, bases=(SweepOptions,), frozen=True)
-    made.__doc__ = SweepOptions.__doc__
-    return made
+    swept = []
+    for name, hint in get_type_hints(RLArgs).items():
+        value = Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")]
+        swept += [(name, value, ())] if name not in NOT_SWEPT else []
+    # tyro reads descriptions of fields from the source of the class of this name.
+    source = {"__module__": __name__, "__doc__": SweepOptions.__doc__}
+    return dataclasses.make_dataclass("SweepOptions", swept, bases=(SweepOptions,), frozen=True, namespace=source)
 
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:
@@ -539,10 +422,8 @@ def swept_values(args: SweepOptions) -> dict[str, tuple]:
 def refuse_missing_warm_start(args: RLArgs) -> None:
     """Raise `UserError` where --sft_base is not there and will not be made."""
     if args.sft_base and not args.auto_sft and not Path(args.sft_base).exists():
-        raise UserError(
-            f"--sft_base {args.sft_base} does not exist: make it with `uv run -m alignment.sft --preset {args.preset}`,"
-            " or start from --model with --sft_base ''"
-        )
+        remedy = f"make it with `uv run -m alignment.sft --preset {args.preset}`, or start from --model with --sft_base ''"
+        raise UserError(f"--sft_base {args.sft_base} does not exist: {remedy}")
 
 
 def command_line(args: Args) -> list[str]:
@@ -577,14 +458,18 @@ def _loss_of_function(function: Callable) -> Loss:
     return Loss(function, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
 
 
-def _require(condition: bool, flag: str, value, wanted: str) -> None:
-    if not condition:
-        raise UserError(f"{flag} {value}: must be {wanted}")
+def _require(args, name: str, holds: bool, wanted: str) -> None:
+    """Raise `UserError` for the argument `name`, with its value and what it must be, unless the condition holds."""
+    if not holds:
+        value = getattr(args, name)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else "''" if value == "" else value
+        raise UserError(f"--{name} {shown}: must be {wanted}")
 
 
-def _require_folder_name(flag: str, name: str) -> None:
-    plain = name not in (".", "..") and Path(name).name == name and len(name.encode(errors="surrogateescape")) <= 150
-    _require(plain, flag, name, "a plain folder name without slashes, of at most 150 bytes")
+def _require_folder_name(args, name: str) -> None:
+    folder = getattr(args, name)
+    plain = folder not in (".", "..") and Path(folder).name == folder and len(folder.encode(errors="surrogateescape")) <= 150
+    _require(args, name, plain, "a plain folder name without slashes, of at most 150 bytes")
 
 
 SweepArgs = _sweep_args()
@@ -592,22 +477,19 @@ AnyArgs = TypeVar("AnyArgs", bound=Args)
 
 
 def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
-    """Read the command line: the preset's values, overridden by the flags given.
-
-    Raises `UserError` for values that cannot work; unknown flags and malformed values exit with code 2 and a message.
-    """
+    """Read the command line: the preset's values, overridden by the flags given. Raises `UserError` for values that cannot
+    work; unknown flags and malformed values exit with code 2 and a message."""
     argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", default=Args.preset)
+    preset = from_preset(cls, parser.parse_known_args(argv)[0].preset)  # read first, as it decides the other flags' defaults
     description = f"{cls.__doc__}\n\nPresets: {', '.join(preset_names())}."
-    return tyro.cli(
-        cls, args=argv, default=from_preset(cls, _preset_named_in(argv)), use_underscores=True, description=description
-    )
+    return tyro.cli(cls, args=argv, default=preset, use_underscores=True, description=description)
 
 
 def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
-    """The arguments of a command as the preset states them, with `overrides`.
-
-    A preset file holds shared values at its top and a table for each command ("sft", "evaluate", "train_rl").
-    """
+    """The arguments of a command as the preset states them, with `overrides`. A preset file holds shared values at its top and
+    a table for each command ("sft", "evaluate", "train_rl")."""
     path = PRESETS / f"{name}.toml"
     if name not in preset_names():
         raise UserError(f"--preset {name}: there is no such preset; choose one of {', '.join(preset_names())}")
@@ -633,29 +515,16 @@ def as_train_rl(args: RLArgs) -> RLArgs:
     return RLArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(RLArgs)})
 
 
-def _preset_named_in(argv: list[str]) -> str:
-    """The value of --preset, read ahead of the other flags because it decides their defaults."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default=Args.preset)
-    return parser.parse_known_args(argv)[0].preset
-
-
 @dataclass(frozen=True)
 class RejectionArgs(Args):
     """Sample answers to training problems, keep those that are right, readable and in one language, and write them as JSONL."""
 
-    output: str = ""
-    """File to write, one kept answer a line; `sft --demonstrations` reads it."""
-    num_problems: int = 512
-    """Training problems to ask, the first ones."""
-    num_samples: int = 8
-    """Answers sampled for each."""
-    keep: Literal["best", "all"] = "all"
-    """Of the answers to a problem that pass: the shortest, or all."""
-    min_consistency: float = 0.95
-    """Share of an answer's words that must be in its question's language."""
-    few_shot: str = ""
-    """JSONL file of worked examples that are put before each question; empty: none."""
+    output: str = ""  # File to write, one kept answer a line; `sft --demonstrations` reads it.
+    num_problems: int = 512  # Training problems to ask, the first ones.
+    num_samples: int = 8  # Answers sampled for each.
+    keep: Literal["best", "all"] = "all"  # Of the answers to a problem that pass: the shortest, or all.
+    min_consistency: float = 0.95  # Share of an answer's words that must be in its question's language.
+    few_shot: str = ""  # JSONL file of worked examples that are put before each question; empty: none.
 
     def __post_init__(self) -> None:
         if self.num_problems < 1 or self.num_samples < 1:
@@ -665,36 +534,26 @@ class RejectionArgs(Args):
 
 @dataclass(frozen=True)
 class VerifyResumeArgs(RLArgs):
-    """Train 2k steps straight; then k, kill, resume, k; and compare everything that both have written, timings aside.
+    """Train 2k steps straight; then k, kill, resume, k; and compare everything that both have written, timings aside. Takes
+    every argument of train_rl; --num_steps and --save_interval are set by --kill_after."""
 
-    Takes every argument of train_rl; --num_steps and --save_interval are set by --kill_after.
-    """
-
-    kill_after: int = 3
-    """k: the run is killed during step k + 1, right after its checkpoint of step k."""
+    kill_after: int = 3  # k: the run is killed during step k + 1, right after its checkpoint of step k.
 
 
 @dataclass(frozen=True)
 class GradientsArgs:
     """Sample one set of rollouts, and compare the gradients that losses, normalisations and group sizes make of it."""
 
-    preset: str = "tiny"
-    """Named set of arguments: task, model, devices, sampling."""
-    prompts: int = 32
-    """Prompts; each one's gradient is one observation."""
-    group_size: tuple[int, ...] = (2, 4, 8, 16)
-    """Group sizes to compare: each prompt's responses are cut into such groups."""
-    updates: Literal[0, 1] = 1
-    """1: clipped losses are also looked at after one update on these rollouts, where the ratio is no longer 1."""
-    seed: int = 0
-    """Seed of prompts and samples."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the warm start."""
+    preset: str = "tiny"  # Named set of arguments: task, model, devices, sampling.
+    prompts: int = 32  # Prompts; each one's gradient is one observation.
+    group_size: tuple[int, ...] = (2, 4, 8, 16)  # Group sizes to compare: each prompt's responses are cut into such groups.
+    updates: Literal[0, 1] = 1  # 1: also look at clipped losses after one update on these rollouts, where the ratio is not 1.
+    seed: int = 0  # Seed of prompts and samples.
+    output_dir: str = "checkpoints"  # Folder that holds the warm start.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
-        smallest = min(self.group_size, default=0)
-        _require(smallest >= 2, "--group_size", smallest, "at least 2")
+        _require(self, "group_size", min(self.group_size, default=0) >= 2, "at least 2")
         if any(max(self.group_size) % size for size in self.group_size):
             raise UserError(f"--group_size: every size must divide the largest, {max(self.group_size)}")
 
@@ -703,33 +562,25 @@ class GradientsArgs:
 class ReportArgs:
     """Write report.html and report.md from a sweep's folder, or from folders of runs."""
 
-    runs: tuple[str, ...]
-    """A sweep's folder, or the folders of two or more runs."""
-    output: str = ""
-    """Folder to write to; empty: the first of --runs."""
-    tie: float = 0.03
-    """Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own."""
+    runs: tuple[str, ...]  # A sweep's folder, or the folders of two or more runs.
+    output: str = ""  # Folder to write to; empty: the first of --runs.
+    tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own.
 
 
 @dataclass(frozen=True)
 class PipelineArgs:
     """Run the stages of a file, one after another; a pipeline that was stopped goes on at the stage it stopped in."""
 
-    file: str
-    """TOML file of the stages."""
-    name: str = ""
-    """Name of the pipeline's folder; empty: the file's."""
-    output_dir: str = "checkpoints"
-    """Folder that holds the pipeline's folder."""
-    dry_run: bool = False
-    """Print the commands, and run nothing."""
+    file: str  # TOML file of the stages.
+    name: str = ""  # Name of the pipeline's folder; empty: the file's.
+    output_dir: str = "checkpoints"  # Folder that holds the pipeline's folder.
+    dry_run: bool = False  # Print the commands, and run nothing.
 
 
 @dataclass(frozen=True)
 class DownloadArgs:
     """Download GSM8K; a broken transfer goes on where it stopped."""
 
-    folder: str = "dataset/gsm8k"
-    """Where train.jsonl and test.jsonl go."""
+    folder: str = "dataset/gsm8k"  # Where train.jsonl and test.jsonl go.
     source: str = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
     """Address of the folder that holds the two files."""

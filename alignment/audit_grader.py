@@ -25,16 +25,14 @@ if TYPE_CHECKING:
 GRADERS = ("ours", "math-verify", "reference")
 MAX_PRINTED = 20  # disagreements; the file lists all
 
-Pair = tuple[str, str]
-"""Answer and ground truth."""
+Pair = tuple[str, str]  # answer and ground truth
 
 
 @dataclass(frozen=True)
 class AuditArgs:
     """Grade logged completions with our grader, math-verify and the reference rule, and show their disagreements."""
 
-    completions: str
-    """A run's folder, its completions folder, or one file of completions."""
+    completions: str  # A run's folder, its completions folder, or one file of completions.
     labels: str = ""
     """File of disagreements in which a person has set "label"; empty: grader_disagreements.jsonl in the run's folder."""
 
@@ -78,15 +76,13 @@ def completion_files(location: str) -> list[Path]:
 
 def read_completions(file: Path) -> list[tuple[str, str]]:
     """The (response, ground truth) of each line. Raises `UserError`, naming file and line, for a line without them."""
-    rows = read_rows(file, "text", 'not a completion; a line needs "text" and "ground_truth"')
-    return [(row["text"], row["ground_truth"]) for _, row in rows]
+    malformed = 'not a completion; a line needs "text" and "ground_truth"'
+    return [(row["text"], row["ground_truth"]) for _, row in read_rows(file, "text", malformed)]
 
 
 def read_rows(file: Path, key: str, malformed: str) -> Iterator[tuple[str, dict]]:
-    """Yield ("file:line", object) for each line that is not blank. `key` and "ground_truth" of each object are strings.
-
-    Raises `UserError`, which names file and line, for a file that is not text and for any other line.
-    """
+    """Yield ("file:line", object) for each line that is not blank. `key` and "ground_truth" of each object are strings. Raises
+    `UserError`, which names file and line, for a file that is not text and for any other line."""
     for location, line in text_lines(file):
         try:
             row = json.loads(line)
@@ -116,15 +112,11 @@ def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
 
 def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
     """Each grader's errors on the labelled disagreements; every distinct pair counts once."""
-    return {
-        grader: Rates(
-            false_accepts=sum(row["verdicts"][grader] and not row["label"] for row in labelled),
-            wrong=sum(not row["label"] for row in labelled),
-            false_rejects=sum(not row["verdicts"][grader] and row["label"] for row in labelled),
-            right=sum(row["label"] for row in labelled),
-        )
-        for grader in GRADERS
-    }
+    rates = {}
+    for grader in GRADERS:
+        n = Counter((row["verdicts"][grader], row["label"]) for row in labelled)
+        rates[grader] = Rates(n[True, False], n[True, False] + n[False, False], n[False, True], n[True, True] + n[False, True])
+    return rates
 
 
 def read_labels(file: Path) -> dict[Pair, bool]:
@@ -165,11 +157,8 @@ def audit(args: AuditArgs, console: Console) -> Path:
     _print_accuracy(answers, {(pair.answer, pair.ground_truth): pair.verdicts for pair in graded}, console)
     _print_disagreements(rows, console)
     _print_rates([row for row in rows if row["label"] is not None], console)
-    if rows:
-        note = f'{len(rows)} disagreements: {labels_file}; set "label" to true or false there and run this again'
-        console.print(note, markup=False, soft_wrap=True)
-    else:
-        console.print("the three graders agree on every answer")
+    note = f'{len(rows)} disagreements: {labels_file}; set "label" to true or false there and run this again'
+    console.print(note if rows else "the three graders agree on every answer", markup=False, soft_wrap=True)
     return labels_file
 
 
@@ -209,8 +198,7 @@ def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
 
 
 def main() -> None:
-    args = tyro.cli(AuditArgs, use_underscores=True)
-    audit(args, make_console())
+    audit(tyro.cli(AuditArgs, use_underscores=True), make_console())
 
 
 if __name__ == "__main__":

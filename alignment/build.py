@@ -23,7 +23,7 @@ from alignment.rollouts.source import RolloutSource, open_source
 from alignment.rollouts.sync import Rollouts, SyncRollouts
 from alignment.runs.checkpoint import OPTIMIZER, load_rollouts
 from alignment.runs.run import Run
-from alignment.sampling.open import open_sampler
+from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import SAMPLERS, Sampler, SamplerConfig, encode_prompts, engine_name, find_engine
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl

@@ -11,7 +11,7 @@ from alignment.policy.loading import compute_dtype, load_config
 from alignment.policy.placement import ModelShape, partition_layers
 from alignment.policy.policy import Policy, PolicyConfig, open_policy, policy_kind
 from alignment.rewards.reward import evaluation_reward
-from alignment.sampling.open import open_sampler
+from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
 
 

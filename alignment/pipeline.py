@@ -18,7 +18,6 @@ A stage is a command with its flags; `{name}` in a flag is the result of the sta
 import re
 import shlex
 import shutil
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +27,12 @@ from rich.console import Console
 
 from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, flags_of, parse, preset_names
 from alignment.system.errors import RunStopped, UserError, run_command
-from alignment.system.files import lock_run_folder, read_json, write_json
+from alignment.system.files import lock_run_folder, read_json, read_toml, write_json
 from alignment.system.processes import last_line, start_command
 from alignment.system.terminal import make_console, make_table
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
-SET_BY_PIPELINE = {
-    "rejection_sample": ("output",),
-    "sft": ("sft_base",),
-    "train_rl": ("run_name", "resume"),
-    "evaluate": ("run_name",),
-}
+SET_BY_PIPELINE = {"rejection_sample": {"output"}, "sft": {"sft_base"}, "train_rl": {"run_name", "resume"}}
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class Stage:
 
 def read_stages(file: Path, folder: Path) -> list[Stage]:
     """The stages of a file, each followed by an evaluation of its model. Raises `UserError`, naming the stage."""
-    values = _read_toml(file)
+    values = read_toml(file, "--file")
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
     shared.setdefault("preset", "tiny")
     if shared["preset"] not in preset_names():
@@ -74,15 +68,6 @@ def read_stages(file: Path, folder: Path) -> list[Stage]:
     return stages
 
 
-def _read_toml(file: Path) -> dict:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"--file {file}: does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--file {file}: is no TOML: {error}") from None
-
-
 def _checked_command(name: str, table: object, place: str) -> str:
     """The command of a stage. Raises `UserError` for a bad name, another command, or an argument that the pipeline sets."""
     plain = re.fullmatch(r"\w[\w-]*", name) and name != "logs" and not name.startswith("evaluation_of_")
@@ -91,7 +76,7 @@ def _checked_command(name: str, table: object, place: str) -> str:
     command = table.get("command")
     if command not in COMMANDS:
         raise UserError(f"{place}: command {command!r}: must be one of {', '.join(COMMANDS)}")
-    if taken := set(table) & {*SET_BY_PIPELINE[command], "output_dir"}:
+    if taken := table.keys() & (SET_BY_PIPELINE[command] | {"output_dir"}):
         raise UserError(f"{place}: {', '.join(sorted(taken))}: the pipeline sets it itself")
     return command
 
@@ -110,12 +95,9 @@ def _stages(name: str, command: str, given: Mapping[str, object], folder: Path, 
     shared = {key: value for key, value in given.items() if key in EvaluateArgs.__dataclass_fields__ and key != "sft_base"}
     if shared.get("reward") not in RULES:
         shared.pop("reward", None)  # an evaluation scores by a rule: here the task's own
-    evaluation = f"evaluation_of_{name}"
+    evaluation, trained = f"evaluation_of_{name}", Stage(name, command, flags, str(model), done)
     eval_flags = _checked_flags("evaluate", {**shared, "model": str(model), "run_name": evaluation}, folder, place)
-    return [
-        Stage(name, command, flags, str(model), done),
-        Stage(evaluation, "evaluate", eval_flags, str(model), folder / evaluation / "summary.json"),
-    ]
+    return [trained, Stage(evaluation, "evaluate", eval_flags, str(model), folder / evaluation / "summary.json")]
 
 
 def _filled(value: object, results: Mapping[str, str], place: str) -> object:
@@ -162,10 +144,8 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
                     process.terminate()
                     process.wait()
         if process.returncode:
-            raise RunStopped(
-                f"stage {stage.name} ended with exit code {process.returncode}: {last_line(log)};"
-                f" all of its output: {log}. The same command goes on from there"
-            )
+            end = f"stage {stage.name} ended with exit code {process.returncode}: {last_line(log)}"
+            raise RunStopped(f"{end}; all of its output: {log}. The same command goes on from there")
         console.print(f"{number} of {len(stages)}, {stage.name}: done", markup=False)
 
 
@@ -197,19 +177,14 @@ def main() -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with lock_run_folder(folder):
-        refuse_other_file(folder, stages)
+        file, facts = folder / "pipeline.json", {"stages": [[s.name, s.command, *s.flags] for s in stages]}
+        if file.exists() and read_json(file) != facts:
+            raise UserError(f"{folder} holds a pipeline of other stages; give another --name")
+        write_json(file, facts)
         run(stages, folder, console)
     rows = accuracies(stages)
     print_accuracies(rows, f"{folder.name}: accuracy after each stage", console)
     write_json(folder / "summary.json", rows)
-
-
-def refuse_other_file(folder: Path, stages: list[Stage]) -> None:
-    """Raise `UserError` where the folder holds a pipeline of other stages."""
-    file, facts = folder / "pipeline.json", {"stages": [[s.name, s.command, *s.flags] for s in stages]}
-    if file.exists() and read_json(file) != facts:
-        raise UserError(f"{folder} holds a pipeline of other stages; give another --name")
-    write_json(file, facts)
 
 
 if __name__ == "__main__":

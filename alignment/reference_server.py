@@ -25,10 +25,8 @@ def bind(host: str, port: int, token: str) -> socket.socket:
     except (OSError, UnicodeError):
         raise UserError(f"--host {host}: there is no such address; write one of this machine, such as 127.0.0.1") from None
     if not token and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
-        raise UserError(
-            f"--host {host}: other machines could use it there, so it needs a secret: set {TOKEN_VARIABLE} for the server and"
-            " for the trainer, or take --host 127.0.0.1"
-        )
+        remedy = f"set {TOKEN_VARIABLE} for the server and for the trainer, or take --host 127.0.0.1"
+        raise UserError(f"--host {host}: other machines could use it there, so it needs a secret: {remedy}")
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -39,32 +37,21 @@ def bind(host: str, port: int, token: str) -> socket.socket:
     return listener
 
 
-def choose_device(device: str | None) -> str:
-    """The device that --device names, or the first GPU, or the CPU. Raises `UserError` for one that this machine lacks."""
-    devices = [*(f"cuda:{number}" for number in range(visible_gpus())), "cpu"]
-    if device not in (None, *devices):
-        raise UserError(f"--device {device}: this machine has {', '.join(devices)}")
-    return device or devices[0]
-
-
 def main() -> None:
     args = tyro.cli(ReferenceServerArgs, use_underscores=True)
     token = reference_token()
     with bind(args.host, args.port, token) as listener:
         check_model_path(args.model, "--model")
-        device = choose_device(args.device)
+        devices = [*(f"cuda:{number}" for number in range(visible_gpus())), "cpu"]
+        if args.device not in (None, *devices):
+            raise UserError(f"--device {args.device}: this machine has {', '.join(devices)}")
+        device = args.device or devices[0]
 
         from alignment.policy.loading import compute_dtype
         from alignment.policy.reference_service import serve_model
 
-        served = ServedModel(
-            resolve_model(args.model, Args.output_dir),
-            device,
-            compute_dtype(args.dtype, device),
-            args.max_pending,
-            args.max_upload_mib << 20,
-            args.model,
-        )
+        path, dtype = resolve_model(args.model, Args.output_dir), compute_dtype(args.dtype, device)
+        served = ServedModel(path, device, dtype, args.max_pending, args.max_upload_mib << 20, args.model)
         serve_model(served, listener, token, lambda url: print(f"reference model {args.model} on {device}: {url}", flush=True))
 
 

@@ -96,7 +96,7 @@ def make_vllm(path: str, tokenizer, device: str, dtype: str):
     from alignment.sampling.vllm import VLLMSampler
 
     config = SamplerConfig(path, device, dtype, timeout=3600.0, memory_share=0.4)
-    return VLLMSampler(config, tokenizer, min(1024, context_length(load_config(path))))
+    return VLLMSampler(config, tokenizer, context=min(1024, context_length(load_config(path))))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from alignment.args import CONTROLS, NOT_SWEPT, RLArgs, from_preset
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS
 from alignment.system.errors import UserError
+from alignment.system.files import read_toml
 
 ALPHA = 0.05  # chance that any verdict of a sweep is false
 # Arguments that decide where, how fast or how often something is computed, and never its value.
@@ -43,8 +43,7 @@ class Design:
     seeds: tuple[int, ...]
     hold: str
     tie: float
-    alpha: float
-    """Chance that any verdict is false; with --until_decided, the share of that chance for each interim analysis."""
+    alpha: float  # Chance that any verdict is false; with --until_decided, the share of that chance for each interim analysis.
     warnings: tuple[LintWarning, ...]
 
     @property
@@ -68,12 +67,9 @@ def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[st
 
 
 def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArgs]:
-    """The arms of a grid by name: every combination of the values of the arguments that have several.
-
-    With `hold` = "rollouts" an arm's prompts a step are divided by its group size, so that all arms train on equally many
-    responses; with "prompts" they train on the same prompts, and a larger group costs more. Raises `UserError` where an arm
-    cannot work.
-    """
+    """The arms of a grid by name: every combination of the values of the arguments that have several. With `hold` = "rollouts"
+    an arm's prompts a step are divided by its group size, so that all arms train on equally many responses; with "prompts" they
+    train on the same prompts, and a larger group costs more. Raises `UserError` where an arm cannot work."""
     varied = {name: list(dict.fromkeys(several)) for name, several in values.items() if len(several) > 1}
     base = _arm(preset, {name: single[0] for name, single in values.items() if len(single) == 1})
     arms: dict[str, RLArgs] = {}
@@ -81,7 +77,11 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
         chosen = dict(zip(varied, combination, strict=True))
         arm = dataclasses.replace(base, **chosen)
         if hold == "rollouts" and "group_size" in chosen and "prompts_per_rollout" not in chosen:
-            arm = dataclasses.replace(arm, prompts_per_rollout=_prompts(base.rollout_size, arm.group_size))
+            if base.rollout_size % arm.group_size:
+                reason = f"{base.rollout_size} responses a step are no whole number of such groups"
+                remedy = "choose sizes that divide it, or --hold prompts"
+                raise UserError(f"--group_size {arm.group_size} --hold rollouts: {reason}; {remedy}")
+            arm = dataclasses.replace(arm, prompts_per_rollout=base.rollout_size // arm.group_size)
         name = "_".join(_label(key, value) for key, value in chosen.items()) or _label("loss_type", base.loss_type)
         if name in arms:
             raise UserError(f"two arms would be called {name}: give them names of their own in a --sweep_file")
@@ -90,19 +90,12 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
 
 
 def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str, RLArgs]:
-    """The arms of a TOML file: the values at its top, then the single `values` of the command line, then the arm's own.
-
-    Raises `UserError`, naming the file, where the file is malformed or an arm cannot work.
-    """
+    """The arms of a TOML file: the values at its top, then the single `values` of the command line, then the arm's own. Raises
+    `UserError`, naming the file, where the file is malformed or an arm cannot work."""
     several = [name for name, given in values.items() if len(given) > 1]
     if several:
         raise UserError(f"--{several[0]}: with --sweep_file the arms are those of the file; give one value, or no file")
-    try:
-        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"--sweep_file {file}: there is no such file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--sweep_file {file}: {error}") from None
+    content = read_toml(Path(file), "--sweep_file")
     arms = content.pop("arms", None)
     if not isinstance(arms, dict) or not arms or not all(isinstance(arm, dict) for arm in arms.values()):
         raise UserError(f"--sweep_file {file}: needs a table [arms.NAME] for each arm")
@@ -134,15 +127,6 @@ def _arm(preset: str, values: Mapping[str, object], place: str = "") -> RLArgs:
     return from_preset(RLArgs, preset, **values)
 
 
-def _prompts(responses: int, group_size: int) -> int:
-    if responses % group_size:
-        raise UserError(
-            f"--group_size {group_size} --hold rollouts: {responses} responses a step are no whole number of such groups;"
-            " choose sizes that divide it, or --hold prompts"
-        )
-    return responses // group_size
-
-
 def _label(key: str, value) -> str:
     """A value's part of an arm's name, fit for a folder: `grpo_clip`, `group_size4`, `no_normalize_by_std`."""
     if isinstance(value, bool):
@@ -167,10 +151,8 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
     for name, args in arms.items():
         other, first = shared.setdefault(args.sft_base, (name, args))
         if args.sft_base and (args.task, args.model) != (first.task, first.model):
-            raise UserError(
-                f"--sft_base {args.sft_base}: {other} and {name} differ in task or model and cannot share a warm start; give"
-                " each its own sft_base in a --sweep_file"
-            )
+            reason = f"{other} and {name} differ in task or model and cannot share a warm start"
+            raise UserError(f"--sft_base {args.sft_base}: {reason}; give each its own sft_base in a --sweep_file")
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------
@@ -178,7 +160,8 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
 
 def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[LintWarning]:
     """Warnings of arms that are mathematically the same, of confounded differences, and of a single seed."""
-    return [*_equivalent(arms), *_confounded(arms), *_single_seed(seeds)]
+    reason = "one seed cannot tell an arm from luck; there will be no verdict: give at least two, --seed 0 1"
+    return [*_equivalent(arms), *_confounded(arms), *([LintWarning("seeds", (), reason)] if len(seeds) < 2 else [])]
 
 
 def canonical(args: RLArgs) -> dict[str, object]:
@@ -271,8 +254,3 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
         LintWarning("confounded", tuple(dict.fromkeys(names)), f"--{name} also changes {', '.join(effects)}")
         for (name, effects), names in confounded.items()
     ]
-
-
-def _single_seed(seeds: Sequence[int]) -> list[LintWarning]:
-    reason = "one seed cannot tell an arm from luck; there will be no verdict: give at least two, --seed 0 1"
-    return [LintWarning("seeds", (), reason)] if len(seeds) < 2 else []

@@ -52,8 +52,7 @@ class LocalExecutor:
     """One job after another, with all cores and GPUs of this machine."""
 
     def __init__(self, cpus: int | None = None):
-        self.cpus = cpus
-        self.queue: list[Job] = []
+        self.cpus, self.queue = cpus, []
         self.current: tuple[Job, subprocess.Popen] | None = None
 
     def submit(self, job: Job) -> None:
@@ -79,15 +78,18 @@ class LocalExecutor:
 
 
 class RayExecutor:
-    """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for.
-
-    Ray gives a task its GPUs by CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them.
-    Signals are deferred while Ray's own code runs, which does not survive an exception of a signal handler.
-    """
+    """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for. Ray gives a task its GPUs by
+    CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them. Signals are deferred while Ray's
+    own code runs, which does not survive an exception of a signal handler."""
 
     @signals.deferred_signals()
     def __init__(self, address: str, cpus: int | None, gpus: int | None):
-        refuse_unreachable(address)
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        try:  # Ray itself would try for minutes
+            if host:
+                socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:
+            raise UserError(f"--ray_address {address}: no Ray cluster answers there ({error})") from None
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # the nodes' own environments run the jobs
         import ray
 
@@ -95,13 +97,8 @@ class RayExecutor:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             own = {} if address else {"include_dashboard": False}  # a running cluster has its own setting
-            ray.init(
-                address or "local",
-                runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-                log_to_driver=False,
-                logging_level="ERROR",
-                **own,
-            )
+            nodes = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+            ray.init(address or "local", runtime_env=nodes, log_to_driver=False, logging_level="ERROR", **own)
         except Exception as error:  # Ray raises many kinds, a bare Exception where a node is slow to start
             where = f"--ray_address {address}" if address else "Ray could not start here"
             raise UserError(f"{where}: {(str(error) or type(error).__name__).splitlines()[0]}") from None
@@ -140,19 +137,7 @@ class RayExecutor:
         self.ray.shutdown()
 
 
-def refuse_unreachable(address: str) -> None:
-    """Raise `UserError` where no process listens at host:port; Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host:
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--ray_address {address}: no Ray cluster answers there ({error})") from None
-
-
-LOST = -1000
-"""Exit code of a job whose machine or worker process is gone."""
+LOST = -1000  # exit code of a job whose machine or worker process is gone
 
 
 def execute(job: Job, cpus: int | None) -> int:

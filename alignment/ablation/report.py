@@ -8,21 +8,11 @@ import jinja2
 import numpy as np
 from rich.console import Console
 
+from alignment.ablation import verdicts
 from alignment.ablation.figures import figures
 from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Study, shell_command
-from alignment.ablation.verdicts import (
-    areas,
-    choices,
-    compare_arms,
-    decide,
-    decide_factors,
-    final_scores,
-    half_widths,
-    over_tasks,
-    question_groups,
-    split_of_gain,
-)
+from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, question_groups
 from alignment.runs.run_records import Run
 from alignment.system.files import read_jsonl, write_atomically
 from alignment.system.terminal import make_table, printable
@@ -52,27 +42,23 @@ def write_report(study: Study, folder: Path) -> tuple[Path, Path]:
     for file, extra in ((html, {"figures": figures(study)}), (markdown, {"shown": SHOWN_PAIRS})):
         options = {"autoescape": file == html, "trim_blocks": True, "lstrip_blocks": True}
         environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
-        environment.filters["p"] = p_text
+        environment.filters["p"] = lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}"
         write_atomically(file, environment.get_template(f"{file.name}.j2").render(facts, **extra))
     return html, markdown
-
-
-def p_text(p: float) -> str:
-    """A p value to two digits, or "< 0.0001"."""
-    return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
 def contents(study: Study) -> dict[str, object]:
     """The values that the templates of both pages use."""
     factors, pairs, arms = decide_factors(study), decide(study), arm_rows(study)
-    any_run = study.runs[0] if study.runs else None
+    any_run, varied = study.runs[0] if study.runs else None, choices(study.varied)
+    asked = f"Does {' or '.join(varied)} make a difference to held-out accuracy?" if varied else "What did training change?"
     return {
-        "question": question(study),
+        "question": asked,
         "headline": headline(factors, pairs),
         "factors": factors,
         "pairs": _ranked(pairs),
-        "pairs_area": _ranked(compare_arms(study, areas(study))),
-        "over_tasks": over_tasks(study),
+        "pairs_area": _ranked(verdicts.compare_arms(study, verdicts.areas(study))),
+        "over_tasks": verdicts.over_tasks(study),
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "grid": grid_of(study, {arm["name"]: arm["mean"] for arm in arms}),
         "study": study,
@@ -87,7 +73,7 @@ def arm_rows(study: Study) -> list[dict]:
     """For each arm: its seeds, accuracies, their means and margin, the parts of its gain, its arguments and a sample."""
     scores = final_scores(study)
     accuracy = {arm: [float(s.mean()) for s in by_seed.values()] for arm, by_seed in scores.items()}
-    margins = half_widths(study, scores)
+    margins = verdicts.half_widths(study, scores)
     return [
         {
             "name": arm,
@@ -96,7 +82,7 @@ def arm_rows(study: Study) -> list[dict]:
             "mean": float(np.mean(accuracy[arm])) if runs else math.nan,
             "iqm": interquartile_mean(accuracy[arm]) if runs else math.nan,
             "margin": margins[arm],
-            "split": np.mean([split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
+            "split": np.mean([verdicts.split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
             "settings": study.varied[arm],
             "sample": sample_of(runs),
         }
@@ -106,12 +92,6 @@ def arm_rows(study: Study) -> list[dict]:
 
 def _ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
     return sorted(comparisons, key=lambda c: (not c.decided, -abs(c.difference) if c.seeds else 0))
-
-
-def question(study: Study) -> str:
-    """The title of the report: `Does loss_type or group_size make a difference to held-out accuracy?`"""
-    names = choices(study.varied)
-    return f"Does {' or '.join(names)} make a difference to held-out accuracy?" if names else "What did training change?"
 
 
 def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Comparison]) -> list[str]:

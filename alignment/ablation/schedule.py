@@ -63,14 +63,8 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
         if {key: before.get(key) for key in design.facts()} != design.facts():
             raise UserError(f"{design.folder} holds a sweep of another design; give another --sweep_name")
         seeds |= set(before.get("seeds", ()))
-    facts = {
-        **design.facts(),
-        "seeds": sorted(seeds),
-        "warnings": [str(warning) for warning in design.warnings],
-        "command": list(command),
-        "versions": versions(),
-    }
-    write_json(file, facts)
+    facts = {"seeds": sorted(seeds), "warnings": list(map(str, design.warnings)), "command": list(command)}
+    write_json(file, {**design.facts(), **facts, "versions": versions()})
 
 
 def expected_seconds(design: Design, output_dir: str) -> float | None:

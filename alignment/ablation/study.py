@@ -19,15 +19,13 @@ class Study:
     """Finished runs by arm and seed, and the settings of the sweep. `missing` names the unfinished runs."""
 
     arms: Mapping[str, Mapping[int, Run]]
-    varied: Mapping[str, Mapping[str, object]]
-    """For each arm, its values of the arguments in which arms differ."""
+    varied: Mapping[str, Mapping[str, object]]  # For each arm, its values of the arguments in which arms differ.
     missing: tuple[str, ...]
     tie: float
     hold: str  # "rollouts" or "prompts" (--hold of `sweep`); "" without a sweep
     warnings: tuple[str, ...]
     command: str
-    alpha: float = ALPHA
-    """Largest probability that a table has any false verdict."""
+    alpha: float = ALPHA  # Largest probability that a table has any false verdict.
 
     @property
     def runs(self) -> list[Run]:
@@ -36,10 +34,8 @@ class Study:
 
 
 def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
-    """Read a sweep's folder, or group run folders into arms by their arguments.
-
-    Raises `UserError` for a folder that is neither, for damaged files, and for two runs of equal arguments and seed.
-    """
+    """Read a sweep's folder, or group run folders into arms by their arguments. Raises `UserError` for a folder that is
+    neither, for damaged files, and for two runs of equal arguments and seed."""
     if len(folders) == 1 and (folders[0] / "sweep.json").exists():
         return _read_sweep(folders[0])
     runs = [read_run(folder) for folder in folders]

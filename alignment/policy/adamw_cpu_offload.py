@@ -29,22 +29,10 @@ class CPUOffloadAdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-        adamw(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        tensors = [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]
+        options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        options["beta1"], options["beta2"] = group["betas"]
+        adamw(*tensors, **options, fused=True, amsgrad=False, maximize=False)
         p.copy_(weight)
 
     def load_state_dict(self, state_dict: dict) -> None:

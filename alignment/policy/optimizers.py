@@ -19,15 +19,11 @@ if TYPE_CHECKING:
 class Optimizer:
     """One optimiser: its class, made from parameter groups, lr and betas, and the memory that a trained parameter takes."""
 
-    path: str
-    """package.module:name of the class."""
-    device_bytes: int
-    """Bytes a parameter on its device: weight and gradient in fp32, and the moments that are kept there."""
-    host_bytes: int = 0
-    """Bytes a parameter of the moments that stay on the CPU."""
+    path: str  # package.module:name of the class.
+    device_bytes: int  # Bytes a parameter on its device: weight and gradient in fp32, and the moments that are kept there.
+    host_bytes: int = 0  # Bytes a parameter of the moments that stay on the CPU.
     options: Mapping[str, object] = field(default_factory=dict)
-    package: str = ""
-    """The package that it needs, which is an extra of the same name."""
+    package: str = ""  # The package that it needs, which is an extra of the same name.
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = {

@@ -7,7 +7,6 @@ Devices are the strings "cpu" and "cuda:N". A device map is the dict that `from_
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -63,13 +62,17 @@ def assign_roles(
     texts = {"sample": sample_device, "reference": reference_model_device, "eval": eval_device}
     named = {role: _read_device(FLAGS[role], text, gpus) for role, text in texts.items() if text is not None}
     policy = tuple(_read_device(FLAGS["policy"], text, gpus) for text in policy_devices)
-    _refuse_repeats(policy)
+    if len(set(policy)) < len(policy):
+        device, times = Counter(policy).most_common(1)[0]
+        raise UserError(f"{FLAGS['policy']} lists {device} {times} times; list each device once")
     if not gpus:
         return Roles(policy=("cpu",), sample="cpu", reference="cpu", eval="cpu")
 
     free = [gpu for gpu in gpus if gpu not in policy and gpu not in named.values()]
     if not policy and not free and num_gpus > 1:
-        _refuse_no_policy_gpu(named, num_gpus)
+        flags = " and ".join(f"{FLAGS[role]} {device}" for role, device in named.items() if device != "cpu")
+        remedy = f"put two of these on one GPU, or say which GPU the policy shares with {FLAGS['policy']}"
+        raise UserError(f"{flags} leave none of the {num_gpus} GPUs for the policy; {remedy}")
     spare = free if policy else free[1:]  # a policy by default keeps the lowest free GPU
     helpers = _place_helpers(named, spare, policy, gpus)
     if vllm:
@@ -99,26 +102,10 @@ def _span(gpus: Sequence[str]) -> str:
     return gpus[0] if len(gpus) == 1 else f"{gpus[0]}..{gpus[-1]}"
 
 
-def _refuse_repeats(policy: Sequence[str]) -> None:
-    for device, times in Counter(policy).items():
-        if times > 1:
-            raise UserError(f"{FLAGS['policy']} lists {device} {times} times; list each device once")
-
-
-def _refuse_no_policy_gpu(named: dict[str, str], num_gpus: int) -> None:
-    flags = " and ".join(f"{FLAGS[role]} {device}" for role, device in named.items() if device != "cpu")
-    raise UserError(
-        f"{flags} leave none of the {num_gpus} GPUs for the policy; "
-        f"put two of these on one GPU, or say which GPU the policy shares with {FLAGS['policy']}"
-    )
-
-
 def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
-    """Fill in the helpers that were not named: the highest spare GPU each, then sharing.
-
-    One that finds no spare GPU joins the helper just before it (eval the reference, the reference the sampler), else
-    one after it, and goes among the policy's GPUs only when the policy has them all.
-    """
+    """Fill in the helpers that were not named: the highest spare GPU each, then sharing. One that finds no spare GPU joins the
+    helper just before it (eval the reference, the reference the sampler), else one after it, and goes among the policy's GPUs
+    only when the policy has them all."""
     placed = dict(named)
     left = list(spare)
     for index, role in enumerate(HELPERS):
@@ -136,32 +123,24 @@ def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence
 def _refuse_vllm_clashes(
     named: dict[str, str], helpers: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
 ) -> None:
-    """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another role needs.
-
-    The sampler and eval may share a GPU, since they then share one engine, and a single GPU holds everything by design.
-    Sampler and reference may share while no GPU is spare: that is the default for two GPUs.
-    """
+    """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another role needs. The sampler and
+    eval may share a GPU, since they then share one engine, and a single GPU holds everything by design. Sampler and reference
+    may share while no GPU is spare: that is the default for two GPUs."""
     greedy = "but vLLM claims most of its GPU's memory at start"
     for role in ENGINES:
         if helpers[role] == "cpu":
-            raise UserError(
-                f"{FLAGS[role]} cpu, but vLLM's NVIDIA build cannot run there; "
-                f"name a GPU ({_span(gpus)}), leave the flag out, or sample without vLLM"
-            )
+            remedy = f"name a GPU ({_span(gpus)}), leave the flag out, or sample without vLLM"
+            raise UserError(f"{FLAGS[role]} cpu, but vLLM's NVIDIA build cannot run there; {remedy}")
         if len(gpus) == 1 or helpers[role] not in policy:
             continue
         if role not in named:
-            raise UserError(
-                f"{FLAGS['policy']} names every GPU, {greedy} and the {role} role has none to itself; "
-                f"take {gpus[-1]} off {FLAGS['policy']}"
-            )
+            reason = f"{greedy} and the {role} role has none to itself"
+            raise UserError(f"{FLAGS['policy']} names every GPU, {reason}; take {gpus[-1]} off {FLAGS['policy']}")
         remedy = f"use {FLAGS[role]} {spare[-1]}" if spare else f"take {helpers[role]} off {FLAGS['policy']}"
         raise UserError(f"{FLAGS[role]} {helpers[role]} is also in {FLAGS['policy']}, {greedy}; {remedy}")
     if "sample" in named and named["sample"] == named.get("reference") and spare:
-        raise UserError(
-            f"{FLAGS['sample']} and {FLAGS['reference']} are both {named['sample']}, {greedy}; "
-            f"use {FLAGS['reference']} {spare[-1]}"
-        )
+        both = f"{FLAGS['sample']} and {FLAGS['reference']} are both {named['sample']}"
+        raise UserError(f"{both}, {greedy}; use {FLAGS['reference']} {spare[-1]}")
 
 
 @dataclass(frozen=True)
@@ -187,16 +166,12 @@ class ModelShape:
         if config.model_type not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise UserError(f"model_type {config.model_type!r} cannot be placed; use a model of one of: {known}")
+        sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
         return cls(
             num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
             # Qwen2's config has no such field, but its model reads one where a checkpoint states it.
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            vocab_size=config.vocab_size,
-            tie_word_embeddings=config.tie_word_embeddings,
+            **{name: getattr(config, name) for name in sizes},
             **FAMILIES[config.model_type](config),
         )
 
@@ -268,47 +243,22 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
     many equal bottlenecks to take, so that one big embedding does not excuse a lopsided rest. Needs
     1 <= parts <= len(sizes). The time is O(parts * len(sizes)^2).
     """
-    limit = _smallest_bottleneck(sizes, parts)
-    ends = [0, *accumulate(sizes)]
-    # costs[end]: the least sum of squares of the first `end` items in `part` parts, each within the limit.
-    costs: dict[int, int] = {0: 0}
-    starts: list[dict[int, int]] = []  # starts[part][end]: where that part begins
-    for _ in range(parts):
-        next_costs, chosen = {}, {}
+    ends = list(accumulate(sizes, initial=0))
+    largest = ends  # by end: the least that the largest part of the first `end` items can have, in one part, then two, ...
+    for _ in range(parts - 1):
+        largest = [min(max(largest[i], end - ends[i]) for i in range(k + 1)) for k, end in enumerate(ends)]
+    # By end: the least sum of squares of the first `end` items in the parts so far, each within the limit, and their parts.
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for part in range(parts):
+        longer = {}
         for end in range(1, len(ends)):
-            options = [
-                (cost + (ends[end] - ends[start]) ** 2, start)
-                for start, cost in costs.items()
-                if start < end and ends[end] - ends[start] <= limit
-            ]
+            lengths = {start: ends[end] - ends[start] for start in best if start < end}
+            options = [(best[start][0] + n**2, start) for start, n in lengths.items() if n <= largest[-1]]
             if options:
-                next_costs[end], chosen[end] = min(options)
-        costs = next_costs
-        starts.append(chosen)
-
-    owners: list[int] = []
-    end = len(sizes)
-    for part in reversed(range(parts)):
-        start = starts[part][end]
-        owners = [part] * (end - start) + owners
-        end = start
-    return owners
-
-
-def _smallest_bottleneck(sizes: Sequence[int], parts: int) -> int:
-    """The least limit within which at most `parts` contiguous parts hold every item (cutting further keeps to it)."""
-    low, high = max(sizes), sum(sizes)
-    return low + bisect_left(range(low, high), True, key=lambda limit: _parts_within(sizes, limit) <= parts)
-
-
-def _parts_within(sizes: Sequence[int], limit: int) -> int:
-    """How many parts it takes when each is filled up to `limit` before the next is begun."""
-    parts, filled = 1, 0
-    for size in sizes:
-        if filled + size > limit:
-            parts, filled = parts + 1, 0
-        filled += size
-    return parts
+                cost, start = min(options)
+                longer[end] = cost, best[start][1] + [part] * (end - start)
+        best = longer
+    return best[len(sizes)][1]
 
 
 @dataclass(frozen=True)
@@ -348,10 +298,8 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
 
 def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Share, ...]:
     """The policy's share of each of its devices, the moments that `optimizer` keeps on the CPU, then one whole copy for each
-    other role.
-
-    Eval on the sampler's device runs in the sampler's engine, so the two hold one copy, under the role "sample+eval".
-    """
+    other role. Eval on the sampler's device runs in the sampler's engine, so the two hold one copy, under the role
+    "sample+eval"."""
     entry = OPTIMIZERS[optimizer]
     parameters, trained = module_bytes(shape, 1), module_bytes(shape, entry.device_bytes)
     held: dict[str, list[str]] = {}

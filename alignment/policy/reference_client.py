@@ -15,6 +15,7 @@ import torch
 from alignment.core.records import Batch, Distribution
 from alignment.policy.reference_protocol import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, ServedModel, check_url
 from alignment.system.errors import RunStopped, UserError, os_error
+from alignment.system.files import json_object
 from alignment.system.processes import START_SECONDS as PROCESS_START_SECONDS
 from alignment.system.processes import ChildProcess
 from alignment.system.terminal import printable
@@ -28,10 +29,8 @@ LONGEST_MESSAGE = 1 << 16  # bytes of an answer without log-probs, and of what a
 
 class RemoteReference:
     """The served reference model. Its log-probs are the very bits that the same model would give on the same kind of device.
-
-    Raises `UserError` where no reference server with a model of `vocabulary` tokens answers at `url`. Afterwards whatever
-    makes it impossible to go on is a `RunStopped`; no request is waited for longer than `timeout` seconds.
-    """
+    Raises `UserError` where no reference server with a model of `vocabulary` tokens answers at `url`. Afterwards whatever makes
+    it impossible to go on is a `RunStopped`; no request is waited for longer than `timeout` seconds."""
 
     restarts = 0
 
@@ -44,11 +43,9 @@ class RemoteReference:
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(headers=headers, trust_env=False, verify=False, limits=limits)  # http:// has no certificates
         self.info = self._get_info()
-        if self.info["vocabulary"] != vocabulary:
-            raise UserError(
-                f"--reference_url {url}: its model {printable(self.info['model'])} has a vocabulary of"
-                f" {self.info['vocabulary']} tokens, the policy of {vocabulary}: serve the model that training starts from"
-            )
+        if (its := self.info["vocabulary"]) != vocabulary:
+            other = f"{printable(self.info['model'])} has a vocabulary of {its} tokens, the policy of {vocabulary}"
+            raise UserError(f"--reference_url {url}: its model {other}: serve the model that training starts from")
 
     def upload(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> None:
         """Have the server compute a batch. `key` is a name for it; equal names of different batches do no harm."""
@@ -63,14 +60,13 @@ class RemoteReference:
         """The log-probs [B, T] of the responses, 0 elsewhere. Uploads the batch where the server does not have it."""
         path = f"/get?key={_encode(key, batch, distribution, micro_batch_tokens)[0]}"
         most = batch.labels.numel() * 4 + LONGEST_MESSAGE
-        for _ in range(1 + UPLOADS):
+        for uploads in range(1 + UPLOADS):
             status, answer = self._poll(202, "has not computed its log-probs", "GET", path, most=most)
             if status == 200:
                 return self._read_log_probs(answer, batch.response_mask)
-            if status != 404:
-                break
+            if status != 404 or uploads == UPLOADS:
+                self._stop_refused(status, answer)
             self.upload(key, batch, distribution, micro_batch_tokens)
-        self._stop_refused(status, answer)
 
     def _get_info(self) -> dict:
         flag = f"--reference_url {self.url}"
@@ -79,13 +75,11 @@ class RemoteReference:
         except httpx.RemoteProtocolError:
             status, answer = 0, b""
         except (httpx.TransportError, UnicodeError) as error:
-            raise UserError(
-                f"{flag}: cannot be reached ({_reason(error)}): start it with `uv run -m {SERVICE} --model ...`, and wait for"
-                " the line with its address"
-            ) from None
+            command = f"start it with `uv run -m {SERVICE} --model ...`, and wait for the line with its address"
+            raise UserError(f"{flag}: cannot be reached ({_reason(error)}): {command}") from None
         if status == 401:
             raise UserError(f"{flag}: refuses this token: set {TOKEN_VARIABLE} here to what it was for the server")
-        info = _json(answer)
+        info = json_object(answer) or {}
         kinds = {"model": str, "vocabulary": int, "weights": str, "max_upload_bytes": int}
         typed = all(isinstance(info.get(key), kind) for key, kind in kinds.items())
         if status != 200 or info.get("service") != SERVICE or not typed:
@@ -147,7 +141,7 @@ class RemoteReference:
         return answer
 
     def _stop_refused(self, status: int, answer: bytes) -> None:
-        reason = " ".join(printable(str(_json(answer).get("error"))).split())[:300]
+        reason = " ".join(printable(str((json_object(answer) or {}).get("error"))).split())[:300]
         self._stop(f"refuses a rollout: {status}, {reason}")
 
     def _stop(self, reason: str) -> None:
@@ -155,20 +149,13 @@ class RemoteReference:
 
 
 class ReferenceProcess:
-    """A reference server that one run starts on this machine, so that it works while the trainer does.
-
-    Where it dies, hangs or answers no log-probs, `log_probs` replaces it once; then it raises `RunStopped`.
-    """
+    """A reference server that one run starts on this machine, so that it works while the trainer does. Where it dies, hangs or
+    answers no log-probs, `log_probs` replaces it once; then it raises `RunStopped`."""
 
     def __init__(self, model: ServedModel, vocabulary: int, timeout: float):
         self.token, self.restarts = secrets.token_urlsafe(), 0
         self._model, self._vocabulary, self._timeout = model, vocabulary, timeout
         self._start(port=0)
-
-    @property
-    def url(self) -> str:
-        """Its address, which a replacement keeps."""
-        return self._client.url
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
         """The log-probs [B, T] of the responses, 0 elsewhere. Uploads the batch where the server does not have it."""
@@ -178,7 +165,7 @@ class ReferenceProcess:
             print(f"the reference model is started again: {error}", file=sys.stderr)
         self.restarts += 1
         self._child.kill()
-        self._child.close()
+        self.close()
         self._start(port=int(self.url.rpartition(":")[2]))  # which the sampler knows
         return self._client.log_probs(key, batch, distribution, micro_batch_tokens)
 
@@ -187,16 +174,15 @@ class ReferenceProcess:
         self._child.close()
 
     def _start(self, port: int) -> None:
-        self._child = ChildProcess(
-            "reference model's process", "alignment.policy.reference_service:serve", os.environ, grace_seconds=0
-        )
+        name, entry = "reference model's process", "alignment.policy.reference_service:serve"
+        self._child = ChildProcess(name, entry, os.environ, grace_seconds=0)
         with self._child.time_limit(max(self._timeout, PROCESS_START_SECONDS)):
             try:
                 self._child.connection.send((self._model, self.token, port))
-                url = self._child.connection.recv()
+                self.url = self._child.connection.recv()  # which a replacement keeps
             except (EOFError, OSError):
                 raise RunStopped(self._child.exit_report()) from None
-        self._client = RemoteReference(url, self.token, self._vocabulary, self._timeout)
+        self._client = RemoteReference(self.url, self.token, self._vocabulary, self._timeout)
 
 
 def _encode(key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> tuple[str, bytes]:
@@ -212,15 +198,6 @@ def _encode(key: str, batch: Batch, distribution: Distribution, micro_batch_toke
     if not KEY.fullmatch(full_key):
         raise ValueError(f"{key!r} is no key: at most 167 letters, digits, dots, hyphens and underscores")
     return full_key, safetensors.torch.save(tensors, metadata)
-
-
-def _json(answer: bytes) -> dict:
-    """The JSON object of an answer, {} where it is none."""
-    try:
-        parsed = json.loads(answer)
-    except (ValueError, RecursionError):
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def _reason(error: Exception) -> str:

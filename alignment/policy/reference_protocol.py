@@ -15,10 +15,8 @@ KEY = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that a reference server loads from the folder `path`, and the limits of the server.
-
-    `name` is the model's name in /info (by default its path), `dtype` the name of a torch dtype.
-    """
+    """The model that a reference server loads from the folder `path`, and the limits of the server. `name` is the model's name
+    in /info (by default its path), `dtype` the name of a torch dtype."""
 
     path: str
     device: str

@@ -52,8 +52,7 @@ BODIES = 16  # read at a time
 READ_RESULTS = 4  # kept, because an answer can be lost on its way
 ABANDONED_SECONDS = 600.0  # before an unread result makes room for another upload
 
-Compute = Callable[[Batch, Distribution, int], torch.Tensor]
-"""(batch, distribution, micro_batch_tokens) -> log-probs [B, T]."""
+Compute = Callable[[Batch, Distribution, int], torch.Tensor]  # (batch, distribution, micro_batch_tokens) -> log-probs [B, T].
 
 
 def read_upload(body: bytes, vocabulary: int, context: int) -> tuple[Batch, Distribution, int]:
@@ -63,11 +62,9 @@ def read_upload(body: bytes, vocabulary: int, context: int) -> tuple[Batch, Dist
         metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__") or {}
     except Exception:  # of many kinds, for bytes that are no such file
         raise HTTPException(400, "the body is no safetensors file") from None
-    _require(
-        {name: tensor.dtype for name, tensor in tensors.items()}
-        == {"input_ids": torch.int64, "labels": torch.int64, "response_mask": torch.bool},
-        "the tensors must be input_ids and labels (int64) and response_mask (bool)",
-    )
+    types = {"input_ids": torch.int64, "labels": torch.int64, "response_mask": torch.bool}
+    given = {name: tensor.dtype for name, tensor in tensors.items()}
+    _require(given == types, "the tensors must be input_ids and labels (int64) and response_mask (bool)")
     batch = Batch(**tensors)
     shape = batch.labels.shape
     _require(len(shape) == 2 and 0 not in shape, "the tensors must be [B, T], neither of them 0")
@@ -96,10 +93,11 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass
 class Job:
-    """The answer to an upload."""
+    """The answer to an upload, when it was found, by time.monotonic(), and whether a client has read it."""
 
     answer: Future[Response] = field(default_factory=Future)
-    finished: float = math.inf  # time.monotonic()
+    finished: float = math.inf
+    was_read: bool = False
 
     def finish(self, answer: Response) -> None:
         self.finished = time.monotonic()
@@ -107,20 +105,21 @@ class Job:
 
 
 class ReferenceService:
-    """Computes the uploads of HTTP clients, in order, in the thread that calls `work`.
-
-    At most `max_pending` uploads wait or have an unread answer; the last `READ_RESULTS` answers that were read are kept too.
-    Only the event loop's thread touches the two tables of jobs.
-    """
+    """Computes the uploads of HTTP clients, in order, in the thread that calls `work`. At most `max_pending` uploads wait or
+    have an unread answer; the last `READ_RESULTS` answers that were read are kept too. Only the event loop's thread touches the
+    table of jobs."""
 
     def __init__(self, compute: Compute, info: Mapping[str, object], token: str, max_pending: int):
         self.compute, self.info, self.max_pending = compute, info, max_pending
         self._queue: SimpleQueue[tuple[str, Job, tuple] | None] = SimpleQueue()
-        self._unread: dict[str, Job] = {}  # waiting jobs, and finished ones that no client has read; oldest first
-        self._read: dict[str, Job] = {}
+        self._jobs: dict[str, Job] = {}  # those that are read stand in the order of that
         self._body_slots = asyncio.Semaphore(BODIES)
         self.app = Starlette(
-            routes=[Route("/upload", self._upload, methods=["POST"]), Route("/get", self._get), Route("/info", self._info)],
+            routes=[
+                Route("/upload", self._upload, methods=["POST"]),
+                Route("/get", self._get),
+                Route("/info", self._answer(200, info), methods=["GET"]),
+            ],
             middleware=[Middleware(TokenCheck, token=token)],
             exception_handlers={HTTPException: self._refuse, Exception: self._refuse},
         )
@@ -156,7 +155,7 @@ class ReferenceService:
         try:
             yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
         finally:
-            for job in list(self._unread.values()):
+            for job in list(self._jobs.values()):
                 if not job.answer.done():
                     job.finish(self._answer(202))
             server.should_exit = True
@@ -183,36 +182,33 @@ class ReferenceService:
 
     def _enqueue(self, key: str, upload: tuple[Batch, Distribution, int]) -> bool:
         """Queue an upload, unless its key is known; False without room for it. A job that failed is computed again."""
-        known = self._unread.get(key) or self._read.get(key)
+        known = self._jobs.get(key)
         if known and not (known.answer.done() and known.answer.result().status_code == 500):
             return True
-        self._unread.pop(key, None)
-        if len(self._unread) >= self.max_pending:
-            oldest = next(iter(self._unread))
-            if time.monotonic() - self._unread[oldest].finished <= ABANDONED_SECONDS:
+        unread = [other for other, job in self._jobs.items() if not job.was_read and other != key]  # oldest first
+        if len(unread) >= self.max_pending:
+            if time.monotonic() - self._jobs[unread[0]].finished <= ABANDONED_SECONDS:
                 return False
-            del self._unread[oldest]
-        self._read.pop(key, None)
-        self._unread[key] = Job()
-        self._queue.put((key, self._unread[key], upload))
+            del self._jobs[unread[0]]
+        self._jobs.pop(key, None)
+        self._jobs[key] = Job()
+        self._queue.put((key, self._jobs[key], upload))
         return True
 
     async def _get(self, request: Request) -> Response:
         key = _key(request)
-        job = self._unread.get(key) or self._read.get(key)
+        job = self._jobs.get(key)
         if job is None:
             raise HTTPException(404, "there is no such key, or no longer")
         answered, _ = await asyncio.wait([asyncio.wrap_future(job.answer)], timeout=POLL_SECONDS)
         if not answered:
             return self._answer(202)
-        if self._unread.get(key) is job:
-            self._read[key] = self._unread.pop(key)
-            for old in list(self._read)[:-READ_RESULTS]:
-                del self._read[old]
+        if not job.was_read and self._jobs.get(key) is job:
+            job.was_read = True
+            self._jobs[key] = self._jobs.pop(key)
+            for old in [other for other, kept in self._jobs.items() if kept.was_read][:-READ_RESULTS]:
+                del self._jobs[old]
         return job.answer.result()
-
-    async def _info(self, request: Request) -> Response:
-        return self._answer(200, self.info)
 
     def _answer(self, status: int, content: Mapping | bytes = b"{}", media_type: str = "application/json") -> Response:
         """An answer with the digest of the weights, in bytes or from what JSON can hold."""

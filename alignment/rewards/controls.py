@@ -9,10 +9,8 @@ Rule = Callable[[str, str], Score]
 
 
 def random_reward(rule: Rule, response: str, ground_truth: str) -> float:
-    """0 or 1, as a hash of the response and the ground truth decides, so that a run can be repeated.
-
-    The same response to the same problem always gets the same reward, so with few enough problems it could be learnt.
-    """
+    """0 or 1, as a hash of the response and the ground truth decides, so that a run can be repeated. The same response to the
+    same problem always gets the same reward, so with few enough problems it could be learnt."""
     return float(hashlib.sha256(f"{ground_truth}\0{response}".encode("utf-8", "surrogatepass")).digest()[0] & 1)
 
 

@@ -18,11 +18,9 @@ TOLERANCE = Fraction(1, 100_000)
 
 
 def countdown_reward_fn(response: str, ground_truth: str) -> Score:
-    """Score the continuation of a prompt that ends in `<think>`; the reward is the answer's.
-
-    Format: 1 for exactly `...</think>\\n<answer>...</answer>`, else 0.1 for a closed thought and 0.5 for an answer in its
-    tags. Answer: 1 where the last answer is right (`is_right`), else 0.
-    """
+    """Score the continuation of a prompt that ends in `<think>`; the reward is the answer's. Format: 1 for exactly
+    `...</think>\\n<answer>...</answer>`, else 0.1 for a closed thought and 0.5 for an answer in its tags. Answer: 1 where the
+    last answer is right (`is_right`), else 0."""
     turn = f"<think>{response}".strip()
     answers = ANSWER.findall(turn)
     format_reward = 1.0 if WHOLE.fullmatch(turn) else 0.1 * ("</think>" in turn) + 0.5 * bool(answers)

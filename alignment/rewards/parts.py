@@ -52,11 +52,8 @@ def signed_accuracy(response: str, ground_truth: str) -> float:
 
 def language_consistency(problem: Problem, response: str) -> float:
     """Share of the response's words in the script of the question, or of the prompt if the question has no words; 1 for a
-    response without words (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.2).
-
-    The script stands for the language: it counts words of Latin, Cyrillic and so on, and single characters of Chinese, but
-    not tags and LaTeX commands.
-    """
+    response without words (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.2). The script stands for the language: it counts
+    words of Latin, Cyrillic and so on, and single characters of Chinese, but not tags and LaTeX commands."""
     expected, used = _scripts(problem.question) or _scripts(problem.prompt), _scripts(response)
     if not expected or not used:
         return 1.0

@@ -13,9 +13,10 @@ Model text is hostile input: it is never evaluated as Python, and every size is 
 """
 
 import re
+from contextlib import suppress
 from fractions import Fraction
 
-from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Quantity, Relation
+from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Quantity, Relation, unlabelled
 from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, Verdict, _normalised, grade_detail
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.reading import read
@@ -59,10 +60,8 @@ def _score(well_formed: bool, verdict: Verdict | None) -> dict[str, float]:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The text after the last `<answer>` up to the next `</answer>`, or its last \boxed{...} or \fbox{...}.
-
-    None where the format rule fails or the last `<answer>` is never closed.
-    """
+    r"""The text after the last `<answer>` up to the next `</answer>`, or its last \boxed{...} or \fbox{...}. None where the
+    format rule fails or the last `<answer>` is never closed."""
     if "</think> <answer>" not in response:
         return None
     answer, end, _ = response.rpartition("<answer>")[2].partition("</answer>")
@@ -85,11 +84,9 @@ def strict_answer(response: str) -> str | None:
 
 
 def worked_out(answer: str, ground_truth: str) -> bool:
-    """False for an expression still to be evaluated, 48/2 + 48 or 2^10, where the ground truth is a plain number.
-
-    A whole number must be given as digits, with a power of ten, percent sign or unit; a fraction as any fraction or
-    decimal. Both may stand in a sentence.
-    """
+    """False for an expression still to be evaluated, 48/2 + 48 or 2^10, where the ground truth is a plain number. A whole
+    number must be given as digits, with a power of ten, percent sign or unit; a fraction as any fraction or decimal. Both may
+    stand in a sentence."""
     truth = _read(ground_truth)
     if not isinstance(truth, Quantity) or not _is_fraction(truth.value):
         return True
@@ -101,11 +98,9 @@ def worked_out(answer: str, ground_truth: str) -> bool:
 
 def _read(text: str) -> Answer | None:
     """The answer without its label; None where it cannot be read."""
-    try:
-        answer = read(_normalised(text))
-    except Refused:
-        return None
-    return answer.answer if isinstance(answer, Labelled) else answer
+    with suppress(Refused):
+        return unlabelled(read(_normalised(text)))
+    return None
 
 
 def _parts(answer: Answer | None) -> list[Quantity | Relation]:

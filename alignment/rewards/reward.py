@@ -34,23 +34,18 @@ class Reward:
         texts = [completion.text for group in groups for completion in group.completions]
         scores = [score for group in groups for score in group.scores]
         values = {name: part.rewards(repeated, texts, scores) for name, _, part in self.parts}
-        rows = iter(
-            {
-                **score,
-                "reward": sum(weight * values[name][row] for name, weight, _ in self.parts),
-                **{f"part_{name}": rewards[row] for name, rewards in values.items()},
-            }
-            for row, score in enumerate(scores)
-        )
-        return [Group(group.problem, group.completions, tuple(next(rows) for _ in group.scores)) for group in groups]
+        rows = []
+        for row, score in enumerate(scores):
+            reward = sum(weight * values[name][row] for name, weight, _ in self.parts)
+            rows.append({**score, "reward": reward, **{f"part_{name}": rewards[row] for name, rewards in values.items()}})
+        left = iter(rows)
+        return [Group(group.problem, group.completions, tuple(next(left) for _ in group.scores)) for group in groups]
 
 
 def find_reward(name: str, rules: Sequence[str]) -> Reward:
-    """The reward that --reward names, for a task with these rules: one of them, or `part[:weight]`, several with commas.
-
-    A part is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's own, package.module:function. Raises
-    `UserError` for any other name, for a rule that is not the task's, and for a part that cannot go with the task's rules.
-    """
+    """The reward that --reward names, for a task with these rules: one of them, or `part[:weight]`, several with commas. A part
+    is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's own, package.module:function. Raises `UserError` for
+    any other name, for a rule that is not the task's, and for a part that cannot go with the task's rules."""
     if name in rules:
         return Reward(find_rule(name))
     if name in RULES:
@@ -109,10 +104,8 @@ def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Com
 
 @contextmanager
 def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callable[[int, str], object]]:
-    """Gives a function of a problem's number and a response, which grades that response in a thread.
-
-    The grader caches slow verdicts, so scoring the rollout afterwards is fast.
-    """
+    """Gives a function of a problem's number and a response, which grades that response in a thread. The grader caches slow
+    verdicts, so scoring the rollout afterwards is fast."""
     threads = ThreadPoolExecutor(GRADING_THREADS)
     try:
         yield lambda number, text: threads.submit(rule, text, problems[number].ground_truth)
@@ -121,18 +114,13 @@ def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callab
 
 
 def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, float]:
-    """The mean reward under each rule of the task, the mean of each part, and the number of gradings that failed.
-
-    Verdicts are cached, so this costs little after the scoring.
-    """
+    """The mean reward under each rule of the task, the mean of each part, and the number of gradings that failed. Verdicts are
+    cached, so this costs little after the scoring."""
     pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
+    by_rule = {name.replace(":", "."): [find_rule(name)(*pair)["reward"] for pair in pairs] for name in rules}
     return {
-        **{f"reward_{name.replace(':', '.')}": _mean_reward(find_rule(name), pairs) for name in rules},
+        **{f"reward_{name}": sum(rewards) / len(rewards) for name, rewards in by_rule.items()},
         **{name: sum(score[name] for score in scores) / len(scores) for name in scores[0] if name.startswith("part_")},
         "grading_failed": sum("grading_failed" in score for score in scores),
     }
-
-
-def _mean_reward(rule: RewardFn, pairs: Sequence[tuple[str, str]]) -> float:
-    return sum(rule(*pair)["reward"] for pair in pairs) / len(pairs)

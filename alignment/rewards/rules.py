@@ -10,8 +10,7 @@ from alignment.rewards.user_functions import call_user_function
 from alignment.system.errors import RunStopped
 from alignment.system.registry import find
 
-RewardFn = Callable[[str, str], Score]
-"""(response, ground truth) -> score."""
+RewardFn = Callable[[str, str], Score]  # (response, ground truth) -> score.
 
 RULES: Mapping[str, RewardFn] = {
     "r1_zero": r1_zero_reward_fn,
@@ -22,9 +21,7 @@ RULES: Mapping[str, RewardFn] = {
 
 def find_rule(name: str) -> RewardFn:
     """The rule `name` of `RULES`, or the user's own function of a response and its ground truth, as package.module:function.
-
-    Raises `UserError` for any other name. A function of the user's own raises `RunStopped` if it returns no score.
-    """
+    Raises `UserError` for any other name. A function of the user's own raises `RunStopped` if it returns no score."""
     rule = find("--reward", name, RULES)
     return rule if name in RULES else partial(_call_users_rule, name, rule)
 

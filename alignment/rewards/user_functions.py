@@ -17,42 +17,27 @@ PartFn = Callable[[Sequence[Problem], Sequence[str], Sequence[Score]], list[floa
 def part_of_function(name: str, function: Callable) -> PartFn:
     """The rewards by a function f(response, ground_truth), which returns a number or a score, or by one with an argument
     `completions`, which is called as TRL calls it. Raises `TypeError` or `ValueError` for a callable without a signature."""
-    parameters = inspect.signature(function).parameters
-    return _part_as_trl(name, function, parameters) if "completions" in parameters else _part_of_pairs(name, function)
-
-
-def _part_of_pairs(name: str, function: Callable) -> PartFn:
-    def reward(response: str, ground_truth: str) -> object:
-        result = function(response, ground_truth)
-        return result["reward"] if isinstance(result, Mapping) else result
+    rewards = _as_trl if "completions" in inspect.signature(function).parameters else _pair_by_pair
 
     def part(problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score]) -> list[float]:
-        pairs = [(text, problem.ground_truth) for problem, text in zip(problems, texts, strict=True)]
-        return _as_numbers(name, call_user_function(name, lambda: [reward(*pair) for pair in pairs]), len(texts))
+        return _as_numbers(name, call_user_function(name, lambda: rewards(function, problems, texts)), len(texts))
 
     return part
 
 
-def _part_as_trl(name: str, function: Callable, parameters: Mapping[str, inspect.Parameter]) -> PartFn:
+def _pair_by_pair(function: Callable, problems: Sequence[Problem], texts: Sequence[str]) -> list:
+    results = [function(text, problem.ground_truth) for problem, text in zip(problems, texts, strict=True)]
+    return [result["reward"] if isinstance(result, Mapping) else result for result in results]
+
+
+def _as_trl(function: Callable, problems: Sequence[Problem], texts: Sequence[str]) -> list:
     """The rewards by f(prompts=..., completions=..., **columns) -> list of numbers or None."""
+    fields = {"prompts": "prompt", "question": "question", "ground_truth": "ground_truth", "answer": "ground_truth", "id": "id"}
+    columns = {key: [getattr(problem, field) for problem in problems] for key, field in fields.items()}
+    columns["completions"] = list(texts)
+    parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-
-    def part(problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score]) -> list[float]:
-        columns = {key: values for key, values in _trl_columns(problems, texts).items() if takes_all or key in parameters}
-        return _as_numbers(name, call_user_function(name, lambda: list(function(**columns))), len(texts))
-
-    return part
-
-
-def _trl_columns(problems: Sequence[Problem], texts: Sequence[str]) -> dict[str, list[str]]:
-    return {
-        "prompts": [problem.prompt for problem in problems],
-        "completions": list(texts),
-        "question": [problem.question for problem in problems],
-        "ground_truth": [problem.ground_truth for problem in problems],
-        "answer": [problem.ground_truth for problem in problems],
-        "id": [problem.id for problem in problems],
-    }
+    return list(function(**{key: values for key, values in columns.items() if takes_all or key in parameters}))
 
 
 def call_user_function(name: str, call: Callable[[], Result]) -> Result:

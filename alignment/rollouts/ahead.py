@@ -31,7 +31,7 @@ from alignment.rollouts.config import RolloutConfig, Schedule
 from alignment.rollouts.source import open_source
 from alignment.rollouts.sync import check_staleness
 from alignment.sampling.arrival import compare, load_proven, tensor_checksum, with_checksums
-from alignment.sampling.open import open_sampler
+from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import SamplerConfig, find_engine
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.clock import Clock, run_in_background
@@ -47,21 +47,17 @@ class AheadConfig:
     rollouts: RolloutConfig
     schedule: Schedule
     engine: str
-    sampler: SamplerConfig
-    """With the weights of the folder that the run begins or resumes from."""
-    micro_batch_tokens: int
-    """By which the reference model cuts what is uploaded to it."""
+    sampler: SamplerConfig  # With the weights of the folder that the run begins or resumes from.
+    micro_batch_tokens: int  # By which the reference model cuts what is uploaded to it.
     reference: tuple[str, str] | None = None
     """Address and token of the reference model, which gets each rollout as soon as it is sampled."""
     deterministic: bool = False
 
 
 class AheadRollouts:
-    """`Rollouts` that a process of its own samples ahead, from the step after `config.sampler.policy_version` on.
-
-    `sampled` are rollouts that the checkpoint holds already. Raises `RunStopped`, or what the process raised, where the process
-    fails, dies, or gives no rollout in the time that its engine has for it (--sampler_timeout a request, twice).
-    """
+    """`Rollouts` that a process of its own samples ahead, from the step after `config.sampler.policy_version` on. `sampled` are
+    rollouts that the checkpoint holds already. Raises `RunStopped`, or what the process raised, where the process fails, dies,
+    or gives no rollout in the time that its engine has for it (--sampler_timeout a request, twice)."""
 
     def __init__(self, config: AheadConfig, sampled: Sequence[SampledStep], clock: Clock):
         self.restarts = 0
@@ -149,13 +145,9 @@ class AheadRollouts:
 
     def _read(self) -> None:
         """Take what the child sends at once, so that it never waits for us: in a thread, where no signal cuts a message."""
-        connection = self._child.connection
         try:
             while True:
-                while not connection.poll(POLL_SECONDS):
-                    if self._child.has_ended():  # processes that it has forked may hold its end of the pipe
-                        return
-                failure, answer = connection.recv()
+                failure, answer = self._child.receive()
                 if failure:
                     self._failure = failure
                 else:
@@ -215,7 +207,11 @@ def _sample_ahead(config: AheadConfig, first: int, arriving: queue.SimpleQueue) 
         make_deterministic()
     tokenizer = load_tokenizer(config.sampler.model_path)
     source = open_source(config.rollouts, tokenizer)
-    reference = _reference_client(config)
+    reference = None  # gets each rollout early, which only saves time: the trainer sees to its faults
+    if config.reference is not None:
+        with suppress(UserError):
+            vocabulary = load_config(config.sampler.model_path).vocab_size
+            reference = RemoteReference(*config.reference, vocabulary, config.sampler.timeout)
     present: list[tuple[str, torch.Tensor]] = []  # the weights that a new engine gets where the first is lost
     sampler = open_sampler(find_engine(config.engine), config.sampler, tokenizer, weights=lambda: present)
     for step in range(first, config.schedule.num_steps + 1):
@@ -231,13 +227,3 @@ def _sample_ahead(config: AheadConfig, first: int, arriving: queue.SimpleQueue) 
                 distribution = config.rollouts.sampling.distribution
                 reference.upload(f"step-{step}", batch, distribution, config.micro_batch_tokens)
         yield sampled
-
-
-def _reference_client(config: AheadConfig) -> RemoteReference | None:
-    """The reference model that gets each rollout early. The trainer sees to its faults; here it only saves time."""
-    if config.reference is None:
-        return None
-    vocabulary = load_config(config.sampler.model_path).vocab_size
-    with suppress(UserError):
-        return RemoteReference(*config.reference, vocabulary, config.sampler.timeout)
-    return None

@@ -27,10 +27,8 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 
 def last_whole_step(run: Path) -> tuple[int, list[str]]:
-    """The newest undamaged checkpoint's step, and what is wrong with each newer one. 0 where there are no checkpoints.
-
-    Raises `UserError` where all of them are damaged.
-    """
+    """The newest undamaged checkpoint's step, and what is wrong with each newer one. 0 where there are no checkpoints. Raises
+    `UserError` where all of them are damaged."""
     damages = []
     for step in sorted(_steps(run), reverse=True):
         wrong = damage(checkpoint_folder(run, step))
@@ -38,9 +36,7 @@ def last_whole_step(run: Path) -> tuple[int, list[str]]:
             return step, damages
         damages.append(f"{checkpoint_folder(run, step)} is damaged: {wrong}")
     if damages:
-        raise UserError(
-            f"no checkpoint is whole: {'; '.join(damages)}. Start a new run, or delete these folders to begin again"
-        )
+        raise UserError(f"no checkpoint is whole: {'; '.join(damages)}. Start a new run, or delete these folders")
     return 0, []
 
 

@@ -62,9 +62,8 @@ class Health:
         all_bad = all(record["updates"] == 0 < record["bad_updates"] for record in last)
         if len(last) == self.limits.max_bad_steps and all_bad:
             raise RunStopped(
-                f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps); their batches are in"
-                " bad_batches/: look at their rewards and log-probs, and start a run from its last checkpoint (--sft_base) with"
-                " a lower --learning_rate"
+                f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps): look at their batches in"
+                " bad_batches/, and start from the last checkpoint (--sft_base) with a lower --learning_rate"
             )
         recent = self.latest[-GRADER_WINDOW:]
         failed, graded = (sum(record[key] for record in recent) for key in ("grading_failed", "responses"))
@@ -72,17 +71,14 @@ class Health:
         allowed = self.limits.max_grader_failures * GRADER_WINDOW * graded / len(recent)
         if failed > allowed:
             raise RunStopped(
-                f"grading failed on {failed} of {graded} answers (time or memory ran out), more than --max_grader_failures"
-                f" {self.limits.max_grader_failures} allows; their rewards of 0 would be taken for wrong answers. See their"
-                " completions, and --reward"
+                f"grading failed on {failed} of {graded} answers (time or memory ran out), which then count as wrong: more than"
+                f" --max_grader_failures {self.limits.max_grader_failures} allows. See their completions, and --reward"
             )
 
 
 def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_tokens: int) -> dict[str, str]:
-    """What is going wrong at the last of the latest steps: a name for each, and the numbers that say so.
-
-    `first` are the first steps of the run, `WINDOW` at most.
-    """
+    """What is going wrong at the last of the latest steps: a name for each, and the numbers that say so. `first` are the first
+    steps of the run, `WINDOW` at most."""
     if not steps or steps[-1]["step"] < 2 * WINDOW:
         return {}
     warnings = {}

@@ -44,20 +44,17 @@ class RunConfig:
 
     output_dir: str
     run_name: str
-    default_name: str
-    """The name if `run_name` is empty; a second run of this name has the suffix "-2", and so on."""
+    default_name: str  # The name if `run_name` is empty; a second run of this name has the suffix "-2", and so on.
     resume: bool
     num_steps: int
     save_interval: int
     keep_checkpoints: int
     limits: HealthLimits
-    arguments: Mapping[str, object]
-    """All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`."""
+    arguments: Mapping[str, object]  # All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`.
     defaults: Mapping[str, object]
     """Values of arguments that are missing from the args.json of a run that an older version started."""
     seeds: Mapping[str, int]
-    resume_command: Callable[[str], str]
-    """Run name -> the command that resumes it."""
+    resume_command: Callable[[str], str]  # Run name -> the command that resumes it.
 
 
 class Run:
@@ -65,15 +62,12 @@ class Run:
 
     def __init__(self, config: RunConfig, console: Console):
         self.config, self.console = config, console
-        self.closing = ExitStack()
-        """Closes samplers, processes and locks when the run ends."""
+        self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
         self.path: Path | None = None
-        self.step = 0
-        """The last finished step."""
+        self.step = 0  # The last finished step.
         self.resumed_at = 0
-        self.started = False
-        """Whether `start` has been called, so that there is something to save."""
+        self.started = False  # Whether `start` has been called, so that there is something to save.
         self._restarts = 0
 
     @property
@@ -134,7 +128,10 @@ class Run:
         restarts = self._count_restarts()
         record = {"step": sampled.step, "micro_batch_tokens": self._policy.micro_batch_tokens, **result.report}
         record |= sampled.report | {"restarts": restarts - self._restarts}
-        record |= step_seconds(self.clock, sampled, rollout, result.report["update_tokens"])
+        record |= {f"seconds_{phase}": seconds for phase, seconds in self.clock.seconds.items()}
+        record["seconds"] = self.clock.elapsed()
+        record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
+        record["tokens_per_second_update"] = result.report["update_tokens"] / self.clock.seconds["update"]  # prompts included
         self._restarts = restarts
         warnings, record = self.health.judge(record)
         for warning in warnings:
@@ -226,13 +223,3 @@ def refuse_other_arguments(path: Path, config: RunConfig) -> None:
     ]
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")
-
-
-def step_seconds(clock: Clock, sampled: SampledStep, rollout: Rollout, update_tokens: int) -> dict[str, float]:
-    """Seconds by phase, sampled tokens per second, and tokens per second of the updates, prompts included."""
-    return {
-        **{f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()},
-        "seconds": clock.elapsed(),
-        "tokens_per_second_sample": sum(rollout.lengths) / sampled.seconds["sample"],
-        "tokens_per_second_update": update_tokens / clock.seconds["update"],
-    }

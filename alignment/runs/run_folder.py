@@ -145,10 +145,8 @@ def _is_taken(path: Path) -> bool:
 
 
 def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callable[[Path], None]) -> Path:
-    """Make a folder named `run_name`, or `default` with the first free number, and call `fill` to write its args.json.
-
-    Two commands never get the same folder, and every folder has an args.json. Raises `UserError` where `run_name` is taken.
-    """
+    """Make a folder named `run_name`, or `default` with the first free number, and call `fill` to write its args.json. Two
+    commands never get the same folder, and every folder has an args.json. Raises `UserError` where `run_name` is taken."""
     numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
     for name in [run_name] if run_name else numbered:
         path = Path(output_dir) / name
@@ -166,13 +164,8 @@ def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callabl
 
 def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str, int]) -> None:
     """Write args.json: the resolved arguments, the seeds, the command, and `versions()`."""
-    record = {
-        "args": dict(arguments),
-        "seeds": dict(seeds),
-        "command": [Path(sys.executable).name, *sys.argv],
-        "versions": versions(),
-    }
-    write_json(folder / "args.json", record)
+    record = {"args": dict(arguments), "seeds": dict(seeds), "command": [Path(sys.executable).name, *sys.argv]}
+    write_json(folder / "args.json", {**record, "versions": versions()})
 
 
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:

@@ -12,10 +12,8 @@ from alignment.system.terminal import make_table, printable
 
 
 def write_summary(path: Path, title: str, console: Console) -> None:
-    """Draw the learning curve, print the run's before and after, and write summary.json.
-
-    `title` says how the evaluations were sampled.
-    """
+    """Draw the learning curve, print the run's before and after, and write summary.json. `title` says how the evaluations were
+    sampled."""
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after = evals[0], evals[-1]
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)

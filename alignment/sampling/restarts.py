@@ -1,28 +1,42 @@
-"""A sampler whose engine is replaced where it dies, hangs, or answers what cannot be completions."""
+"""Opening a sampler, whose engine is replaced where it dies, hangs, or answers what cannot be completions."""
 
-from __future__ import annotations
-
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from alignment.core.records import Completion, SamplingConfig
+from alignment.policy.loading import load_config
+from alignment.policy.policy import Policy
 from alignment.sampling.arrival import load_proven
-from alignment.sampling.sampler import OnResponseEnd, Sampler, SamplerLost
+from alignment.sampling.sampler import OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost
 from alignment.system.errors import RunStopped, UserError
+from alignment.system.registry import import_object
 
-if TYPE_CHECKING:
-    import torch
+
+def open_sampler(
+    engine: SamplerEngine,
+    config: SamplerConfig,
+    tokenizer,
+    policy: Policy | None = None,
+    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None,
+) -> Sampler:
+    """Start a sampler. `policy` is the one whose weights it will be given: an engine may read the policy's own model in place.
+    `weights` gives the present weights to an engine that replaces a lost one; by default they are the policy's."""
+    start = import_object("--sampler", engine.open) if isinstance(engine.open, str) else engine.open
+    if not engine.can_be_lost:
+        return start(config, tokenizer, policy)
+    weights = weights or (None if policy is None else policy.weights)
+    vocabulary = load_config(config.model_path).vocab_size
+    return RestartingSampler(functools.partial(start, config, tokenizer, None), weights, vocabulary)
 
 
 class RestartingSampler:
     """A `Sampler` that replaces a lost engine once a request: the new one gets the weights that the lost one had, and the same
-    request, which gives the same completions.
-
-    `start` makes an engine with the weights that sampling began with; `weights` gives the present ones, and is None where they
-    never change. Raises `RunStopped` where the new engine is lost as well.
-    """
+    request, which gives the same completions. `start` makes an engine with the weights that sampling began with; `weights`
+    gives the present ones, and is None where they never change. Raises `RunStopped` where the new engine is lost as well."""
 
     def __init__(
         self, start: Callable[[], Sampler], weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None, vocabulary: int
@@ -54,7 +68,6 @@ class RestartingSampler:
             self._restart(error)
 
     def close(self) -> None:
-        """See `Sampler.close`."""
         self._engine.close()
 
     def _sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -86,9 +99,7 @@ def check_completions(
     for completion in (completion for group in completions for completion in group):
         tokens, log_probs = len(completion.token_ids), len(completion.log_probs)
         if not 1 <= tokens <= sampling.max_new_tokens or log_probs != tokens:
-            raise SamplerLost(
-                f"a completion has {tokens} tokens, of at most {sampling.max_new_tokens}, and {log_probs} log-probs"
-            )
+            raise SamplerLost(f"a completion has {tokens} of {sampling.max_new_tokens} tokens, and {log_probs} log-probs")
         if not all(0 <= token < vocabulary for token in completion.token_ids):
             raise SamplerLost(f"a completion has tokens outside the vocabulary of {vocabulary}")
         if not all(-math.inf < log_prob <= 1e-3 for log_prob in completion.log_probs):  # a bfloat16 sum may pass 0

@@ -19,8 +19,7 @@ from alignment.system.registry import find
 if TYPE_CHECKING:
     import torch
 
-OnResponseEnd = Callable[[int, str], object]
-"""Called with the number of a response's prompt, and the response's text."""
+OnResponseEnd = Callable[[int, str], object]  # Called with the number of a response's prompt, and the response's text.
 
 
 class SamplerLost(RuntimeError):
@@ -31,18 +30,14 @@ class Sampler(Protocol):
     """Draws completions from one version of the policy's weights."""
 
     policy_version: int
-    restarts: int
-    """Engines that were lost and replaced so far."""
+    restarts: int  # Engines that were lost and replaced so far.
 
     def sample(
         self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None
     ) -> list[list[Completion]]:
-        """`sampling.n` completions for each prompt, in order. The same seed and weights give the same completions.
-
-        The sampler may call `on_response_end` when a response ends, while it still draws others.
-
-        Raises `UserError` where a prompt and `sampling.max_new_tokens` do not fit in the model's context.
-        """
+        """`sampling.n` completions for each prompt, in order. The same seed and weights give the same completions. The sampler
+        may call `on_response_end` when a response ends, while it still draws others. Raises `UserError` where a prompt and
+        `sampling.max_new_tokens` do not fit in the model's context."""
         ...
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -58,22 +53,14 @@ class Sampler(Protocol):
 class SamplerConfig:
     """What an engine is started with."""
 
-    model_path: str
-    """Folder or hub name of the first weights."""
-    device: str
-    """Such as "cpu" or "cuda:7"."""
-    dtype: str
-    """Type of weights and matrix products, "float32" or "bfloat16"."""
-    timeout: float = math.inf
-    """Seconds after which an engine that has not answered counts as hung."""
-    memory_share: float = 0.9
-    """Share of the GPU's memory that an engine may claim when it starts."""
-    policy_version: int = 0
-    """Version of the first weights."""
-    url: str = ""
-    """Address of a server, for engines that are one."""
-    weights_folder: str = ""
-    """Folder through which a server gets new weights."""
+    model_path: str  # Folder or hub name of the first weights.
+    device: str  # Such as "cpu" or "cuda:7".
+    dtype: str  # Type of weights and matrix products, "float32" or "bfloat16".
+    timeout: float = math.inf  # Seconds after which an engine that has not answered counts as hung.
+    memory_share: float = 0.9  # Share of the GPU's memory that an engine may claim when it starts.
+    policy_version: int = 0  # Version of the first weights.
+    url: str = ""  # Address of a server, for engines that are one.
+    weights_folder: str = ""  # Folder through which a server gets new weights.
 
 
 @dataclass(frozen=True)
@@ -83,18 +70,15 @@ class SamplerEngine:
     open: str | Callable[..., Sampler]
     """Makes a `Sampler` of a `SamplerConfig`, a tokenizer, and the `Policy` whose model it may read in place, or None; a
     function, or package.module:name."""
-    package: str = ""
-    """The package that it needs."""
-    claims_gpu: bool = False
-    """Whether it claims most of its GPU's memory when it starts."""
-    can_be_lost: bool = False
-    """Whether it lives in another process, and is replaced where it dies, hangs or answers garbage."""
+    package: str = ""  # The package that it needs.
+    claims_gpu: bool = False  # Whether it claims most of its GPU's memory when it starts.
+    can_be_lost: bool = False  # Whether it lives in another process, and is replaced where it dies, hangs or answers garbage.
 
 
 SAMPLERS: Mapping[str, SamplerEngine] = {
     "transformers": SamplerEngine("alignment.sampling.transformers:open_transformers"),
-    "vllm": SamplerEngine("alignment.sampling.vllm:open_vllm", package="vllm", claims_gpu=True, can_be_lost=True),
-    "vllm_server": SamplerEngine("alignment.sampling.vllm_server:open_vllm_server", can_be_lost=True),
+    "vllm": SamplerEngine("alignment.sampling.vllm:VLLMSampler", package="vllm", claims_gpu=True, can_be_lost=True),
+    "vllm_server": SamplerEngine("alignment.sampling.vllm_server:VLLMServerSampler", can_be_lost=True),
 }
 """--sampler -> the engine; --sampler_url chooses "vllm_server"."""
 
@@ -156,7 +140,6 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
                 f" of {context} tokens: lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
             )
         if not ids:
-            raise UserError(
-                "an empty prompt cannot be continued: check the dataset, the prompt template and the model's tokenizer files"
-            )
+            remedy = "check the dataset, the prompt template and the model's tokenizer files"
+            raise UserError(f"an empty prompt cannot be continued: {remedy}")
     return encoded

@@ -23,49 +23,35 @@ from alignment.sampling.arrival import Held, checked_columns, checksum, tensor_c
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
-from alignment.system.processes import POLL_SECONDS, START_SECONDS, ChildProcess
+from alignment.system.processes import START_SECONDS, ChildProcess
 
 
 class VLLMSampler:
     """A `Sampler` that runs vLLM on the device of its configuration, "cpu" or "cuda:<index>".
 
-    `context` is in tokens; None: the model's own. On a CPU the keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where
-    unset) in place of a share of the memory. In bfloat16 a completion also depends on what shares its
-    batch, so the same seed repeats it only for the same list of prompts.
+    It has a copy of the weights of its own, so needs no policy. `context` is in tokens; None: the model's own. On a CPU the
+    keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where unset) in place of a share of the memory. In bfloat16 a completion
+    also depends on what shares its batch, so the same seed repeats it only for the same list of prompts.
 
     Raises `UserError` where vLLM cannot start. An engine that breaks or dies later, or does not answer within
     `config.timeout` seconds, raises `SamplerLost` with its last words and is closed.
     """
 
-    def __init__(self, config: SamplerConfig, tokenizer, context: int | None = None, seed: int = 0):
+    def __init__(
+        self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None, seed: int = 0
+    ):
         device, model_path = config.device, config.model_path
-        self.tokenizer = tokenizer
+        self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
         self.context = context or context_length(load_config(model_path))
-        self.policy_version = config.policy_version
-        self.restarts = 0
-        self._timeout = config.timeout
-        self._device = device
-        self.dtype = getattr(torch, config.dtype)
-        entry = "alignment.sampling.vllm:serve"
-        self._worker = ChildProcess(f"vLLM process on {device}", entry, worker_environment(device, os.environ))
-        options = dict(
-            model=str(model_path),
-            dtype=config.dtype,
-            max_model_len=self.context,
-            gpu_memory_utilization=config.memory_share,
-            seed=seed,
-        )
+        self._timeout, self.dtype = config.timeout, getattr(torch, config.dtype)
+        self._worker = ChildProcess(f"vLLM process on {device}", f"{__name__}:serve", worker_environment(device, os.environ))
+        options = {"model": str(model_path), "dtype": config.dtype, "max_model_len": self.context, "seed": seed}
+        options["gpu_memory_utilization"] = config.memory_share
         try:
             self._ask("start", torch.device(device).type, options, timeout=max(self._timeout, START_SECONDS))
         except RuntimeError as error:
             raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}") from None
         self._worker.clear_log()
-
-    def __enter__(self) -> VLLMSampler:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
         """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
@@ -104,10 +90,7 @@ class VLLMSampler:
                 worker.connection.send((verb, arguments))
                 if tensors is not None:
                     send_tensors(worker.connection, tensors, self.dtype)
-                while not worker.connection.poll(POLL_SECONDS):
-                    if worker.has_ended():
-                        raise EOFError
-                failure, answer = worker.connection.recv()
+                failure, answer = worker.receive()
             except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
                 exit_report = worker.exit_report()
                 if hung.is_set():
@@ -124,30 +107,16 @@ class VLLMSampler:
 
 
 def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The worker's environment: it sees `device` only. Settings of the user's own win where they cannot do harm.
-
-    Raises `UserError` for a device that vLLM does not know or that CUDA_VISIBLE_DEVICES does not list.
-    """
+    """The worker's environment: it sees `device` only. Settings of the user's own win where they cannot do harm. Raises
+    `UserError` for a device that vLLM does not know or that CUDA_VISIBLE_DEVICES does not list."""
     place = torch.device(device)
-    if place.type == "cpu":
-        visible = ""
-    elif place.type == "cuda":
-        visible = _visible_gpu(place.index or 0, environment.get("CUDA_VISIBLE_DEVICES"))
-    else:
+    if place.type not in ("cpu", "cuda"):
         raise UserError(f"vLLM samples on cpu or cuda:<index>, not on {device}: choose --sampler transformers")
-    defaults = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        # Threads that spin while they wait made sampling four times slower as soon as another process was busy.
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    return {
-        **defaults,
-        **environment,
-        "CUDA_VISIBLE_DEVICES": visible,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    gpu = _visible_gpu(place.index or 0, environment.get("CUDA_VISIBLE_DEVICES")) if place.type == "cuda" else ""
+    # Threads that spin while they wait made sampling four times slower as soon as another process was busy.
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    forced = {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    return {**defaults, **environment, **forced}
 
 
 def _visible_gpu(index: int, visible: str | None) -> str:
@@ -206,26 +175,24 @@ def _generate(engine, connection: Connection, encoded: list[list[int]], sampling
     # Cached keys and values would be the old ones after new weights, and would make a result depend on earlier calls.
     if not engine.reset_prefix_cache():
         raise RuntimeError("vLLM refused to drop its prefix cache")
-    n = 1 if sampling.temperature == 0 else sampling.n  # vLLM refuses to repeat a greedy completion
-    # vLLM gives child j of a request the seed + j. SampledStep, not counted, so that neighbouring seeds share no child.
-    first_seed = random.Random(sampling.seed).getrandbits(48)
-    params = [
-        SamplingParams(
-            n=n,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_new_tokens,
-            stop=list(sampling.stop),
-            include_stop_str_in_output=True,
-            logprobs=0,  # of the drawn token alone
-            seed=first_seed + index * n,
-        )
-        for index in range(len(encoded))
-    ]
+    params = [SamplingParams(**parameters) for parameters in request_parameters(sampling, len(encoded))]
     requests = [TokensPrompt(prompt_token_ids=ids) for ids in encoded]
     outputs = engine.generate(requests, params, use_tqdm=False)
-    return [[_fields(child) for child in output.outputs] * (sampling.n // n) for output in outputs]
+    repeats = sampling.n if sampling.temperature == 0 else 1
+    return [[_fields(child) for child in output.outputs] * repeats for output in outputs]
+
+
+def request_parameters(sampling: SamplingConfig, prompts: int) -> list[dict]:
+    """vLLM's sampling parameters for each prompt, with a seed of its own. A greedy request asks for one completion, because
+    vLLM refuses to repeat it."""
+    n = 1 if sampling.temperature == 0 else sampling.n
+    shared = {"n": n, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    shared |= {"max_tokens": sampling.max_new_tokens, "stop": list(sampling.stop), "include_stop_str_in_output": True}
+    # vLLM gives child j of a request the seed + j. The first seed is drawn, so that neighbouring seeds share no child.
+    first_seed = random.Random(sampling.seed).getrandbits(48)
+    return [
+        {**shared, "logprobs": 0, "seed": first_seed + index * n} for index in range(prompts)
+    ]  # 0: of the drawn token alone
 
 
 def _fields(child) -> dict:
@@ -280,8 +247,3 @@ def _held_checksum(module, name: str, parameter: torch.Tensor, version: int) -> 
 
 
 VERBS = {"generate": _generate, "reload": _reload, "checksums": _checksums}
-
-
-def open_vllm(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMSampler:
-    """vLLM with a copy of the weights of its own."""
-    return VLLMSampler(config, tokenizer)

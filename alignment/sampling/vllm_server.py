@@ -24,9 +24,7 @@ https URL. A server serves one command at a time: it holds one policy.
 
 import asyncio
 import hmac
-import json
 import os
-import random
 import socket
 import ssl
 import tempfile
@@ -46,8 +44,9 @@ from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held
 from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_token, encode_prompts, sampler_address
+from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import UserError, os_error
-from alignment.system.files import full_disk_is_an_os_error
+from alignment.system.files import full_disk_is_an_os_error, json_object
 
 CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
@@ -61,6 +60,8 @@ SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 SHARD_BYTES = 2**30  # of weights in memory at a time, unless one tensor has more
 ANSWER_BYTES = 2**20  # of an answer, and besides for each token of a completion:
 TOKEN_BYTES = 1024
+# What the server else takes from the model's generation_config.json.
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 # What must be the same for the server's model to take our weights and tokens.
 SHAPE = (
@@ -73,27 +74,24 @@ class VLLMServerSampler:
     """A `Sampler` that draws from the vLLM server at `config.url`, started as the module says.
 
     `context` is in tokens; None: the model's own. `config.weights_folder` is where weights are written on their way, one
-    version at a time and each only until the server has loaded it; the server must see it under the same name. `token` is the
-    server's key. In bfloat16 a completion also depends on what shares its batch, as it does within a process.
+    version at a time and each only until the server has loaded it; the server must see it under the same name. The server's key
+    is in the environment variable ALIGNMENT_SAMPLER_TOKEN. In bfloat16 a completion also depends on what shares its batch, as
+    it does within a process.
 
     Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
     seconds, answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
     `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back.
     """
 
-    def __init__(self, config: SamplerConfig, tokenizer, context: int | None = None, token: str | None = None):
+    def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         model_path, dtype = config.model_path, config.dtype
         model_config = load_config(model_path)
-        text_config = model_config.get_text_config()
-        self.tokenizer = tokenizer
+        self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
         self.context = context or context_length(model_config)
-        self.policy_version = config.policy_version
-        self.restarts = 0
-        self._timeout = config.timeout
-        self.dtype = getattr(torch, dtype)
+        self._timeout, self.dtype = config.timeout, getattr(torch, dtype)
         self._weights_folder = Path(config.weights_folder).resolve()
-        self._client = _JSONClient(config.url, token)
-        shape = _shape(text_config)
+        self._client = _JSONClient(config.url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN"))
+        shape = _shape(model_config.get_text_config())
         self._vocabulary = shape["vocab_size"]
         self._model = self._served_model()
         self._refuse_unfit(shape, dtype, _command(model_path, dtype, self.context))
@@ -111,19 +109,22 @@ class VLLMServerSampler:
         the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
         until = time.monotonic() + self._timeout
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
-        n = 1 if sampling.temperature == 0 else sampling.n
+        repeats = sampling.n if sampling.temperature == 0 else 1
         self._drop_cached_prefixes(until)
         # The answer repeats the prompt with each completion.
-        most = ANSWER_BYTES + n * (sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0))
-        requests = _completion_requests(self._model, encoded, sampling, n)
-        answers = self._client.post("/v1/completions", requests, until, most)
+        most = ANSWER_BYTES + sampling.n // repeats * (
+            sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0)
+        )
+        # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
+        shared = {"model": self._model, **NEUTRAL, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        parameters = request_parameters(sampling, len(encoded))
+        requests = [shared | own | {"prompt": ids} for own, ids in zip(parameters, encoded, strict=True)]
+        answers = self._client.ask("POST", "/v1/completions", requests, until, most)
         # Checked after the answers have come: a server that is lost before gives none.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
             raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
-        drawn = [
-            _completions(answer, tuple(ids), self.policy_version) * (sampling.n // n)
-            for ids, answer in zip(encoded, answers, strict=True)
-        ]
+        pairs = zip(encoded, answers, strict=True)
+        drawn = [_completions(answer, tuple(ids), self.policy_version) * repeats for ids, answer in pairs]
         check_completions(drawn, len(prompts), sampling, self._vocabulary)
         return drawn
 
@@ -159,14 +160,12 @@ class VLLMServerSampler:
         self._drop_cached_prefixes(until)
 
     def _drop_cached_prefixes(self, until: float) -> None:
-        """Cached keys and values would be the old weights', and would make a result depend on earlier calls.
-
-        Refused while there are requests, such as those of a caller that has just been interrupted, so they are waited for.
-        """
+        """Cached keys and values would be the old weights', and would make a result depend on earlier calls. Refused while
+        there are requests, such as those of a caller that has just been interrupted, so they are waited for."""
         busy = None
         while busy is None or time.monotonic() + RETRY_SECONDS <= until:
             try:
-                if self._client.post("/reset_prefix_cache", [None], until)[0].get("success") is True:
+                if self._client.ask("POST", "/reset_prefix_cache", [None], until)[0].get("success") is True:
                     return
             except SamplerLost as error:
                 raise (busy if busy and time.monotonic() >= until else error) from None
@@ -176,7 +175,8 @@ class VLLMServerSampler:
 
     def _call(self, method: str, until: float, *arguments: str | int) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""
-        results = self._client.post("/collective_rpc", [{"method": method, "args": arguments}], until)[0].get("results")
+        request = {"method": method, "args": arguments}
+        results = self._client.ask("POST", "/collective_rpc", [request], until)[0].get("results")
         if not (isinstance(results, list) and results and all(isinstance(result, dict) for result in results)):
             raise SamplerLost(f"{self._client} answered with no results")
         return results
@@ -184,19 +184,17 @@ class VLLMServerSampler:
     def _served_model(self) -> str:
         """The name that the server has for its model. Raises `UserError` where there is no vLLM server to be talked to."""
         try:
-            cards = self._client.get("/v1/models", self._until_checked()).get("data")
+            cards = self._client.ask("GET", "/v1/models", [None], self._until_checked())[0].get("data")
             return next(str(card["id"]) for card in cards if card["owned_by"] == "vllm")
         except _Refused as error:
-            if error.status == 401:
-                advice = "Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
-            else:
-                advice = "Check host and port: it seems to be no vLLM server"
+            key = "Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
+            advice = key if error.status == 401 else "Check host and port: it seems to be no vLLM server"
             raise UserError(f"--sampler_url: {error}. {advice}") from None
         except SamplerLost as error:
             raise UserError(f"--sampler_url: {error}. Check the address, and that a vLLM server runs there") from None
         except (StopIteration, KeyError, TypeError):
-            message = "serves no model, so it is no vLLM server: check host and port"
-            raise UserError(f"--sampler_url: {self._client} {message}") from None
+            error = "serves no model, so it is no vLLM server: check host and port"
+            raise UserError(f"--sampler_url: {self._client} {error}") from None
 
     def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
         """Raise `UserError` for a server that could not take our weights, or whose log-probs would be others."""
@@ -259,31 +257,6 @@ class _Refused(SamplerLost):
         self.status = status
 
 
-def _completion_requests(model: str, encoded: Sequence[Sequence[int]], sampling: SamplingConfig, n: int) -> list[dict]:
-    """A request for `n` completions of each prompt, with a seed of its own."""
-    # As for vLLM within a process: child j of a request has the seed + j, and neighbouring seeds share no child.
-    first_seed = random.Random(sampling.seed).getrandbits(48)
-    shared = {
-        "model": model,
-        "n": n,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        # Said, as the server else takes them from the model's generation_config.json.
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "max_tokens": sampling.max_new_tokens,
-        "stop": list(sampling.stop),
-        "include_stop_str_in_output": True,
-        "logprobs": 0,  # of the drawn token alone
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,  # beside the log-probs, where the tokens' texts would be longer
-    }
-    return [shared | {"prompt": ids, "seed": first_seed + index * n} for index, ids in enumerate(encoded)]
-
-
 def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int) -> list[Completion]:
     """The completions of one prompt. Raises `SamplerLost` for values of other types."""
     completions = []
@@ -316,22 +289,13 @@ class _JSONClient:
     def __str__(self) -> str:
         return f"the vLLM server at {self._url}"
 
-    def get(self, path: str, until: float) -> dict:
-        """The answer to a GET."""
-        return self._ask("GET", path, [None], until, ANSWER_BYTES)[0]
-
-    def post(self, path: str, bodies: Sequence[dict | None], until: float, most: int = ANSWER_BYTES) -> list[dict]:
-        """The answers, of at most `most` bytes each, to POSTs that are sent side by side, in order, before the time `until`.
-
-        Raises `SamplerLost` for the first that fails. Cuts off the others then, and the server drops them.
-        """
-        return self._ask("POST", path, bodies, until, most)
-
-    def _ask(self, *request) -> list[dict]:
+    def ask(self, method: str, path: str, bodies: Sequence, until: float, most: int = ANSWER_BYTES) -> list[dict]:
+        """The answers, of at most `most` bytes each, to requests that are sent side by side, in order, before the time `until`.
+        Raises `SamplerLost` for the first that fails. Cuts off the others then, and the server drops them."""
         with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
-            return portal.call(self._answers, *request)
+            return portal.call(self._answers, method, path, bodies, until, most)
 
-    async def _answers(self, method: str, path: str, bodies: Sequence[dict | None], until: float, most: int) -> list[dict]:
+    async def _answers(self, method: str, path: str, bodies: Sequence, until: float, most: int) -> list[dict]:
         seconds, slots = until - time.monotonic(), asyncio.Semaphore(CONCURRENT)
         options = {"limits": httpx.Limits(max_keepalive_connections=0), "socket_options": SOCKET_OPTIONS}
         transport = httpx.AsyncHTTPTransport(verify=self._certificates, trust_env=False, **options)
@@ -361,16 +325,13 @@ class _JSONClient:
             data += part
             if len(data) > most:
                 raise SamplerLost(f"{self} answered with more than {most} bytes")
-        try:
-            content = json.loads(data)
-        except (ValueError, RecursionError):
-            content = None
+        content = json_object(data)
         if response.status_code != 200:
-            said = content.get("error", content.get("detail")) if isinstance(content, dict) else None
+            said = content.get("error", content.get("detail")) if content else None
             said = said.get("message") if isinstance(said, dict) else said
             reason = f": {' '.join(str(said).split())[:300]}" if said else ""
             raise _Refused(f"{self} answered {path} with status {response.status_code}{reason}", response.status_code)
-        if not isinstance(content, dict):
+        if content is None:
             raise SamplerLost(f"{self} answered what is no JSON object")
         return content
 
@@ -399,8 +360,6 @@ class SamplerWorker:
 
     def sampler_reload(self, folder: str) -> dict:
         """Load the weights of the safetensors files in `folder`, in place."""
-        from alignment.sampling.vllm import _repack_output_embedding
-
         self.sampler_loaded = ""
         self.reload_weights(weights_iterator=_read_shards(Path(folder)))
         _repack_output_embedding(self)
@@ -409,8 +368,6 @@ class SamplerWorker:
 
     def sampler_checksums(self, version: int) -> dict:
         """Checksums of the weights that it holds."""
-        from alignment.sampling.vllm import held_checksums
-
         return held_checksums(self, version)
 
 
@@ -438,8 +395,3 @@ class Guard:
         else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b""})
-
-
-def open_vllm_server(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> VLLMServerSampler:
-    """The server at `config.url`; its key is in the environment variable ALIGNMENT_SAMPLER_TOKEN."""
-    return VLLMServerSampler(config, tokenizer, token=os.environ.get("ALIGNMENT_SAMPLER_TOKEN"))

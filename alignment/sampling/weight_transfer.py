@@ -1,4 +1,4 @@
-"""TODO."""
+"""Weights on their way through a pipe to another process, one tensor at a time."""
 
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection

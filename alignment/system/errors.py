@@ -30,10 +30,8 @@ def os_error(error: BaseException) -> BaseException:
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. `UserError` and OSError become one line on stderr and exit code 2, `RunStopped` exit code 1;
-    Ctrl-C exits with 130, SIGTERM with 143.
-
-    An OSError (no permission, no space, a file in the place of a folder) is the user's to correct: its message names the path.
-    """
+    Ctrl-C exits with 130, SIGTERM with 143. An OSError (no permission, no space, a file in the place of a folder) is the user's
+    to correct: its message names the path."""
     try:
         with interruptible():
             main()

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import tomllib
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,10 +25,8 @@ LOCK_OWNER = ".lock_owner"
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a hidden sibling folder to fill. After success it is flushed to disk and renamed to `path`, else removed.
-
-    Never overwrites: raises OSError if `path` exists by then and is not an empty folder.
-    """
+    """Yield a hidden sibling folder to fill. After success it is flushed to disk and renamed to `path`, else removed. Never
+    overwrites: raises OSError if `path` exists by then and is not an empty folder."""
     path = Path(path)
     _remove_abandoned(path)
     temporary = _temporary_path(path)
@@ -138,10 +137,8 @@ def _checksum(file: Path) -> str:
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock during the block. Raises `UserError` with host and process if another process holds it.
-
-    The kernel releases the lock of a process that has ended in any way, so the files of a killed process lock nothing.
-    """
+    """Hold the folder's lock during the block. Raises `UserError` with host and process if another process holds it. The kernel
+    releases the lock of a process that has ended in any way, so the files of a killed process lock nothing."""
     owner = folder / LOCK_OWNER
     lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
@@ -154,22 +151,35 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+def read_toml(file: Path, flag: str) -> dict:
+    """The table of the TOML file that `flag` names. Raises `UserError` if it does not exist or holds anything else."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{flag} {file}: there is no such file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{flag} {file}: is no TOML: {error}") from None
+
+
 def read_json(file: Path) -> dict:
     """The object of a JSON file. Raises `UserError` if it holds anything else, FileNotFoundError if it does not exist."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+    value = json_object(file.read_bytes())
+    if value is None:
         raise UserError(f"{file} is damaged: it does not hold a JSON object")
     return value
 
 
+def json_object(text: bytes | bytearray) -> dict | None:
+    """The object of a JSON text; None for any other text."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    return None
+
+
 def read_jsonl(file: Path) -> list[dict]:
     """The objects of a JSON-lines file without a last line that a killed process did not finish; [] if the file is missing.
-
-    Raises `UserError` with file and line for any other line that is no object.
-    """
+    Raises `UserError` with file and line for any other line that is no object."""
     if not file.exists():
         return []
     lines, records = file.read_bytes().split(b"\n"), []
@@ -196,10 +206,8 @@ def read_records(file: Path) -> list[dict]:
 
 
 def text_lines(file: Path) -> list[tuple[str, str]]:
-    """(place, line) of each line that is not blank, in a file of a user's; the place is "file:number".
-
-    Raises `UserError` if the file is not text.
-    """
+    """(place, line) of each line that is not blank, in a file of a user's; the place is "file:number". Raises `UserError` if
+    the file is not text."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

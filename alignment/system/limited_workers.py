@@ -32,10 +32,8 @@ class CallFailed(Exception):
 
 class LimitedWorkers:
     """At most `size` worker processes (default: one a core), each with a thread of this process that waits for its answers.
-
-    Workers start when a call finds none idle. They may be used from any thread, from daemonic processes and inside other
-    pools; a forked child of this process starts workers of its own.
-    """
+    Workers start when a call finds none idle. They may be used from any thread, from daemonic processes and inside other pools;
+    a forked child of this process starts workers of its own."""
 
     def __init__(self, modules: Sequence[str], size: int | None = None):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -93,13 +91,8 @@ class LimitedWorkers:
 _POOLS: weakref.WeakSet[LimitedWorkers] = weakref.WeakSet()
 
 
-def _forget_workers() -> None:
-    """Empty the pools of a forked child, whose workers' pipes belong to its parent."""
-    for pool in _POOLS:
-        pool._start_empty()
-
-
-os.register_at_fork(after_in_child=_forget_workers)
+# The pools of a forked child begin empty: their workers' pipes belong to its parent.
+os.register_at_fork(after_in_child=lambda: [pool._start_empty() for pool in _POOLS])
 
 
 class _Worker(ChildProcess):
@@ -116,11 +109,8 @@ class _Worker(ChildProcess):
         if not self._is_ready:
             self._receive(START_SECONDS)
             self._is_ready = True
-        try:
+        with suppress(OSError):  # a worker that is dead fails when its answer is read
             self.connection.send_bytes(json.dumps([function, arguments, seconds]).encode())
-        except OSError:
-            self.close()
-            raise CallFailed("died") from None
         reply = self._receive(seconds * CLOCK_PER_CPU + GRACE_SECONDS)
         if "failure" in reply:
             raise CallFailed(reply["failure"])
@@ -177,17 +167,13 @@ def _answer_and_exit(sender: Connection, function: str, arguments: Sequence, sec
         # The kernel's timers end this process even if all of its parents are gone.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds * CLOCK_PER_CPU + 5)
-        _limit_memory()
+        with suppress(ImportError, ValueError, OSError):
+            import resource
+
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
         sender.send_bytes(json.dumps({"answer": pkgutil.resolve_name(function)(*arguments)}).encode())
     except MemoryError:
         sender.send_bytes(b'{"failure": "memory"}')
     finally:
         os._exit(0)
-
-
-def _limit_memory() -> None:
-    with suppress(ImportError, ValueError, OSError):
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))

@@ -57,6 +57,14 @@ class ChildProcess:
         """Whether the process is dead and the pipe holds nothing more from it."""
         return self.process.poll() is not None and not self.connection.poll()
 
+    def receive(self) -> object:
+        """The next message through the pipe. Raises EOFError where the process has ended, even if one that it has forked holds
+        its end of the pipe."""
+        while not self.connection.poll(POLL_SECONDS):
+            if self.has_ended():
+                raise EOFError
+        return self.connection.recv()
+
     def close(self) -> None:
         """End the process and everything it started. A second call does nothing."""
         self._end()
@@ -70,12 +78,7 @@ class ChildProcess:
         """Kill the process if the block takes longer, also while it sends a request or receives an answer. Yields an event
         that is set if that happened."""
         timed_out = threading.Event()
-
-        def end_it() -> None:
-            timed_out.set()
-            self.kill()
-
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end_it)
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), lambda: (timed_out.set(), self.kill()))
         timer.daemon = True
         timer.start()
         try:
@@ -118,9 +121,7 @@ def start_command(
     module: str, flags: Sequence[str], log: Path, folder: Path | None = None, threads: int | None = None
 ) -> subprocess.Popen:
     """Start `python -m module flags` in `folder`, with `threads` OpenMP threads; the file `log` gets its output appended.
-
-    Raises `Interrupted`, with nothing left running, where a signal arrives while it starts.
-    """
+    Raises `Interrupted`, with nothing left running, where a signal arrives while it starts."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     process = None

@@ -245,7 +245,7 @@ CASES = [
     ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_cut.jsonl"], "shown_cut.jsonl:2: not a JSON object"),
     ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_prompt.jsonl"], "1 rows are too few to train on"),
     # stages
-    ("pipeline", ["--file", "none.toml"], "--file none.toml: does not exist"),
+    ("pipeline", ["--file", "none.toml"], "--file none.toml: there is no such file"),
     ("pipeline", ["--file", "{world}/arms_cut.toml"], "is no TOML"),
     ("pipeline", ["--file", "{world}/arms_no_arms.toml"], "has no [stages.NAME]"),
     ("pipeline", ["--file", "{world}/stages_command.toml"], "stage a: command 'dance': must be one of"),

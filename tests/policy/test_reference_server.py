@@ -656,6 +656,19 @@ def test_a_connection_that_breaks_is_tried_again_and_other_places_are_zero(monke
         assert torch.equal(log_probs, torch.where(mask, -1.0, 0.0))
 
 
+def test_a_server_that_keeps_losing_a_rollout_gets_it_three_times(server, monkeypatch):
+    remote, sent = client(server), []
+
+    def lost(method, path, *body, **limits):
+        sent.append(method)
+        return 404 if method == "GET" else 202, b'{"error": "gone"}'
+
+    monkeypatch.setattr(remote, "_request", lost)
+    with pytest.raises(RunStopped, match="refuses a rollout: 404, gone"):
+        remote.log_probs("step_1", *upload_of(make_batch()))
+    assert sent == ["GET", "POST"] * 3 + ["GET"]
+
+
 # --- the command --------------------------------------------------------------------------------------------------
 
 

@@ -122,12 +122,13 @@ def server(tiny_folder):
 
 
 @pytest.fixture
-def connect(server, tiny_folder, tokenizer, tmp_path):
+def connect(server, tiny_folder, tokenizer, tmp_path, monkeypatch):
     """Makes a sampler of the stand-in."""
 
     def connecting(url: str = server.url, dtype: str = "float32", token: str | None = None, **options) -> VLLMServerSampler:
         options = {"url": url, "weights_folder": str(tmp_path / "weights"), "timeout": 5.0} | options
-        return VLLMServerSampler(SamplerConfig(str(tiny_folder), "cpu", dtype, **options), tokenizer, 256, token)
+        monkeypatch.setenv("ALIGNMENT_SAMPLER_TOKEN", token or "")
+        return VLLMServerSampler(SamplerConfig(str(tiny_folder), "cpu", dtype, **options), tokenizer, context=256)
 
     return connecting
 

@@ -76,7 +76,7 @@ def start_sampler(model_path, tokenizer):
     from alignment.sampling.vllm import VLLMSampler
 
     def start(model_path: str = model_path) -> VLLMSampler:
-        return VLLMSampler(SamplerConfig(model_path, "cpu", "float32", memory_share=0.5), tokenizer, CONTEXT)
+        return VLLMSampler(SamplerConfig(model_path, "cpu", "float32", memory_share=0.5), tokenizer, context=CONTEXT)
 
     return start
 

@@ -76,11 +76,12 @@ def server(starting, restarting):
 
 
 @pytest.fixture
-def connect(server, model_path, tokenizer, tmp_path):
+def connect(server, model_path, tokenizer, tmp_path, monkeypatch):
     def connecting(model_path: str = model_path, context: int = CONTEXT, token: str = KEY, **options) -> VLLMServerSampler:
         url, folder = f"http://127.0.0.1:{server}", str(tmp_path / "weights")
         options = {"timeout": 120.0, "url": url, "weights_folder": folder} | options
-        return VLLMServerSampler(SamplerConfig(model_path, "cpu", "float32", **options), tokenizer, context, token)
+        monkeypatch.setenv("ALIGNMENT_SAMPLER_TOKEN", token or "")
+        return VLLMServerSampler(SamplerConfig(model_path, "cpu", "float32", **options), tokenizer, context=context)
 
     return connecting
 

@@ -46,7 +46,7 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
         "from alignment.sampling.vllm import SamplerConfig, VLLMSampler\n"
         f"print('begun', file=open({str(tmp_path / 'log')!r}, 'a'))\n"
         f"path = {model_path!r}\n"
-        "VLLMSampler(SamplerConfig(path, 'cpu', 'float32', memory_share=0.5), None, 64)\n"
+        "VLLMSampler(SamplerConfig(path, 'cpu', 'float32', memory_share=0.5), None, context=64)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = psutil.Popen([sys.executable, str(script)], env=environment)

@@ -18,10 +18,8 @@ class Words:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value with its unit, "" where none was given.
-
-    `decimals` and `digits` (significant ones) say how a decimal number was written; both are 0 for anything else.
-    """
+    """A value with its unit, "" where none was given. `decimals` and `digits` (significant ones) say how a decimal number was
+    written; both are 0 for anything else."""
 
     value: Node
     unit: str = ""

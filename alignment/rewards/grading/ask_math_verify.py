@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from alignment.rewards.grading.expressions import CAPITALS, FUNCTIONS, GREEK
-from alignment.rewards.grading.tables import TABLES
-from alignment.rewards.grading.text import split
+from alignment.rewards.grading.text import TABLES, split
 from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
 MAX_CHARS = 200
@@ -20,18 +19,18 @@ SECONDS = 1.5  # of CPU time for one pair
 
 Outcome = tuple[bool, str]
 
-WORKERS = LimitedWorkers(("math_verify", "alignment.rewards.grading.cascade"))
-"""This process's workers for all of grading."""
+WORKERS = LimitedWorkers(("math_verify", "alignment.rewards.grading.cascade"))  # This process's workers for all of grading.
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
 _NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never
-_TO_LATEX = {sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"}
+_TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"})
 
 
 def ask_math_verify(answer: str, truth: str) -> Outcome:
     """math-verify's verdict on two normalised texts and "math-verify", "unread" for texts that it does not get, or the
     failure of the call: "time-out", "memory" or "died"."""
-    if not may_ask(answer, truth):
+    # Only where one of the texts has notation that math-verify alone reads, and both are harmless.
+    if not _NOTATION.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
         return False, "unread"
     try:
         return WORKERS.submit(f"{__name__}:math_verify_equal", (answer, truth), SECONDS).result(), "math-verify"
@@ -50,26 +49,16 @@ def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
 
 def _outcome(reply: Future) -> Outcome:
     try:
-        equal, reading = reply.result()
+        return tuple(reply.result())
     except CallFailed as failure:
         return False, str(failure)
-    return equal, reading
-
-
-def may_ask(answer: str, truth: str) -> bool:
-    """Whether math-verify may compare two normalised texts: one has notation that only it reads, and both are harmless."""
-    return bool(_NOTATION.search(answer) or _NOTATION.search(truth)) and _harmless(answer) and _harmless(truth)
 
 
 def _harmless(text: str) -> bool:
-    """Whether a normalised text is short, complete, made of known commands, and without words or large numbers.
-
-    An equation is not harmless: math-verify reads `7 = 5` as 5, and takes unsolvable equations for equal. Nor is a relation
-    of numbers, which is true or false and states no answer.
-    """
-    if len(text) > MAX_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN:
-        return False
-    if not _whole(text):
+    """Whether a normalised text is short, complete, made of known commands, and without words or large numbers. An equation is
+    not harmless: math-verify reads `7 = 5` as 5, and takes unsolvable equations for equal. Nor is a relation of numbers, which
+    is true or false and states no answer."""
+    if len(text) > MAX_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN or not _whole(text):
         return False
     bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
     signs = re.sub(r"\\[A-Za-z]+", " ", bare)
@@ -103,15 +92,13 @@ def _whole(text: str) -> bool:
 
 def math_verify_equal(answer: str, truth: str) -> bool:
     """math-verify's verdict on two normalised texts. May take any time and memory; an error means no."""
-    return math_verify_reading(_latex(answer), _latex(truth))[0]
+    return math_verify_reading(answer.translate(_TO_LATEX), truth.translate(_TO_LATEX))[0]
 
 
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
-    """math-verify's verdict on two texts in LaTeX, and how it read the answer.
-
-    Only its LaTeX extraction is safe: the one for plain expressions calls sympy's `parse_expr`, which is `eval`, while the
-    LaTeX grammar gives sympy no text but number tokens. Its time-out by `signal.alarm` is off: the worker has its own.
-    """
+    """math-verify's verdict on two texts in LaTeX, and how it read the answer. Only its LaTeX extraction is safe: the one for
+    plain expressions calls sympy's `parse_expr`, which is `eval`, while the LaTeX grammar gives sympy no text but number
+    tokens. Its time-out by `signal.alarm` is off: the worker has its own."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     config = [LatexExtractionConfig()]
@@ -126,7 +113,3 @@ def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
         raise
     except Exception as error:
         return False, type(error).__name__
-
-
-def _latex(text: str) -> str:
-    return "".join(_TO_LATEX.get(letter, letter) for letter in text)

@@ -33,10 +33,8 @@ class Verdict:
 
 
 def grade(answer: str, ground_truth: str, fast: bool = False) -> bool:
-    """Whether `answer` equals `ground_truth`. Never raises; an answer that cannot be read is wrong.
-
-    `fast` stops before the last two stages.
-    """
+    """Whether `answer` equals `ground_truth`. Never raises; an answer that cannot be read is wrong. `fast` stops before the
+    last two stages."""
     return grade_detail(answer, ground_truth, fast).equal
 
 
@@ -103,10 +101,8 @@ def _normalised(text: str) -> str:
 
 
 def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool = False) -> list[Verdict]:
-    """The verdict on each pair, in order. `SPREAD` distinct pairs or more are spread over worker processes, one a core.
-
-    Raises ValueError where the two lengths differ.
-    """
+    """The verdict on each pair, in order. `SPREAD` distinct pairs or more are spread over worker processes, one a core. Raises
+    ValueError where the two lengths differ."""
     pairs = list(zip(answers, ground_truths, strict=True))
     distinct = [pair for pair in dict.fromkeys(pairs) if max(map(len, pair)) <= MAX_CHARS]
     if len(distinct) >= SPREAD:

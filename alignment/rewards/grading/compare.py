@@ -6,25 +6,14 @@ It is not symmetric: the ground truth sets the precision.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
 from flint import arb
 
-from alignment.rewards.grading import sentences
-from alignment.rewards.grading.answers import (
-    About,
-    Answer,
-    Clock,
-    Labelled,
-    Listing,
-    Matrix,
-    Quantity,
-    Region,
-    Relation,
-    Words,
-    unlabelled,
-)
+from alignment.rewards.grading import answers, sentences
+from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.regions import as_region, same_point
@@ -50,17 +39,12 @@ class Comparison:
     stage: str = "normalised"
 
     def texts(self, answer: str, truth: str, extracted: bool = False) -> bool | None:
-        """Whether two normalised texts state the same answer; None if `read` refuses the notation of one of them.
-
-        `extracted`: the answer was extracted from a sentence already, which happens once.
-        """
+        """Whether two normalised texts state the same answer; None if `read` refuses the notation of one of them. `extracted`:
+        the answer was extracted from a sentence already, which happens once."""
         if not answer or not truth:
             return False
-        if squeeze(answer) == squeeze(truth):
-            return True
-        if "..." in answer and answer.replace(" ", "") == truth.replace(" ", ""):
-            return True
-        if sentences.same_options(answer, truth):
+        same_digits = "..." in answer and answer.replace(" ", "") == truth.replace(" ", "")
+        if squeeze(answer) == squeeze(truth) or same_digits or sentences.same_options(answer, truth):
             return True
         words_a, words_t = sentences.plain_words(answer), sentences.plain_words(truth)
         if words_a and words_t and words_t in (words_a, sentences.words_in_sentence(words_a)):
@@ -83,9 +67,10 @@ class Comparison:
         if isinstance(a, Labelled) and isinstance(t, Relation):
             return self._relations(_as_relation(a), t)
         if isinstance(t, Labelled) and isinstance(a, Relation):
-            return _is_formula(t) and self._relations(a, _as_relation(t))
+            formula = isinstance(t.answer, Quantity) and variables(t.answer.value)  # y = 2x + 1, not a solution, x = 5
+            return bool(formula) and self._relations(a, _as_relation(t))
         if isinstance(a, Labelled) or isinstance(t, Labelled):
-            return _labels_agree(a, t) and self.answers(unlabelled(a), unlabelled(t))
+            return _labels_agree(a, t) and self.answers(answers.unlabelled(a), answers.unlabelled(t))
         approximate = isinstance(a, About), isinstance(t, About)
         a, t = (x.answer if isinstance(x, About) else x for x in (a, t))
         quantities = isinstance(a, Quantity) and isinstance(t, Quantity)
@@ -121,10 +106,9 @@ class Comparison:
         self._reaches("rational" if is_rational(value) else "symbolic")
         if self.fast and not is_rational(value):
             return False
-        try:
+        with suppress(Refused):
             return bool(abs(real_value(value) - real_value(truth)) < arb(10) ** -decimals / 2)
-        except Refused:
-            return False
+        return False
 
     # --- quantities -----------------------------------------------------------------------------------
 
@@ -132,10 +116,9 @@ class Comparison:
         """Whether two trees have equal values: exactly where both are rational, else by evaluation at points."""
         if is_rational(a) and is_rational(t):
             self._reaches("rational")
-            try:
+            with suppress(Refused, ArithmeticError):
                 return rational(a) == rational(t)
-            except (Refused, ArithmeticError):
-                return False
+            return False
         self._reaches("symbolic")
         names_a, names_t = variables(a), variables(t)
         for unit in "Ij":  # as code writes the imaginary unit
@@ -144,12 +127,9 @@ class Comparison:
         return None if self.fast else equal_values(a, t)
 
     def _quantities(self, a: Quantity, t: Quantity) -> bool | None:
-        """Exactly equal values; a unit may be missing on one side but must not differ.
-
-        50% is 50% and 0.5, and also 50: the sign may be missing on one side, the factor may not. An angle in degrees equals
-        its value in radians. A ground truth such as 3.14 may be rounded: a value with more digits, or without an end, that
-        rounds to it is right.
-        """
+        """Exactly equal values; a unit may be missing on one side but must not differ. 50% is 50% and 0.5, and also 50: the
+        sign may be missing on one side, the factor may not. An angle in degrees equals its value in radians. A ground truth
+        such as 3.14 may be rounded: a value with more digits, or without an end, that rounds to it is right."""
         if not _units_agree(a, t):
             return self._symbol_as_unit(a, t)
         equal = self.values(a.value, t.value)
@@ -286,16 +266,10 @@ def _labels_agree(a: Answer, t: Answer) -> bool:
     return len(set(labels)) == 1 or any(label[:3].isalpha() and len(label) > 2 for label in labels)
 
 
-def _is_formula(answer: Labelled) -> bool:
-    """Whether it is the equation of a curve, y = 2x + 1, and not a solution, x = 5."""
-    return isinstance(answer.answer, Quantity) and bool(variables(answer.answer.value))
-
-
 def _as_relation(answer: Labelled) -> Relation | None:
     """`y = 2x + 1` as an equation of its two sides."""
-    if not isinstance(answer.answer, Quantity) or len(answer.label) > 1:
-        return None
-    return Relation("=", answer.label, answer.answer.value)
+    equation = isinstance(answer.answer, Quantity) and len(answer.label) == 1
+    return Relation("=", answer.label, answer.answer.value) if equation else None
 
 
 def _all(verdicts) -> bool | None:
@@ -317,26 +291,22 @@ def _units_agree(a: Quantity, t: Quantity) -> bool:
 
 def _terminates(value: Node) -> bool:
     """Whether a rational value has a last decimal."""
-    try:
+    with suppress(Refused, ArithmeticError):
         return is_rational(value) and 10**MAX_BITS % rational(value).denominator == 0
-    except (Refused, ArithmeticError):
-        return True
+    return True
 
 
 def _below_one(value: Node) -> bool:
-    try:
+    with suppress(Refused):
         return bool(0 < abs(real_value(value)) < 1)
-    except Refused:
-        return False
+    return False
 
 
 def _same_time(a: Clock, t: Clock) -> bool:
     """The same time of day; without am or pm the same position on the dial, unless the other counts to 24."""
     if a.half == t.half or (a.half and t.half):
         return a.seconds == t.seconds
-    if "24" in (a.half, t.half):
-        return False
-    return a.seconds % 43200 == t.seconds % 43200
+    return "24" not in (a.half, t.half) and a.seconds % 43200 == t.seconds % 43200
 
 
 def _same_region(a: Answer, t: Answer) -> bool | None:
@@ -344,12 +314,9 @@ def _same_region(a: Answer, t: Answer) -> bool | None:
         pieces_a, pieces_t = as_region(a).pieces, as_region(t).pieces
     except Refused:
         return False
-    return len(pieces_a) == len(pieces_t) and all(
-        same_point(x.low, y.low)
-        and same_point(x.high, y.high)
-        and (x.low_closed, x.high_closed) == (y.low_closed, y.high_closed)
-        for x, y in zip(pieces_a, pieces_t, strict=True)
-    )
+    closed_a, closed_t = ([(piece.low_closed, piece.high_closed) for piece in pieces] for pieces in (pieces_a, pieces_t))
+    pairs = zip(pieces_a, pieces_t, strict=False)
+    return closed_a == closed_t and all(same_point(x.low, y.low) and same_point(x.high, y.high) for x, y in pairs)
 
 
 def _rows(answer: Answer) -> tuple[tuple[Answer, ...], ...] | None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from alignment.rewards.grading.tables import TABLES
+from alignment.rewards.grading.text import TABLES
 
 MAX_TOKENS = 200  # of an expression, hence also of the nodes of its tree
 MAX_DEPTH = 30  # of brackets, powers and signs inside each other

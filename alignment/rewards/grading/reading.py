@@ -6,29 +6,17 @@ import itertools
 import operator
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
 
 from flint import arb
 
-from alignment.rewards.grading import regions
-from alignment.rewards.grading.answers import (
-    About,
-    Answer,
-    Interval,
-    Labelled,
-    Listing,
-    Matrix,
-    Quantity,
-    Region,
-    Relation,
-    Words,
-    unlabelled,
-)
+from alignment.rewards.grading import answers, regions
+from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import FUNCTIONS, GREEK, NoAnswer, Node, Refused, parse_expression, variables
 from alignment.rewards.grading.quantities import read_clock, read_number_in_words, read_quantity, read_ratio, read_two_units
 from alignment.rewards.grading.sentences import plain_words, qualified, without_clause
-from alignment.rewards.grading.tables import TABLES
-from alignment.rewards.grading.text import RELATIONS, split, split_with_signs, squeeze
+from alignment.rewards.grading.text import RELATIONS, TABLES, split, split_with_signs, squeeze
 from alignment.rewards.grading.values import equal_values, is_narrow, real_value, substitute
 
 MAX_PARTS = 20  # of a listing
@@ -74,7 +62,7 @@ def _alternatives(text: str, levels: int) -> Answer | None:
     if len(pieces) > 2 * MAX_PARTS:
         raise NoAnswer("too many alternatives")
     parts = [read(piece, levels - 1) for piece in pieces[::2]]
-    inner = list(map(unlabelled, parts))
+    inner = list(map(answers.unlabelled, parts))
     if all(isinstance(part, Region) for part in inner):
         return regions.union(inner) if pieces[1] == "or" else regions.intersection(inner)
     if pieces[1] == "or" and all(regions.is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
@@ -91,7 +79,7 @@ def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
     if labels and kind in ("", "or"):
         if len(set(labels)) > 1:
             raise Refused("labels that do not fit together")
-        kind, parts = "or", list(map(unlabelled, parts))
+        kind, parts = "or", list(map(answers.unlabelled, parts))
     flat: list[Answer] = []
     for part in parts:
         spliced = isinstance(part, Listing) and (part.kind == "or" or (kind == "or" and part.kind == ""))
@@ -113,15 +101,12 @@ def _pieces(inner: str, bare: bool) -> list[str]:
 
 
 def _comma_list(text: str, levels: int) -> Answer | None:
+    if "±" in text and text[0] == "(" and _whole_bracket(text):
+        return _plus_minus(text, levels)  # `(1, ±2)` is two pairs; elsewhere each part of a list has its own signs
     parts = _pieces(text, bare=True)
     if len(parts) < 2 or _whole_bracket(text):
         return None
     return _collect("", [read(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
-
-
-def _plus_minus_pair(text: str, levels: int) -> Answer | None:
-    """`(1, ±2)` is two pairs; elsewhere each part of a list has its own signs."""
-    return _plus_minus(text, levels) if "±" in text and text[0] == "(" and _whole_bracket(text) else None
 
 
 def _plus_minus(text: str, levels: int) -> Answer | None:
@@ -215,14 +200,14 @@ def _label(text: str) -> str:
 
 def _chain(sides: list[str], levels: int) -> Answer:
     """The last of several equal sides; an equation if two sides with variables are not identical."""
-    answers = [read(side, levels - 1) for side in sides]
-    if len(answers) == 1:
-        return answers[0]
-    if not all(isinstance(answer, Quantity) for answer in answers) or len({a.unit for a in answers} - {"", "%"}) > 1:
+    read_sides = [read(side, levels - 1) for side in sides]
+    if len(read_sides) == 1:
+        return read_sides[0]
+    if not all(isinstance(answer, Quantity) for answer in read_sides) or len({a.unit for a in read_sides} - {"", "%"}) > 1:
         raise Refused("an equation whose sides are not quantities of one kind")
-    values = [("/", answer.value, Fraction(100)) if answer.unit == "%" else answer.value for answer in answers]
+    values = [("/", answer.value, Fraction(100)) if answer.unit == "%" else answer.value for answer in read_sides]
     if all(equal_values(values[0], value) for value in values[1:]):
-        return answers[-1]
+        return read_sides[-1]
     if len(values) == 2 and (variables(values[0]) or variables(values[1])):
         return Relation("=", values[0], values[1])
     raise NoAnswer("sides that are not equal")
@@ -240,7 +225,9 @@ def _inequality(sides: list[str], signs: list[str]) -> Answer:
     if len(sides) == 3 and set(signs) <= {"<", "≤"} and _VARIABLE.fullmatch(sides[1]):
         low, high = _end(sides[0]), _end(sides[2])
         if low is not None and high is not None:
-            return Labelled(_label(sides[1]), regions.region_of([Interval(low, signs[0] == "≤", high, signs[1] == "≤")]))
+            return Labelled(
+                _label(sides[1]), regions.region_of([answers.Interval(low, signs[0] == "≤", high, signs[1] == "≤")])
+            )
     if len(sides) != 2:
         raise NoAnswer("a chain of inequalities")
     left, right = map(parse_expression, sides)
@@ -261,16 +248,15 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     if not all(map(is_narrow, at)) or not (at[2] - at[1] - slope).contains(0) or slope.contains(0):
         return None
     ends = sorted(((arb(c.numerator) / c.denominator - at[0]) / slope for c in (right, -right)), key=float)
-    inside = regions.region_of([Interval(ends[0], sign in "≤>", ends[1], sign in "≤>")])
+    inside = regions.region_of([answers.Interval(ends[0], sign in "≤>", ends[1], sign in "≤>")])
     return Labelled(names.pop(), inside if sign in "<≤" else regions.complement(inside)) if sign != "≠" else None
 
 
 def _end(text: str) -> arb | None:
     """A real constant or an infinity; None for anything else."""
-    try:
+    with suppress(Refused):
         return regions.edge(_phrase(text, 1) or read_quantity(text))
-    except Refused:
-        return None
+    return None
 
 
 def _set_operation(text: str, levels: int) -> Answer | None:
@@ -374,6 +360,6 @@ def _approximation(text: str, levels: int) -> Answer | None:
 
 
 _READERS = (
-    _cases, read_clock, _phrase, read_number_in_words, read_two_units, _alternatives, _plus_minus_pair, _comma_list,
+    _cases, read_clock, _phrase, read_number_in_words, read_two_units, _alternatives, _comma_list,
     _plus_minus, _relation, _matrix, _set_operation, _bracketed, read_ratio, _approximation,
 )  # fmt: skip

@@ -15,8 +15,7 @@ import re
 from pylatexenc.latex2text import LatexNodes2Text
 
 from alignment.rewards.grading.expressions import Refused, parse_expression
-from alignment.rewards.grading.tables import TABLES
-from alignment.rewards.grading.text import unbox
+from alignment.rewards.grading.text import TABLES, unbox
 from alignment.rewards.grading.values import equal_values
 
 MAX_CHARS = 1000

@@ -82,13 +82,9 @@ def union(regions: Sequence[Region]) -> Region:
 
 
 def complement(region: Region) -> Region:
-    ends = [
-        (-_INFINITY, False),
-        *((e, not c) for p in region.pieces for e, c in ((p.low, p.low_closed), (p.high, p.high_closed))),
-    ]
-    ends.append((_INFINITY, False))
-    pairs = zip(ends[::2], ends[1::2], strict=True)
-    return region_of([Interval(low, low_closed, high, high_closed) for (low, low_closed), (high, high_closed) in pairs])
+    ends = [(end, not closed) for p in region.pieces for end, closed in ((p.low, p.low_closed), (p.high, p.high_closed))]
+    ends = [(-_INFINITY, False), *ends, (_INFINITY, False)]
+    return region_of([Interval(*low, *high) for low, high in zip(ends[::2], ends[1::2], strict=True)])
 
 
 def intersection(regions: Sequence[Region]) -> Region:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from alignment.rewards.grading.expressions import NAMES
-from alignment.rewards.grading.tables import TABLES
+from alignment.rewards.grading.text import TABLES
 from alignment.rewards.grading.units import number_in_words, quantity_in_words
 
 _ARTICLES = re.compile(r"\b(?:the|an?) (?=\w)")

@@ -1,15 +1,19 @@
-r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, one sign for each relation, no sizing."""
+r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, one sign for each relation, no sizing.
+
+`TABLES` holds those of `notation.toml`: signs, LaTeX commands, units and words.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+import tomllib
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 
-from alignment.rewards.grading.tables import TABLES
-
+TABLES = tomllib.loads(Path(__file__).with_name("notation.toml").read_text("utf-8"))
 RELATIONS = "=<>≤≥≠≈∈"
 _SIGN_OF = {name: sign for sign, names in TABLES["signs"].items() for name in names.split()}
 _WIDE = [chr(c) for span in ((0xFF01, 0xFF5F), (0x1D400, 0x1D800)) for c in range(*span)]
@@ -67,10 +71,8 @@ def last_box(text: str) -> tuple[str, str, str]:
 
 
 def split(text: str, separators: str = ",") -> list[str]:
-    """The pieces between the separators outside all brackets; [] if the brackets do not match.
-
-    Any closing bracket closes any opening one, as those of half-open intervals do.
-    """
+    """The pieces between the separators outside all brackets; [] if the brackets do not match. Any closing bracket closes any
+    opening one, as those of half-open intervals do."""
     depths = _depths(text)
     return split_with_signs(text, separators)[0] if min(depths) == depths[-1] == 0 else []
 

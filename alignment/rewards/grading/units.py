@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from alignment.rewards.grading.tables import TABLES
+from alignment.rewards.grading.text import TABLES
 
 _UNIT_NAMES = {
     name + plural: unit
@@ -40,13 +40,10 @@ _FACTOR = re.compile(rf" ?({_WORD})(?: ?\^ ?\{{? ?(-?[0-9]) ?\}}?)?")
 
 
 def read_unit(text: str) -> str:
-    """The canonical name of a unit, such as "cm^2" or "dollar/h"; "" for other words.
-
-    A unit is a product of `_UNIT_NAMES` with powers, or a ratio of two, or up to three words that end in a plural noun.
-    """
-    text = (
-        re.sub(r"\\degree ?([CF])\b", r"°\1", text).replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
-    )
+    """The canonical name of a unit, such as "cm^2" or "dollar/h"; "" for other words. A unit is a product of `_UNIT_NAMES` with
+    powers, or a ratio of two, or up to three words that end in a plural noun."""
+    text = re.sub(r"\\degree ?([CF])\b", r"°\1", text)
+    text = text.replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
     text = TABLES["unit_abbreviations"].get(text.lower(), text)
     text = re.sub(r"(?i)\bdeg(?:ree)?s? (celsius|fahrenheit|[CF])\b", lambda m: f"°{m[1][0].upper()}", text).strip()
     numerator, per, denominator = re.sub(r" ?(?:/|\bper\b|\b(?:an?|every)\b(?= [a-z]+$)) ?", "/", text, count=1).partition("/")
@@ -55,12 +52,8 @@ def read_unit(text: str) -> str:
         return ""
     for name, power in _product(denominator).items() if per else ():
         powers[name] = powers.get(name, 0) - power
-    above, below = (
-        "*".join(
-            name if abs(power) == 1 else f"{name}^{abs(power)}" for name, power in sorted(powers.items()) if power * sign > 0
-        )
-        for sign in (1, -1)
-    )
+    names = {name: f"{name}^{abs(power)}".removesuffix("^1") for name, power in sorted(powers.items())}
+    above, below = ("*".join(name for key, name in names.items() if powers[key] * sign > 0) for sign in (1, -1))
     return f"{above}/{below}" if below else above
 
 
@@ -106,12 +99,9 @@ def _plural_noun(text: str) -> str:
 
 def same_unit(a: str, b: str) -> bool:
     """Whether two units are the same; "marbles" match "red marbles", which do not match "blue marbles"."""
-    return (
-        a == b
-        or a.endswith(f" {b}")
-        or b.endswith(f" {a}")
-        or ((a + b).isalpha() and min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1]))
-    )
+    if a == b or a.endswith(f" {b}") or b.endswith(f" {a}"):
+        return True
+    return (a + b).isalpha() and min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1])
 
 
 # --- number words ---------------------------------------------------------------------------------------

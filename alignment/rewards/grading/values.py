@@ -35,7 +35,8 @@ def equal_values(a: Node, b: Node) -> bool | None:
     J. ACM 27(4); Zippel 1979), also negative ones, at which both are defined: distinct rational functions agree at a
     generic point by accident only, and the real branches of |x|, roots and logarithms differ in sign.
     """
-    if _gammas(a) + _gammas(b) > MAX_GAMMAS:
+    gammas = sum(isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n)) for n in subtrees(("=", a, b)))
+    if gammas > MAX_GAMMAS:
         return None
     names = sorted(variables(a) | variables(b))
     field = acb if mentions_i(a) or mentions_i(b) else arb
@@ -84,7 +85,7 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
         try:
             factor = real_value(substituted)
         except Refused:
-            return False
+            factor = arb(0)
         if not (factor > 0 if positive else abs(factor) > 0):
             return False
     return equal_values(a, ("*", b, substituted)) is True
@@ -102,15 +103,9 @@ def mentions_i(node: Node) -> bool:
     return "i" in subtrees(node)
 
 
-def _gammas(node: Node) -> int:
-    return sum(isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n)) for n in subtrees(node))
-
-
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
-    """Rational points, half of them positive, with values below and above one in turn.
-
-    They depend on the two trees, so that no answer can be written to agree with the truth at these points alone.
-    """
+    """Rational points, half of them positive, with values below and above one in turn. They depend on the two trees, so that no
+    answer can be written to agree with the truth at these points alone."""
     rng = random.Random(seed)
     for k in range(POINTS):
         values = [Fraction(rng.randrange(101, 199), rng.randrange(201, 399)) for _ in names]

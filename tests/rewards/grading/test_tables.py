@@ -3,7 +3,7 @@
 import re
 from itertools import chain
 
-from alignment.rewards.grading.tables import TABLES
+from alignment.rewards.grading.text import TABLES
 
 
 def occurs_once(names) -> bool:

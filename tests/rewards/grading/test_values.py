@@ -141,6 +141,9 @@ def test_substitute():
         ("dollars per day", "dollar/day"),
         ("kg m/s", "kg*m/s"),
         ("hrs.", "h"),
+        ("cl", "cl"),  # a hundredth of a litre
+        ("centiliters", "cl"),
+        ("L", "l"),
         ("red marbles", "red marbles"),
         ("marble", ""),
         ("dozen", ""),
