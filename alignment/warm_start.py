@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -49,8 +50,9 @@ def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
             console.print(message)
         with closing(RunFolder(building)) as log, progress_line("SFT", args.num_steps, console) as progress:
             fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
-        save_model(building, lambda folder: policy.save(folder, tokenizer))
-    sampler = make_sampler(args, str(target), roles_of(args).eval, tokenizer, policy)
+        save_model(building, functools.partial(policy.save, tokenizer=tokenizer))
+    del policy  # its weights and moments make room for the evaluation's engine
+    sampler = make_sampler(args, str(target), roles_of(args).eval, tokenizer)
     with closing(sampler), console.status("sampling held-out problems"):
         result = evaluation(args, task, problems)(sampler)
     with closing(RunFolder(target, args.num_steps)) as log:

@@ -1,5 +1,6 @@
 """The number of tokens in a micro-batch, from the bytes of activations per token and the free memory."""
 
+import gc
 from dataclasses import dataclass
 
 import psutil
@@ -29,8 +30,16 @@ def checkpointed_activation_bytes(config) -> int:
     return 4 * (config.num_hidden_layers + 3) * config.hidden_size + one_layer
 
 
+def release_memory() -> None:
+    """Give back what torch keeps of a GPU's memory that nothing uses any more: others take it for used."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def free_bytes(device: str) -> int:
-    """Free memory of a GPU, or of the host."""
+    """Free memory of a GPU, or of the host. Releases what torch keeps unused first."""
+    release_memory()
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 

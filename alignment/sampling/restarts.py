@@ -9,6 +9,7 @@ import torch
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import load_config
+from alignment.policy.memory import release_memory
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost
@@ -25,6 +26,7 @@ def open_sampler(
 ) -> Sampler:
     """Start a sampler. `policy` is the one whose weights it will be given: an engine may read the policy's own model in place.
     `weights` gives the present weights to an engine that replaces a lost one; by default they are the policy's."""
+    release_memory()  # an engine refuses to start where less than its share of the GPU is free
     start = import_object("--sampler", engine.open) if isinstance(engine.open, str) else engine.open
     if not engine.can_be_lost:
         return start(config, tokenizer, policy)

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config
 from alignment.policy.policy import Policy
@@ -24,6 +25,8 @@ from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompt
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
 from alignment.system.processes import START_SECONDS, ChildProcess
+
+UUID_LENGTH = 36  # characters
 
 
 class VLLMSampler:
@@ -116,7 +119,8 @@ def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str,
     # Threads that spin while they wait made sampling four times slower as soon as another process was busy.
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     forced = {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    return {**defaults, **environment, **forced}
+    own = {key: value for key, value in environment.items() if value != EXPANDABLE_SEGMENTS}  # vLLM has pools of its own
+    return {**defaults, **own, **forced}
 
 
 def _visible_gpu(index: int, visible: str | None) -> str:
@@ -126,7 +130,14 @@ def _visible_gpu(index: int, visible: str | None) -> str:
     entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
     if index >= len(entries):
         raise UserError(f"cuda:{index} was asked for, but CUDA_VISIBLE_DEVICES={visible!r} lists {len(entries)} GPUs")
-    return entries[index]
+    entry = entries[index]
+    # vLLM looks a GPU up by its whole UUID, and a part of a GPU not at all.
+    if entry.startswith("MIG-") or (entry.startswith("GPU-") and len(entry) < len("GPU-") + UUID_LENGTH):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={visible!r}: vLLM cannot be started on {entry}; list GPUs by index or by whole UUID"
+            " (nvidia-smi -L), or choose --sampler transformers"
+        )
+    return entry
 
 
 # The worker's side.

@@ -131,7 +131,8 @@ def test_a_prompt_that_does_not_fit_is_the_users_to_mend(sampler):
 
 def test_the_worker_sees_its_own_device_only():
     assert worker_environment("cuda:7", {})["CUDA_VISIBLE_DEVICES"] == "7"
-    assert worker_environment("cuda:1", {"CUDA_VISIBLE_DEVICES": "4,GPU-5e1f"})["CUDA_VISIBLE_DEVICES"] == "GPU-5e1f"
+    uuid = "GPU-5e1f0000-0000-0000-0000-000000000000"
+    assert worker_environment("cuda:1", {"CUDA_VISIBLE_DEVICES": f"4,{uuid}"})["CUDA_VISIBLE_DEVICES"] == uuid
     assert worker_environment("cpu", {"CUDA_VISIBLE_DEVICES": "4"})["CUDA_VISIBLE_DEVICES"] == ""
     assert worker_environment("cpu", {})["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert worker_environment("cpu", {"VLLM_CPU_KVCACHE_SPACE": "9"})["VLLM_CPU_KVCACHE_SPACE"] == "9"
