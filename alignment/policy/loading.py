@@ -124,7 +124,9 @@ def _load_weights(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
         raise UserError(f"--model {model_path}: {len(absent)} weights are missing or of another shape, such as {absent[0]}")
     if attention == OWN_ATTENTION:
         take_plain_path(model)
-        say(f"{config.model_type}: its attention cannot be exchanged; rows are padded, and nothing is shared: slower, and exact")
+        say(
+            f"{config.model_type}: its attention cannot be exchanged; rows are padded, and nothing is shared: slower, and exact"
+        )
     return model
 
 

@@ -115,7 +115,7 @@ def head_log_probs(
         scale, soft_cap = logit_scale_and_cap(model.config)
         numbers = (distribution.temperature / scale, *numbers[1:])
         weight_VH = head.weight
-        if head.bias is not None:  # a bias is the weight of one more input, which is always 1
+        if getattr(head, "bias", None) is not None:  # a bias is the weight of one more input, which is always 1
             hidden_NH = torch.nn.functional.pad(hidden_NH, (0, 1), value=1.0)
             weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
         values = LabelLogProbs.apply(hidden_NH, weight_VH, targets_N, numbers, return_token_entropy, soft_cap)

@@ -218,24 +218,26 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Scaled dot-product attention as transformers calls it, by a layout where one is given.
 
-    Raises ValueError for what it was told and does not know, such as a position bias.
+    Raises ValueError for what it was told and does not know, such as a position bias, and for what only a layout does.
 
     It has no mask but the one it is handed: transformers would build one for every forward pass, and read a value from the
     device for it, which on a split policy would keep micro-batches from overlapping.
     """
+    window, soft_cap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
     if layout is None:
+        if soft_cap is not None or sinks is not None or (window is not None and key.shape[2] > window):
+            raise ValueError("attention without a layout has no window, soft cap or sinks: use plain_path.own_attention")
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     unknown = [name for name, told in kwargs.items() if isinstance(told, torch.Tensor | float) and name not in KNOWN]
     if unknown:
         raise ValueError(f"attention is told {unknown[0]}, which is not supported")
     layout.applied.append(True)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = AttentionRule(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
-    return layout.attend(module, query, key, value, rule), None
+    return layout.attend(module, query, key, value, AttentionRule(scaling, window, soft_cap, sinks)), None
 
 
 KNOWN = {"sliding_window", "softcap", "s_aux", "dropout", "position_ids", "cache_position"}
-"""Numbers and tensors that attention may be told beside its scaling. A layout knows positions, and there is no dropout in it."""
+"""Numbers and tensors that attention may be told beside its scaling. A layout knows positions, and it leaves out dropout."""
 
 
 ATTENTION = "layout"  # without "sdpa" in it: transformers then refuses models whose attention torch's cannot compute

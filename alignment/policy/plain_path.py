@@ -1,4 +1,4 @@
-"""The plain path: rows padded, through a model's own attention and to its own logits, for what packing does not compute exactly."""
+"""The plain path, for what packing does not compute exactly: rows padded, a model's own attention, its own logits."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,9 +12,9 @@ from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.plain_path import own_attention, take_plain_path, takes_plain_path
 from alignment.system.errors import UserError
 
-WINDOW = 8
-"""Attention windows during a check, so that a short row is longer than they are. It stands for the model's own window, which the
-same code reads at the same places."""
+WINDOW = 4
+"""Attention windows during a check, so that a short row is longer than they are. It stands for the model's own window,
+which the same code reads at the same places."""
 WINDOW_NAMES = ("sliding_window", "attention_chunk_size")
 ROWS = ((0, 9), (0, 6), (1, 5), (1, 12), (2, 7))
 """Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of its own."""
@@ -52,12 +52,23 @@ def short_windows(model: torch.nn.Module) -> Iterator[None]:
             setattr(owner, name, length)
 
 
-def row_log_probs(model: torch.nn.Module, prompt: Ids, response: Ids) -> torch.Tensor:
-    """The response's log-probs [tokens] by the model's own attention and logits, of a row alone."""
-    ids = torch.tensor([prompt + response], device=model.get_input_embeddings().weight.device)
-    with own_attention(model):
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu()
-    return logits.log_softmax(dim=-1).gather(-1, torch.tensor(response)[:, None]).squeeze(1)
+def own_log_probs(model: torch.nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> torch.Tensor:
+    """The log-probs [N] of (prompt, response) rows' responses, one row after another, by the model's own attention and logits.
+
+    Shorter rows are followed by a token that a causal model does not see, so nothing depends on how it takes masks.
+    Raises `UserError` for a model whose own forward pass fails.
+    """
+    ids = [torch.tensor([*prompt, *response]) for prompt, response in rows]
+    ids_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    try:
+        with own_attention(model):
+            logits = model(input_ids=ids_BT.to(model.get_input_embeddings().weight.device), use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"--model: {model.config.model_type}'s own forward pass fails ({reason})") from error
+    log_probs_BT = logits[:, :-1].float().cpu().log_softmax(dim=-1).gather(-1, ids_BT[:, 1:, None]).squeeze(2)
+    responses = [(len(prompt) - 1, len(prompt) + len(response) - 1) for prompt, response in rows]
+    return torch.cat([log_probs_BT[row, start:end] for row, (start, end) in enumerate(responses)])
 
 
 def disagreement(model: torch.nn.Module, own: torch.Tensor, compute: Callable[[], torch.Tensor]) -> str:
@@ -72,6 +83,18 @@ def disagreement(model: torch.nn.Module, own: torch.Tensor, compute: Callable[[]
     return "" if difference <= limit else f"differ by {difference:.2g} nats a token from those of the model's own forward pass"
 
 
+@contextmanager
+def checking(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model's windows be short, its dropout be off, and no gradient be kept."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), short_windows(model):
+            yield
+    finally:
+        model.train(was_training)
+
+
 def choose_path(model: torch.nn.Module) -> None:
     """Have a model take the plain path if packed rows are not what it computes itself, and say so.
 
@@ -79,29 +102,32 @@ def choose_path(model: torch.nn.Module) -> None:
     """
     family, head = model.config.model_type, model.get_output_embeddings()
     if getattr(getattr(head, "weight", None), "ndim", 0) != 2:
-        raise UserError(f"--model: {family} has no linear output head, so token log-probs cannot be computed from hidden states")
-    prompts, ids = check_prompts(model), random_ids(model, sum(number for _, number in ROWS))
-    responses = [piece.tolist() for piece in torch.tensor(ids).split([number for _, number in ROWS])]
-    batch = collate([prompts[prompt] for prompt, _ in ROWS], responses, pad_token_id=0)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), short_windows(model):
-        own = torch.cat([row_log_probs(model, *row) for row in zip([prompts[p] for p, _ in ROWS], responses, strict=True)])
-        start = row_log_probs(model, prompts[0], responses[0][:3])
-        if own.isfinite().all():  # else there is nothing to compare with: damaged weights are the run's to notice
-
-            def ours() -> torch.Tensor:
-                mask = batch.response_mask
-                return get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=mask)["log_probs"].cpu()[mask]
-
-            if disagreement(model, own[:3], lambda: start):
-                raise UserError(f"--model: {family} sees later tokens: it is no causal language model")
-            if not takes_plain_path(model) and (reason := disagreement(model, own, ours)):
-                say(f"{family}: log-probs of packed rows {reason}; rows are padded, and nothing is shared: slower, and exact")
+        raise UserError(f"--model: {family} has no linear output head, so its log-probs cannot be computed from hidden states")
+    with checking(model):
+        if reason := _path_disagreement(model):
+            if not takes_plain_path(model):
                 take_plain_path(model)
-            if takes_plain_path(model) and (reason := disagreement(model, own, ours)):
+                say(f"{family}: log-probs of packed rows {reason}; rows are padded, and nothing is shared: slower, and exact")
+                reason = _path_disagreement(model)
+            if reason:
                 raise UserError(f"--model: {family} cannot be trained: log-probs of padded rows {reason}")
-    model.train(was_training)
+
+
+def _path_disagreement(model: torch.nn.Module) -> str:
+    """`disagreement` of the log-probs that the policy computes. Raises `UserError` for a model that sees later tokens."""
+    prompts, lengths = check_prompts(model), [length for _, length in ROWS]
+    responses = [piece.tolist() for piece in torch.tensor(random_ids(model, sum(lengths))).split(lengths)]
+    rows = [(prompts[prompt], response) for (prompt, _), response in zip(ROWS, responses, strict=True)]
+    batch = collate(*zip(*rows, strict=True), pad_token_id=0)
+    mask = batch.response_mask
+    own = own_log_probs(model, rows)
+    if not own.isfinite().all():
+        return ""  # there is nothing to compare with: damaged weights are the run's to notice
+    prompt, response = rows[0]
+    if disagreement(model, own[:3], lambda: own_log_probs(model, [(prompt, response[:3])])):
+        raise UserError(f"--model: {model.config.model_type} sees later tokens: it is no causal language model")
+    ours = functools.partial(get_response_log_probs, model, batch.input_ids, batch.labels, response_mask=mask)
+    return disagreement(model, own, lambda: ours()["log_probs"].cpu()[mask])
 
 
 @functools.cache

@@ -16,13 +16,13 @@ from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.packing import attention_by_layout, pack
 from alignment.policy.plain_path import own_attention, takes_plain_path
 from alignment.policy.policy import Policy
-from alignment.policy.self_check import check_prompts, disagreement, row_log_probs, say, short_windows
+from alignment.policy.self_check import check_prompts, checking, disagreement, own_log_probs, say
 from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError
 
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
-CHECK_TOKENS = 10  # of a row of the self-check: more than `self_check.WINDOW`
+CHECK_TOKENS = 6  # of a row of the self-check: more than `self_check.WINDOW`
 STEPS_UNSEEN = {"cpu": 1, "cuda": 16}  # tokens of each row that are drawn before the host looks at them: it waits for a GPU
 WORK_A_THREAD = 2**25  # floating-point operations of a product, from which a thread of its own pays (benchmarks/README.md)
 
@@ -402,22 +402,18 @@ def open_transformers(config: SamplerConfig, tokenizer, policy: Policy | None = 
     return sampler
 
 
-@torch.inference_mode()
 def choose_decoding(sampler: TransformersSampler) -> None:
     """Have a sampler take the plain path if lines that share a prompt do not get the log-probs of the model's own forward pass.
 
     Raises `UserError` where the plain path is no better.
     """
-    model, family = sampler.model, sampler.model.config.model_type
-    was_training = model.training
-    model.eval()
-    with short_windows(model):
+    family = sampler.model.config.model_type
+    with checking(sampler.model):
         if not sampler.plain_path and (reason := _decoding_disagreement(sampler)):
             say(f"{family}: log-probs of tokens drawn {reason}; its own cache decodes, one prompt at a time: slower, and exact")
             sampler.plain_path = True
         if sampler.plain_path and (reason := _decoding_disagreement(sampler)):
             raise UserError(f"--model: {family} cannot be sampled from: log-probs of tokens drawn {reason}; try --sampler vllm")
-    model.train(was_training)
 
 
 def _decoding_disagreement(sampler: TransformersSampler) -> str:
@@ -425,12 +421,12 @@ def _decoding_disagreement(sampler: TransformersSampler) -> str:
     sampling, prompts = SamplingConfig(n=2, max_new_tokens=CHECK_TOKENS, stop=()), check_prompts(sampler.model)[:2]
     uniforms = torch.rand(4, CHECK_TOKENS, generator=torch.Generator().manual_seed(0)).to(sampler.model.device)
     waves = [[0], [1]] if sampler.plain_path else [[0, 1]]
-    try:
-        rows = [row for wave in waves for row in sampler._decode(prompts, wave, uniforms[-2 * len(wave) :], sampling, None)]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of any kind: a model that does not take what it is given
-        return f"fail: {(str(error) or type(error).__name__).splitlines()[0]}"
-    drawn = torch.tensor([value for row in rows for value in row.log_probs])
-    own = [row_log_probs(sampler.model, prompts[index // 2], row.token_ids) for index, row in enumerate(rows)]
-    return disagreement(sampler.model, torch.cat(own), lambda: drawn)
+
+    def difference() -> torch.Tensor:
+        rows: list[_Row] = []
+        for wave in waves:
+            rows.extend(sampler._decode(prompts, wave, uniforms[-2 * len(wave) :], sampling, None))
+        own = own_log_probs(sampler.model, [(prompts[index // 2], row.token_ids) for index, row in enumerate(rows)])
+        return torch.tensor([value for row in rows for value in row.log_probs]) - own
+
+    return disagreement(sampler.model, torch.zeros(()), difference)
