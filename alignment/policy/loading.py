@@ -106,7 +106,7 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) ->
     if len(devices) == 1:
         model = model.to(devices[0])
     else:
-        model = spread(model, partition_layers(ModelShape.from_config(model.config), devices))
+        model = spread(model, partition_layers(ModelShape.of(model), devices))
     choose_path(model)
     return model
 
