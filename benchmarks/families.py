@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from alignment.core.records import Batch, SamplingConfig
 from alignment.core.tokens import collate
 from alignment.policy.loading import has_exchangeable_attention
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.packing import ATTENTION
-from alignment.policy.plain_path import OWN_ATTENTION, own_attention, take_plain_path
+from alignment.policy.plain_path import OWN_ATTENTION, own_attention
 from alignment.policy.self_check import own_log_probs
 from alignment.sampling.transformers import TransformersSampler, choose_decoding
 
@@ -40,19 +40,22 @@ SHAPE = dict(
 )  # fmt: skip
 
 
-def family_model(name: str, std: float = 0.3) -> PreTrainedModel:
-    """A model of a family with weights so large that windows, caps and scales make a difference."""
+def family_config(name: str) -> PretrainedConfig:
+    """The configuration of a tiny model of a family."""
     options = SHAPE | FAMILIES[name]
     kind = options.pop("model_type", name)
-    config = AutoConfig.for_model(kind, **{key: value for key, value in options.items() if value is not None})
+    return AutoConfig.for_model(kind, **{key: value for key, value in options.items() if value is not None})
+
+
+def family_model(name: str, std: float = 0.3) -> PreTrainedModel:
+    """A model of a family with weights so large that windows, caps and scales make a difference."""
+    config = family_config(name)
     attention = ATTENTION if has_exchangeable_attention(config) else OWN_ATTENTION
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * std)
-    if attention == OWN_ATTENTION:
-        take_plain_path(model)
     return model
 
 

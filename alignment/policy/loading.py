@@ -12,8 +12,8 @@ from transformers.utils import logging
 
 from alignment.policy.packing import ATTENTION
 from alignment.policy.placement import ModelShape, partition_layers
-from alignment.policy.plain_path import OWN_ATTENTION, take_plain_path
-from alignment.policy.self_check import choose_path, say
+from alignment.policy.plain_path import OWN_ATTENTION
+from alignment.policy.self_check import choose_path
 from alignment.system.errors import UserError
 
 logging.set_verbosity_error()
@@ -112,7 +112,7 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) ->
 
 
 def _load_weights(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A model on the CPU, with our attention, or on the plain path where its family has no exchangeable attention."""
+    """A model on the CPU, with our attention where its family can have another than its own."""
     config = load_config(model_path)
     attention = ATTENTION if has_exchangeable_attention(config) else OWN_ATTENTION
     model, report = _load(
@@ -122,11 +122,6 @@ def _load_weights(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     absent = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
     if absent:
         raise UserError(f"--model {model_path}: {len(absent)} weights are missing or of another shape, such as {absent[0]}")
-    if attention == OWN_ATTENTION:
-        take_plain_path(model)
-        say(
-            f"{config.model_type}: its attention cannot be exchanged; rows are padded, and nothing is shared: slower, and exact"
-        )
     return model
 
 

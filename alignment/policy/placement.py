@@ -188,7 +188,8 @@ class ModelShape:
     def of(cls, model: PreTrainedModel) -> ModelShape:
         """Read a model's modules. Raises `UserError` for a family without one list of layers between its embedding and head."""
         names = {module: name for name, module in model.named_modules()}
-        number, children = model.config.num_hidden_layers, [*model.get_decoder().children()]
+        number, decoder = model.config.num_hidden_layers, model.get_decoder()
+        children = [] if [*decoder.buffers(recurse=False)] else [*decoder.children()]  # its own tensors would get no device
         lists = [each for each in children if type(each).__name__ == "ModuleList" and len(each) == number]
         stack = lists[0] if len(lists) == 1 else None
         if stack is not None:

@@ -26,15 +26,11 @@ TOLERANCE_16_BIT = 0.15
 Ids = list[int]
 
 
-def random_ids(model: torch.nn.Module, number: int) -> Ids:
-    """Token ids, the same each time, that leave torch's own generators as they are."""
+def random_pieces(model: torch.nn.Module, lengths: Sequence[int]) -> list[Ids]:
+    """Token ids in pieces, the same each time; torch's own generators stay as they are."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocabulary, (number,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def check_prompts(model: torch.nn.Module) -> list[Ids]:
-    """The prompts that checks use."""
-    return [piece.tolist() for piece in torch.tensor(random_ids(model, sum(PROMPT_TOKENS))).split(PROMPT_TOKENS)]
+    ids = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    return [piece.tolist() for piece in ids.split(list(lengths))]
 
 
 @contextmanager
@@ -115,8 +111,7 @@ def choose_path(model: torch.nn.Module) -> None:
 
 def _path_disagreement(model: torch.nn.Module) -> str:
     """`disagreement` of the log-probs that the policy computes. Raises `UserError` for a model that sees later tokens."""
-    prompts, lengths = check_prompts(model), [length for _, length in ROWS]
-    responses = [piece.tolist() for piece in torch.tensor(random_ids(model, sum(lengths))).split(lengths)]
+    prompts, responses = random_pieces(model, PROMPT_TOKENS), random_pieces(model, [length for _, length in ROWS])
     rows = [(prompts[prompt], response) for (prompt, _), response in zip(ROWS, responses, strict=True)]
     batch = collate(*zip(*rows, strict=True), pad_token_id=0)
     mask = batch.response_mask

