@@ -199,9 +199,7 @@ class Layout(Protocol):
     applied: list[bool]
     """Not empty once it has: a model that ignores its layout would mix up its rows in silence."""
 
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
-    ) -> torch.Tensor:
+    def attend(self, module, query, key, value, rule: AttentionRule) -> torch.Tensor:
         """[rows, heads, tokens, D] -> [rows, tokens, heads, D]."""
         ...
 

@@ -189,26 +189,22 @@ class ModelShape:
         """Read a model's modules. Raises `UserError` for a family without one list of layers between its embedding and head."""
         names = {module: name for name, module in model.named_modules()}
         number, decoder = model.config.num_hidden_layers, model.get_decoder()
-        children = [] if [*decoder.buffers(recurse=False)] else [*decoder.children()]  # its own tensors would get no device
-        lists = [each for each in children if type(each).__name__ == "ModuleList" and len(each) == number]
-        stack = lists[0] if len(lists) == 1 else None
-        if stack is not None:
-            # Modules without parameters, such as rotary embeddings, compute with the embedding's output.
-            helpers = [each for each in children if not any(True for _ in each.parameters())]
-            others = [each for each in children if each not in helpers]
-            start = others.index(stack)
-            modules = [*helpers, *others[:start], *stack, *others[start + 1 :], model.get_output_embeddings()]
-            counted: set[Any] = set()
-            parameters = {}
-            for module in modules:
+        stacks = [each for each in decoder.children() if type(each).__name__ == "ModuleList" and len(each) == number]
+        parameters: dict[str, int] = {}
+        counted: set[Any] = set()
+        if len(stacks) == 1 and not [*decoder.buffers(recurse=False)]:  # a decoder's own tensors would get no device
+            # Modules without parameters, such as rotary embeddings, compute with the embedding's output, so they come first.
+            children = sorted(decoder.children(), key=lambda child: any(True for _ in child.parameters()))
+            start = children.index(stacks[0])
+            for module in (*children[:start], *stacks[0], *children[start + 1 :], model.get_output_embeddings()):
                 own = set(module.parameters()) - counted
                 counted |= own
                 parameters[names[module]] = sum(parameter.numel() for parameter in own)
-            if counted == set(model.parameters()):
-                return cls(parameters, tuple(names[layer] for layer in stack), names[modules[-1]])
-        raise UserError(
-            f"model_type {model.config.model_type!r} is not a list of layers between an embedding and a head: no split"
-        )
+        if counted != set(model.parameters()):
+            raise UserError(
+                f"model_type {model.config.model_type!r} is no embedding, list of layers and head, so it cannot be placed"
+            )
+        return cls(parameters, tuple(names[layer] for layer in stacks[0]), names[model.get_output_embeddings()])
 
     @property
     def is_tied(self) -> bool:

@@ -19,9 +19,8 @@ WINDOW_NAMES = ("sliding_window", "attention_chunk_size")
 ROWS = ((0, 9), (0, 6), (1, 5), (1, 12), (2, 7))
 """Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of its own."""
 PROMPT_TOKENS = (11, 3, 4)
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.15
 """Mean nats a token. Sums in another order make some 1e-6 in fp32; a feature that is left out makes tenths to several."""
-TOLERANCE_16_BIT = 0.15
 
 Ids = list[int]
 
@@ -75,7 +74,7 @@ def disagreement(model: torch.nn.Module, own: torch.Tensor, compute: Callable[[]
         raise
     except Exception as error:  # of any kind: a model that does not take what it is given
         return f"fail: {(str(error) or type(error).__name__).splitlines()[0]}"
-    limit = TOLERANCE.get(model.dtype, TOLERANCE_16_BIT)
+    limit = TOLERANCE if model.dtype.itemsize >= 4 else TOLERANCE_16_BIT
     return "" if difference <= limit else f"differ by {difference:.2g} nats a token from those of the model's own forward pass"
 
 

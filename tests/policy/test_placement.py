@@ -314,9 +314,9 @@ def test_gpt2_by_hand():
 def test_a_model_that_is_no_list_of_layers_is_refused():
     model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2))
     model.extra = torch.nn.Linear(2, 2)  # which no device would get
-    with pytest.raises(UserError, match="'gpt_bigcode' is not a list of layers"):
+    with pytest.raises(UserError, match="'gpt_bigcode' is no embedding, list of layers and head"):
         ModelShape.from_config(family_config("gpt_bigcode"))
-    with pytest.raises(UserError, match="model_type 'gpt2' is not a list of layers between an embedding and a head"):
+    with pytest.raises(UserError, match="model_type 'gpt2' is no embedding, list of layers and head"):
         ModelShape.of(model)
 
 
