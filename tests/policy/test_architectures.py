@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from rollout_helpers import open_tiny
 from transformers import AutoConfig, BertConfig, BertLMHeadModel, Gemma3Config, MambaConfig, T5Config
 
 from alignment.core.records import Batch, Distribution, SamplingConfig
@@ -15,11 +16,20 @@ from alignment.policy.loading import load_config, load_model, load_tokenizer, sp
 from alignment.policy.log_probs import get_response_log_probs, sampling_logits
 from alignment.policy.placement import ModelShape, partition_layers
 from alignment.policy.plain_path import own_attention, take_plain_path, takes_plain_path
+from alignment.policy.policy import Objective
 from alignment.policy.self_check import checking, choose_path
 from alignment.sampling import transformers as sampling_module
 from alignment.sampling.transformers import TransformersSampler, choose_decoding
 from alignment.system.errors import UserError
-from benchmarks.families import FAMILIES, NoTokenizer, decoding_difference, family_model, rows_of, training_differences
+from benchmarks.families import (
+    FAMILIES,
+    NoTokenizer,
+    decoding_difference,
+    family_model,
+    gradients,
+    rows_of,
+    training_differences,
+)
 
 PLAIN = {"stablelm", "gptj", "bloom", "falcon", "mpt", "codegen"}
 
@@ -192,3 +202,42 @@ def test_a_split_model_computes_what_the_whole_one_does(family):
     choose_path(spread(model, device_map))
     assert takes_plain_path(model) == (family in PLAIN)
     assert max(training_differences(model)) < 2e-5
+
+
+def log_prob_sum(rows, log_probs_bt, mask_bt):
+    return (log_probs_bt * mask_bt).sum(), {}
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_policy_on_the_plain_path_has_the_packed_ones_gradient(tiny_folder, supervised):
+    policy = open_tiny(tiny_folder)
+    policy.micro_batch_tokens = 120
+    torch.manual_seed(0)
+    batch = rows_of([(20, 20), (10, 18)], repeats=3)
+    objective = Objective(log_prob_sum, Distribution(0.9), supervised=supervised)
+    found, tokens = [], []
+    for take in (lambda model: None, take_plain_path):
+        take(policy.model)
+        results = list(policy.accumulate(batch, range(6), objective))
+        tokens.append(sum(result.sums["tokens"] for result in results))
+        found.append(policy.gradient())
+        policy.drop_gradient()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5 * float(found[0].abs().max()))
+    # The plain path computes 2 x 20 and 2 x 10 tokens of prompts more.
+    assert tokens[1] - tokens[0] == 60
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2"])
+def test_layers_that_are_run_again_in_backward_give_the_same_gradient(family):
+    model = family_model(family)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(0)
+    batch = rows_of([(9, 8)], repeats=3)
+    found = []
+    for checkpointing in (True, False):
+        if not checkpointing:
+            model.gradient_checkpointing_disable()
+        out = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=batch.response_mask)
+        found.append(gradients(model, out["log_probs"].sum()))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5 * float(found[1].abs().max()))
