@@ -19,7 +19,8 @@ def main() -> None:
     rows = []
     optimizer = args.optimizer or from_preset(RLArgs, args.preset).optimizer
     for share in sorted(place(shape, roles, optimizer), key=lambda share: share.device):
-        ends = ("embeddings",) * ("model.embed_tokens" in share.modules) + ("head",) * ("lm_head" in share.modules)
+        first = next(name for name, parameters in shape.parameters.items() if parameters)
+        ends = ("embeddings",) * (first in share.modules) + ("head",) * (shape.head in share.modules)
         layers = (f"{share.layers[0]}-{share.layers[-1]}",) if share.layers else ()
         rows.append((share.device, share.role, ", ".join(layers + ends), f"{share.bytes / 1e9:.2f}"))
     console = make_console()

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import tyro
 from rich.console import Console
 from rich.table import Table
+from transformers import Qwen2Config
 
 from alignment.checks import resolve_model
 from alignment.policy.layer_split import IN_FLIGHT
 from alignment.policy.loading import load_config
-from alignment.policy.placement import ModelShape, issue_order, layer_parameters, partition_layers
+from alignment.policy.placement import ModelShape, issue_order, partition_layers
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class Stage:
 def stages(shape: ModelShape, devices: Sequence[str]) -> list[Stage]:
     """A model's way through its devices, forwards; a tied head goes back to the device of the embedding."""
     placed = partition_layers(shape, devices)
-    layer = layer_parameters(shape)
-    costs = {f"model.layers.{number}": 1.0 for number in range(shape.num_layers)}
-    costs["lm_head"] = shape.vocab_size * shape.hidden_size / layer
+    costs = dict.fromkeys(shape.layers, 1.0)
+    head = shape.parameters[shape.head] or max(shape.parameters.values())  # a tied one is the embedding, larger than a layer
+    costs[shape.head] = head / shape.parameters[shape.layers[0]]
     way: list[Stage] = []
     for name, cost in costs.items():
-        if way and way[-1].device == placed[name] and name != "lm_head":
+        if way and way[-1].device == placed[name] and name != shape.head:
             cost += way.pop().cost
         way.append(Stage(placed[name], cost))
     return way
@@ -71,8 +72,9 @@ def main(
     model: str = "qwen2.5-math-1.5b", gpus: tuple[int, ...] = (2, 3, 4, 5), micro_batches: int = 16, transfer: float = 0.1
 ):
     """Print, for each number of GPUs, the time of one after another, of the update's order, and of no waiting at all."""
-    shape = QWEN if model == "qwen2.5-math-1.5b" else ModelShape.from_config(load_config(resolve_model(model, "checkpoints")))
-    table = Table(title=f"{micro_batches} micro-batches, {shape.num_layers} layers, a move costs {transfer:g} of a layer")
+    config = QWEN if model == "qwen2.5-math-1.5b" else load_config(resolve_model(model, "checkpoints"))
+    shape = ModelShape.from_config(config)
+    table = Table(title=f"{micro_batches} micro-batches, {len(shape.layers)} layers, a move costs {transfer:g} of a layer")
     for heading in ("GPUs", "one in flight", f"{IN_FLIGHT} a GPU", "ratio", "the busiest GPU alone", "at work"):
         table.add_column(heading, justify="right")
     for number in gpus:
@@ -86,9 +88,9 @@ def main(
     Console().print(table)
 
 
-QWEN = ModelShape(
-    num_layers=28, hidden_size=1536, intermediate_size=8960, num_attention_heads=12, num_key_value_heads=2, head_dim=128,
-    vocab_size=151936, tie_word_embeddings=True, qkv_bias=True,
+QWEN = Qwen2Config(
+    num_hidden_layers=28, hidden_size=1536, intermediate_size=8960, num_attention_heads=12, num_key_value_heads=2,
+    vocab_size=151936, tie_word_embeddings=True,
 )  # fmt: skip
 
 if __name__ == "__main__":

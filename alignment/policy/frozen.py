@@ -11,6 +11,7 @@ from alignment.core.tokens import split_rows, take_rows
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
+from alignment.policy.plain_path import takes_plain_path, unshared
 
 
 class FrozenModel:
@@ -71,6 +72,7 @@ def batch_log_probs(
     rows = range(len(batch.labels)) if rows is None else rows
     log_probs_BT = torch.zeros(batch.labels.shape)
     split = split_rows(batch.input_ids, batch.response_mask)
+    split = unshared(split) if takes_plain_path(model) else split
     pieces, parallel = cut_for_parallel(model, [split[row] for row in rows], micro_batch_tokens)
     pieces = [[rows[i] for i in piece] for piece in pieces]
 

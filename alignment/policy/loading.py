@@ -12,6 +12,8 @@ from transformers.utils import logging
 
 from alignment.policy.packing import ATTENTION
 from alignment.policy.placement import ModelShape, partition_layers
+from alignment.policy.plain_path import OWN_ATTENTION
+from alignment.policy.self_check import choose_path
 from alignment.system.errors import UserError
 
 logging.set_verbosity_error()
@@ -27,8 +29,24 @@ def make_deterministic() -> None:
 
 
 def load_config(model_path: str):
-    """The model's configuration. Raises `UserError` where it cannot be loaded."""
-    return _load(AutoConfig.from_pretrained, model_path)
+    """The model's configuration. Raises `UserError` where it cannot be loaded, and for what is no causal language model."""
+    config = _load(AutoConfig.from_pretrained, model_path)
+    if reason := _unsupported(config):
+        raise UserError(f"--model {model_path} ({config.model_type}) {reason}")
+    return config
+
+
+def _unsupported(config) -> str:
+    """Why a model cannot be trained, as far as its configuration tells; empty where it can."""
+    if config.is_encoder_decoder:
+        return "is an encoder and a decoder; use a model that only decodes"
+    if config.get_text_config() is not config:
+        return "nests its text model in a larger one (text_config); save that part as a folder of its own and name it"
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return "is of no family that transformers loads as a causal language model"
+    if not isinstance(getattr(config, "max_position_embeddings", None), int):
+        return "does not say how many tokens it takes; add max_position_embeddings to its config.json"
+    return ""
 
 
 def _load(loader, model_path: str, **options):
@@ -40,13 +58,22 @@ def _load(loader, model_path: str, **options):
 
 
 def load_tokenizer(model_path: str):
-    """The model's tokenizer. Raises `UserError` where it has no end-of-sequence token: a response could never end."""
-    load_config(model_path)
+    """The model's tokenizer. Raises `UserError` where it has no end-of-sequence token, since a response could never end, and
+    where it makes token ids that the model has no embedding of."""
+    vocabulary = load_config(model_path).vocab_size
     tokenizer = _load(AutoTokenizer.from_pretrained, model_path)
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"--model {model_path}: its tokenizer has no EOS token, so responses could not be taught to end;"
             ' set "eos_token" in its tokenizer_config.json'
+        )
+    # Added tokens come up only where a text spells them out; some families have more of them than embeddings.
+    added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    largest = max(set(tokenizer.get_vocab().values()) - added)
+    if largest >= vocabulary:
+        raise UserError(
+            f"--model {model_path}: its tokenizer makes token ids up to {largest}, its config.json says vocab_size"
+            f" {vocabulary}; the folder's files are of different models"
         )
     return tokenizer
 
@@ -54,6 +81,12 @@ def load_tokenizer(model_path: str):
 def context_length(config) -> int:
     """The most tokens the model takes, prompt and response together."""
     return config.max_position_embeddings
+
+
+def mlp_width(config) -> int:
+    """The hidden units of a layer's MLP; GPT-2's config leaves them out where they are four times the hidden size."""
+    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    return width or 4 * config.hidden_size
 
 
 def compute_dtype(name: str, device: str) -> str:
@@ -65,26 +98,41 @@ def compute_dtype(name: str, device: str) -> str:
 
 
 def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) -> PreTrainedModel:
-    """Load a causal language model, whole on one device or split by layers over several.
+    """Load a causal language model, whole on one device or split by layers over several, and choose its path by a self-check.
 
-    Raises `UserError` for weights that are missing or damaged.
+    Raises `UserError` for weights that are missing or damaged, and for a model whose log-probs no path computes exactly.
     """
-    load_config(model_path)
+    model = _load_weights(model_path, dtype)
+    if len(devices) == 1:
+        model = model.to(devices[0])
+    else:
+        model = spread(model, partition_layers(ModelShape.of(model), devices))
+    choose_path(model)
+    return model
+
+
+def _load_weights(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model on the CPU, with our attention where its family can have another than its own."""
+    config = load_config(model_path)
+    attention = ATTENTION if has_exchangeable_attention(config) else OWN_ATTENTION
     model, report = _load(
-        AutoModelForCausalLM.from_pretrained, model_path, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+        AutoModelForCausalLM.from_pretrained, model_path, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
     # transformers would fill these in at random and go on.
     absent = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
     if absent:
         raise UserError(f"--model {model_path}: {len(absent)} weights are missing or of another shape, such as {absent[0]}")
-    if len(devices) == 1:
-        return model.to(devices[0])
-    return spread(model, partition_layers(ModelShape.from_config(model.config), devices))
+    return model
+
+
+def has_exchangeable_attention(config) -> bool:
+    """Whether a family's modules look their attention up in transformers' table, as all of its newer ones do."""
+    return AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend
 
 
 def load_weights(model_path: str, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
     """Every weight of a model, on the CPU, by its name; tied weights once. Raises `UserError` as `load_model` does."""
-    return load_model(model_path, ("cpu",), dtype).named_parameters()
+    return _load_weights(model_path, dtype).named_parameters()
 
 
 def spread(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:

@@ -5,6 +5,7 @@ import torch
 from alignment.core.records import Distribution
 from alignment.core.tokens import split_rows
 from alignment.policy.packing import attention_by_layout, pack, send
+from alignment.policy.plain_path import padded_logits, takes_plain_path
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
 LOGITS_IN_CACHE = {"cpu": 2**20}  # of which so many are gone over at a time, where passes over memory are what takes time
@@ -67,7 +68,8 @@ def get_response_log_probs(
     distribution and "sampling_entropy" of the tempered, truncated one (`sampling_logits`), which log-probs are taken under.
 
     No padding is computed, a prompt of several rows once (`packing.Packing`), and logits for the mask's positions only, a
-    bounded number at a time. Raises ValueError for a model that does not hand on what its attention is told.
+    bounded number at a time. A model that takes the plain path computes padding and all logits. Raises ValueError for a model
+    that does not hand on what its attention is told.
     """
     input_ids, labels = input_ids.cpu(), labels.cpu()
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
@@ -78,7 +80,9 @@ def get_response_log_probs(
 
 def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """The first half of `get_response_log_probs`: what the output head is given for the mask's N positions, [N, hidden], in the
-    order of the flattened mask."""
+    order of the flattened mask. On the plain path these are the logits themselves, [N, V]."""
+    if takes_plain_path(model):
+        return padded_logits(model, input_ids, response_mask)
     packing = pack(split_rows(input_ids, response_mask))
     device = model.get_input_embeddings().weight.device
     with attention_by_layout(model, packing):
@@ -102,12 +106,21 @@ def head_log_probs(
 ) -> dict[str, torch.Tensor]:
     """The second half of `get_response_log_probs`, from the hidden states at the mask's positions."""
     head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        raise ValueError(f"{type(model).__name__} has a bias in its output head, which is not supported")
     device = head.weight.device
     hidden_NH, targets_N = send(hidden_NH, device), send(labels[response_mask], device)
     numbers = (distribution.temperature, distribution.top_p, distribution.top_k)
-    log_probs_N, entropies_2N = LabelLogProbs.apply(hidden_NH, head.weight, targets_N, numbers, return_token_entropy)
+    if takes_plain_path(model):
+        log_probs_N, entropies_2N = logits_log_probs(hidden_NH, targets_N, numbers, return_token_entropy)
+    else:
+        scale, soft_cap = logit_scale_and_cap(model.config)
+        numbers = (distribution.temperature / scale, *numbers[1:])
+        weight_VH = head.weight
+        if getattr(head, "bias", None) is not None:  # a bias is the weight of one more input, which is always 1
+            hidden_NH = torch.nn.functional.pad(hidden_NH, (0, 1), value=1.0)
+            weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
+        log_probs_N, entropies_2N = LabelLogProbs.apply(
+            hidden_NH, weight_VH, targets_N, numbers, return_token_entropy, soft_cap
+        )
     places = send(response_mask.flatten().nonzero().squeeze(1), device)
     values = {"log_probs": log_probs_N}
     if return_token_entropy:
@@ -118,29 +131,62 @@ def head_log_probs(
     }
 
 
+def logit_scale_and_cap(config) -> tuple[float, float | None]:
+    """Scale s and soft cap c of a family whose logits are s * z, or s * c * tanh(z / c), of its head's output z.
+
+    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma caps at `final_logit_softcapping`.
+    """
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def head_logits(model: torch.nn.Module, hidden_NH: torch.Tensor) -> torch.Tensor:
+    """The model's logits [N, V] after hidden states, without gradient of ours."""
+    scale, soft_cap = logit_scale_and_cap(model.config)
+    logits = capped(model.get_output_embeddings()(hidden_NH), soft_cap)
+    return logits if scale == 1 else logits * scale
+
+
+def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    """c * tanh(z / c), or z without a cap."""
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+
+def logits_log_probs(logits_NV, labels_N, distribution, with_entropy) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `LabelLogProbs` returns, from logits, by autograd."""
+    kept_NV = sampling_logits(logits_NV, *distribution, keep=labels_N)
+    log_probs_N = kept_NV.log_softmax(dim=-1).gather(-1, labels_N[:, None]).squeeze(1)
+    if not with_entropy:
+        return log_probs_N, None
+    tempered_NV = logits_NV.detach().float() / distribution[0]
+    truncated_N = torch.special.entr(kept_NV.detach().softmax(dim=-1)).sum(dim=-1)  # -p log p, and 0 where p is 0
+    return log_probs_N, torch.stack([compute_entropy(tempered_NV), truncated_N])
+
+
 class LabelLogProbs(torch.autograd.Function):
     """log softmax(h W^T)[label] of the tempered, truncated distribution, and entropies, without all logits in memory.
 
-    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropies are wanted) -> log-probs [N] and
-    entropies [2, N] of the tempered and of the truncated distribution (zeros unless wanted; without gradient), fp32. With p =
-    softmax of a row and g its incoming gradient, d(log p_y)/dz = (1[y] - p) / temperature. Rows go through in pieces of
-    `LOGITS_IN_MEMORY` logits; a single piece keeps p for backward, several compute it again.
+    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropies are wanted, soft cap c or None)
+    -> log-probs [N] and entropies [2, N] of the tempered and of the truncated distribution (zeros unless wanted; without
+    gradient), fp32. With p = softmax of a row and g its incoming gradient, d(log p_y)/dz = (1[y] - p) / temperature, and with
+    a cap this times 1 - tanh(z / c)^2. Rows go through in pieces of `LOGITS_IN_MEMORY` logits; a single piece without a cap
+    keeps p for backward, others compute it again.
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, with_entropy):
+    def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, with_entropy, soft_cap=None):
         kind = hidden_NH.device.type
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VH.dtype
-        ctx.distribution, ctx.probabilities = distribution, None
+        ctx.distribution, ctx.probabilities, ctx.soft_cap = distribution, None, soft_cap
         ctx.save_for_backward(hidden_NH, weight_VH, labels_N)
         pieces = _pieces(len(hidden_NH), weight_VH.shape[0])
-        keep = len(pieces) == 1 and any(ctx.needs_input_grad[:2])
+        keep = len(pieces) == 1 and soft_cap is None and any(ctx.needs_input_grad[:2])
         with torch.autocast(kind, enabled=False):
             weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
             log_probs_N = torch.zeros(len(hidden), device=hidden.device)
             entropies_2N = torch.zeros(2, len(hidden), device=hidden.device)
             for piece in pieces:
-                logits = (hidden[piece] @ weight.T).float()
+                logits = capped((hidden[piece] @ weight.T).float(), soft_cap)
                 into = entropies_2N[:, piece] if with_entropy else None
                 score_in_place(logits, labels_N[piece], distribution, log_probs_N[piece], into)
             ctx.probabilities = logits if keep else None
@@ -155,12 +201,15 @@ class LabelLogProbs(torch.autograd.Function):
             to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
             to_weight = None
             for piece in _pieces(len(hidden), len(weight)):
+                slope = None
                 if (probabilities := ctx.probabilities) is None:
-                    probabilities = (hidden[piece] @ weight.T).float()
+                    probabilities = capped((hidden[piece] @ weight.T).float(), ctx.soft_cap)
+                    slope = None if ctx.soft_cap is None else 1 - (probabilities / ctx.soft_cap).square()
                     score_in_place(probabilities, labels_N[piece], ctx.distribution)
                 ctx.probabilities = None  # which are written over here
                 scale = (gradient_N[piece] / ctx.distribution[0])[:, None]
-                by_logits = probabilities.mul_(-scale).scatter_add_(1, labels_N[piece][:, None], scale).to(ctx.dtype)
+                by_logits = probabilities.mul_(-scale).scatter_add_(1, labels_N[piece][:, None], scale)
+                by_logits = (by_logits if slope is None else by_logits.mul_(slope)).to(ctx.dtype)
                 if to_hidden is not None:
                     to_hidden[piece] = by_logits @ weight
                 if ctx.needs_input_grad[1]:
@@ -170,7 +219,7 @@ class LabelLogProbs(torch.autograd.Function):
                         to_weight.addmm_(by_logits.T, hidden[piece])  # no second [V, H]
                     else:
                         to_weight.add_(by_logits.T @ hidden[piece])
-        return None if to_hidden is None else to_hidden.to(hidden_NH.dtype), to_weight, None, None, None
+        return None if to_hidden is None else to_hidden.to(hidden_NH.dtype), to_weight, None, None, None, None
 
 
 def _pieces(rows: int, vocabulary: int) -> list[slice]:

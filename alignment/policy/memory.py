@@ -7,7 +7,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from alignment.policy.loading import devices_of
+from alignment.policy.loading import devices_of, mlp_width
 from alignment.policy.optimizers import OPTIMIZERS
 
 MAX_TOKENS = 16384  # larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
@@ -20,7 +20,7 @@ BF16_FACTOR = 0.6  # activation bytes under bfloat16 autocast / in float32; more
 def activation_bytes(config) -> int:
     """Bytes of float32 activations that backward needs for one token of a Llama-like decoder. Each layer stores four vectors
     of the MLP's width and about eleven of the hidden size. (SmolLM2-135M: 1.50 MB by this formula, 1.53 MB measured.)"""
-    return 4 * config.num_hidden_layers * (4 * config.intermediate_size + 11 * config.hidden_size)
+    return 4 * config.num_hidden_layers * (4 * mlp_width(config) + 11 * config.hidden_size)
 
 
 def checkpointed_activation_bytes(config) -> int:

@@ -43,23 +43,35 @@ class Packing:
     """Which of the flattened [R * Q] are tokens."""
     applied: list[bool] = field(default_factory=list)
     copies: dict[torch.device, Packing] = field(default_factory=dict)
-    biases: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    biases: dict[tuple[bool, int, torch.dtype, int | None], torch.Tensor] = field(default_factory=dict)
 
-    def bias(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """`bias_R1QK` for as many queries one after another, made once: every layer keeps it for its backward."""
-        if (groups, dtype) not in self.biases:
-            self.biases[groups, dtype] = self.bias_R1QK.to(dtype).repeat(1, 1, groups, 1)
-        return self.biases[groups, dtype]
+    def bias(self, of_prefixes: bool, groups: int, dtype: torch.dtype, window: int | None) -> torch.Tensor:
+        """`bias_R1QK`, or the prefixes' causal one, with -inf beyond a window, for as many queries one after another. It is
+        made once: every layer keeps it for its backward."""
+        width = self.prefixes_SL.shape[1] if of_prefixes else self.seen_RK.shape[1]
+        window = None if window is None or window >= width else window
+        made = (of_prefixes, groups, dtype, window)
+        if made not in self.biases:
+            bias = _causal_bias(width, self.prefixes_SL.device) if of_prefixes else self.bias_R1QK
+            if window is not None:
+                # A suffix's prefix ends where the suffix begins, so columns are as far apart as positions.
+                places_K = torch.arange(width, device=bias.device)
+                distance_QK = places_K[width - bias.shape[2] :, None] - places_K
+                bias = bias.masked_fill(distance_QK >= window, -torch.inf)
+            self.biases[made] = bias.to(dtype).repeat(1, 1, groups, 1)
+        return self.biases[made]
 
-    def attend(self, module, query, key, value, scaling) -> torch.Tensor:
+    def attend(self, module, query, key, value, rule) -> torch.Tensor:
         """See `Layout.attend`; there is one row, of N tokens."""
-        here = self.to(query.device)
+        here, groups = self.to(query.device), query.shape[1] // key.shape[1]
         qkv_NHD = tuple(t[0].transpose(0, 1) for t in (query, key, value))
-        prefixes = _attend(qkv_NHD, here.prefixes_SL, here.prefixes_SL, None, scaling)
+        only_causal = rule.is_plain and (rule.window is None or rule.window >= here.prefixes_SL.shape[1])
+        bias = None if only_causal else here.bias(True, groups, query.dtype, rule.window)
+        prefixes = _attend(qkv_NHD, here.prefixes_SL, here.prefixes_SL, bias, rule)
         out = [prefixes.index_select(0, here.prefix_tokens)]
         if here.suffixes_RQ is not None:
-            bias = here.bias(query.shape[1] // key.shape[1], query.dtype)
-            suffixes = _attend(qkv_NHD, here.suffixes_RQ, here.seen_RK, bias, scaling)
+            bias = here.bias(False, groups, query.dtype, rule.window)
+            suffixes = _attend(qkv_NHD, here.suffixes_RQ, here.seen_RK, bias, rule)
             out.append(suffixes.index_select(0, here.suffix_tokens))
         return torch.cat(out)[None]
 
@@ -135,6 +147,11 @@ def _suffix_fields(suffixes: Sequence[torch.Tensor], prefixes: Sequence[torch.Te
     }
 
 
+def _causal_bias(width: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, width, width]: 0 where a token sees another, else -inf."""
+    return torch.full((1, 1, width, width), -torch.inf, device=device).triu(1)
+
+
 def _padded(places: Sequence[torch.Tensor], side: str = "right") -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True, padding_value=-1, padding_side=side)
 
@@ -146,13 +163,43 @@ def _real(padded: torch.Tensor) -> torch.Tensor:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class AttentionRule:
+    """What one layer makes of the products of queries and keys, besides who sees whom: transformers' arguments to attention."""
+
+    scaling: float
+    window: int | None = None
+    """A token sees those less than this many positions before it (Mistral: Jiang et al. 2023, arXiv:2310.06825)."""
+    soft_cap: float | None = None
+    """Scores s become cap * tanh(s / cap) (Gemma 2, arXiv:2408.00118)."""
+    sinks: torch.Tensor | None = None
+    """[heads of queries]: exp(sink) joins the softmax's denominator (gpt-oss, arXiv:2508.10925)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights are the softmax of scaled products."""
+        return self.soft_cap is None and self.sinks is None
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
+
+    def softmax(self, scores_XHSK: torch.Tensor) -> torch.Tensor:
+        """Attention weights in fp32. The S queries of a head of keys are each of its heads of queries, one after another."""
+        if self.sinks is None:
+            return scores_XHSK.softmax(dim=3, dtype=torch.float32)
+        sinks_HG = self.sinks.view(scores_XHSK.shape[1], -1)
+        sinks_HS = sinks_HG.repeat_interleave(scores_XHSK.shape[2] // sinks_HG.shape[1], dim=1)
+        column = sinks_HS[None, :, :, None].expand(len(scores_XHSK), -1, -1, 1).to(scores_XHSK.dtype)
+        return torch.cat([scores_XHSK, column], dim=3).softmax(dim=3, dtype=torch.float32)[..., :-1]
+
+
 class Layout(Protocol):
     """What attention goes by, where it is not one plain sequence a row."""
 
     applied: list[bool]
     """Not empty once it has: a model that ignores its layout would mix up its rows in silence."""
 
-    def attend(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float):
+    def attend(self, module, query, key, value, rule: AttentionRule) -> torch.Tensor:
         """[rows, heads, tokens, D] -> [rows, tokens, heads, D]."""
         ...
 
@@ -169,16 +216,29 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Scaled dot-product attention as transformers calls it, by a layout where one is given.
 
+    Raises ValueError for what it was told and does not know, such as a position bias, and for what only a layout does.
+
     It has no mask but the one it is handed: transformers would build one for every forward pass, and read a value from the
     device for it, which on a split policy would keep micro-batches from overlapping.
     """
+    window, soft_cap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
     if layout is None:
+        if soft_cap is not None or sinks is not None or (window is not None and key.shape[2] > window):
+            raise ValueError("attention without a layout has no window, soft cap or sinks: use plain_path.own_attention")
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    unknown = [name for name, told in kwargs.items() if isinstance(told, torch.Tensor | float) and name not in KNOWN]
+    if unknown:
+        raise ValueError(f"attention is told {unknown[0]}, which is not supported")
     layout.applied.append(True)
-    return layout.attend(module, query, key, value, scaling), None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return layout.attend(module, query, key, value, AttentionRule(scaling, window, soft_cap, sinks)), None
 
 
-ATTENTION = "layout_sdpa"
+KNOWN = {"sliding_window", "softcap", "s_aux", "dropout", "position_ids", "cache_position"}
+"""Numbers and tensors that attention may be told beside its scaling. A layout knows positions, and it leaves out dropout."""
+
+
+ATTENTION = "layout"  # without "sdpa" in it: transformers then refuses models whose attention torch's cannot compute
 AttentionInterface.register(ATTENTION, attention)
 
 
@@ -202,7 +262,7 @@ def attention_by_layout(model: torch.nn.Module, layout: Layout) -> Iterator[None
         )
 
 
-def _attend(qkv_NHD, queries_RQ, keys_RK, bias, scaling) -> torch.Tensor:
+def _attend(qkv_NHD, queries_RQ, keys_RK, bias, rule: AttentionRule) -> torch.Tensor:
     """Attention of some places to others, causal where there is no bias: [R * Q, H, D]."""
     q_NHD, k_NHD, v_NHD = qkv_NHD
     (rows, width), heads, groups = queries_RQ.shape, k_NHD.shape[1], q_NHD.shape[1] // k_NHD.shape[1]
@@ -212,9 +272,12 @@ def _attend(qkv_NHD, queries_RQ, keys_RK, bias, scaling) -> torch.Tensor:
     )
     if bias is None:
         q = q.flatten(2, 3).transpose(1, 2)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).flatten(0, 1)
     # The queries that share a head of keys are as so many more rows of queries, so that keys need not be repeated.
     q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
+    if rule.is_plain:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=rule.scaling)
+    else:
+        out = rule.softmax(rule.capped(q @ k.transpose(2, 3) * rule.scaling) + bias).to(v.dtype) @ v
     return out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.system.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COPY_BYTES = {"sample": 2, "eval": 2, "sample+eval": 2, "reference": 4}
 """Bytes a parameter takes in each copy that only runs forward: bf16 to sample from, fp32 for the reference, whose
@@ -26,7 +29,6 @@ FLAGS = {
     "reference": "--reference_model_device",
     "eval": "--eval_device",
 }
-ROTARY = "model.rotary_emb"  # has no parameters, yet a device map must name it
 HELPERS = ("sample", "reference", "eval")  # the order in which GPUs are handed out, highest first
 ENGINES = ("sample", "eval")  # the helpers that generate text
 
@@ -145,77 +147,56 @@ def _refuse_vllm_clashes(
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the parameter count of a Llama, Qwen2 or Qwen3 decoder depends on."""
+    """The modules of a causal language model that a device map names, in forward order, and their sizes."""
 
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    tie_word_embeddings: bool
-    qkv_bias: bool = False
-    output_bias: bool = False  # of the attention's output projection
-    mlp_bias: bool = False
-    qk_norm: bool = False  # one RMSNorm of head_dim for queries, one for keys
+    parameters: Mapping[str, int]
+    """Hugging Face module name -> number of its parameters. A tied head counts 0: its matrix is counted as the embedding."""
+    layers: tuple[str, ...]
+    head: str
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
-        """Read a transformers config by its attributes. Raises UserError for an unknown `model_type`."""
-        if config.model_type not in FAMILIES:
-            known = ", ".join(FAMILIES)
-            raise UserError(f"model_type {config.model_type!r} cannot be placed; use a model of one of: {known}")
-        sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
-        return cls(
-            num_layers=config.num_hidden_layers,
-            # Qwen2's config has no such field, but its model reads one where a checkpoint states it.
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            **{name: getattr(config, name) for name in sizes},
-            **FAMILIES[config.model_type](config),
-        )
+        """Count a model that has no weights. Raises `UserError` as `of` does."""
+        import torch  # here, as transformers below: both take seconds, and arguments are checked before
+        from transformers import AutoModelForCausalLM
 
+        with torch.device("meta"):
+            return cls.of(AutoModelForCausalLM.from_config(config))
 
-FAMILIES = {
-    "llama": lambda config: {
-        "qkv_bias": config.attention_bias,
-        "output_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-    },
-    "qwen2": lambda config: {"qkv_bias": True},
-    "qwen3": lambda config: {"qkv_bias": config.attention_bias, "output_bias": config.attention_bias, "qk_norm": True},
-}
-"""model_type -> the optional parts of its layers."""
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelShape:
+        """Read a model's modules. Raises `UserError` for a family without one list of layers between its embedding and head."""
+        names = {module: name for name, module in model.named_modules()}
+        number, decoder = model.config.num_hidden_layers, model.get_decoder()
+        stacks = [each for each in decoder.children() if type(each).__name__ == "ModuleList" and len(each) == number]
+        parameters: dict[str, int] = {}
+        counted: set[Any] = set()
+        if len(stacks) == 1 and not [*decoder.buffers(recurse=False)]:  # a decoder's own tensors would get no device
+            # Modules without parameters, such as rotary embeddings, compute with the embedding's output, so they come first.
+            children = sorted(decoder.children(), key=lambda child: any(True for _ in child.parameters()))
+            start = children.index(stacks[0])
+            for module in (*children[:start], *stacks[0], *children[start + 1 :], model.get_output_embeddings()):
+                own = set(module.parameters()) - counted
+                counted |= own
+                parameters[names[module]] = sum(parameter.numel() for parameter in own)
+        if counted != set(model.parameters()):
+            raise UserError(
+                f"model_type {model.config.model_type!r} is no embedding, list of layers and head, so it cannot be placed"
+            )
+        return cls(parameters, tuple(names[layer] for layer in stacks[0]), names[model.get_output_embeddings()])
 
-
-def layer_parameters(shape: ModelShape) -> int:
-    """The number of parameters in one decoder layer: attention, gated MLP and two RMSNorms."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    queries = shape.num_attention_heads * shape.head_dim
-    keys = shape.num_key_value_heads * shape.head_dim
-    qkv = (queries + 2 * keys) * (hidden + shape.qkv_bias)
-    output = (queries + shape.output_bias) * hidden
-    mlp = 3 * hidden * inner + shape.mlp_bias * (2 * inner + hidden)
-    norms = 2 * hidden + shape.qk_norm * 2 * shape.head_dim
-    return qkv + output + mlp + norms
-
-
-def module_bytes(shape: ModelShape, bytes_per_parameter: int) -> dict[str, int]:
-    """Hugging Face module name -> bytes of its parameters, in forward order. A tied lm_head counts 0: its one matrix
-    is counted as the embedding."""
-    embedding = shape.vocab_size * shape.hidden_size
-    parameters = {"model.embed_tokens": embedding}
-    parameters |= {f"model.layers.{index}": layer_parameters(shape) for index in range(shape.num_layers)}
-    parameters |= {"model.norm": shape.hidden_size, "lm_head": 0 if shape.tie_word_embeddings else embedding}
-    return {name: count * bytes_per_parameter for name, count in parameters.items()}
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head's matrix is the embedding's."""
+        return self.parameters[self.head] == 0
 
 
 def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str]:
     """Spread a model over `devices` in forward order: module name -> device, for `from_pretrained(device_map=...)`.
 
-    Each device gets one contiguous run of [embed_tokens, layers, lm_head]; the largest run is as small as it can be
-    and, among such splits, the bytes are as even as they can be. The norm stays with the last layer, a tied lm_head
-    with the embedding it shares, and rotary_emb with the first device, where the forward pass computes it. Every
+    Each device gets one contiguous run of [embedding, layers, head]; the largest run is as small as it can be
+    and, among such splits, the bytes are as even as they can be. The last norm stays with the last layer, a tied head
+    with the embedding it shares, and rotary embeddings with the first device, where the forward pass computes them. Every
     device gets something while there are modules to give; of more devices than that, the first ones are used.
 
     A map that mixes "cpu" with GPUs places layers for our own moves only: accelerate takes "cpu" there to mean weights
@@ -223,17 +204,17 @@ def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str
     """
     if not devices or len(set(devices)) < len(devices):
         raise ValueError(f"partition_layers needs at least one device, each listed once, got {list(devices)}")
-    bytes_of = module_bytes(shape, bytes_per_parameter=1)  # every module scales alike, so any number will do
-    runs = [["model.embed_tokens"], *([f"model.layers.{index}"] for index in range(shape.num_layers))]
-    runs[-1].append("model.norm")
-    if shape.tie_word_embeddings:
-        runs[0].append("lm_head")
-    else:
-        runs.append(["lm_head"])
-    sizes = [sum(bytes_of[name] for name in run) for run in runs]
+    runs: list[list[str]] = [[]]
+    for name in shape.parameters:
+        if name in shape.layers or name == shape.head:
+            runs.append([])
+        runs[-1].append(name)
+    if shape.is_tied:
+        runs[0] += runs.pop()
+    sizes = [sum(shape.parameters[name] for name in run) for run in runs]
     owners = [devices[part] for part in split_evenly(sizes, min(len(devices), len(sizes)))]
     placed = {name: device for run, device in zip(runs, owners, strict=True) for name in run}
-    return {ROTARY: devices[0]} | {name: placed[name] for name in bytes_of}
+    return {name: placed[name] for name in shape.parameters}
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
@@ -274,7 +255,8 @@ class Share:
     @property
     def layers(self) -> tuple[int, ...]:
         """The decoder layers held, by index."""
-        return tuple(int(name.rpartition(".")[2]) for name in self.modules if name.startswith("model.layers."))
+        ends = (name.rpartition(".")[2] for name in self.modules)
+        return tuple(int(end) for end in ends if end.isdigit())
 
 
 def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterator[tuple[str, int]]:
@@ -301,18 +283,19 @@ def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Sh
     other role. Eval on the sampler's device runs in the sampler's engine, so the two hold one copy, under the role
     "sample+eval"."""
     entry = OPTIMIZERS[optimizer]
-    parameters, trained = module_bytes(shape, 1), module_bytes(shape, entry.device_bytes)
+    parameters = shape.parameters
     held: dict[str, list[str]] = {}
     for name, device in partition_layers(shape, roles.policy).items():
         held.setdefault(device, []).append(name)
     policy = (
-        Share(device, "policy", tuple(names), sum(trained.get(name, 0) for name in names)) for device, names in held.items()
+        Share(device, "policy", tuple(names), entry.device_bytes * sum(parameters[name] for name in names))
+        for device, names in held.items()
     )
     engines = {"sample+eval": roles.sample} if roles.sample == roles.eval else {"sample": roles.sample, "eval": roles.eval}
     # A policy that sits whole on the reference's device is the old policy itself, until its first update.
     reference = {} if roles.policy == (roles.reference,) else {"reference": roles.reference}
     copies = engines | reference
-    everything, total = (ROTARY, *parameters), sum(parameters.values())
+    everything, total = tuple(parameters), sum(parameters.values())
     moments = (Share("cpu", "moments", everything, total * entry.host_bytes),) if entry.host_bytes else ()
     others = (Share(device, role, everything, total * COPY_BYTES[role]) for role, device in copies.items())
     return (*policy, *moments, *others)

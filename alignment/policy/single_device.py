@@ -16,6 +16,7 @@ from alignment.policy.memory import choose_micro_batch_tokens
 from alignment.policy.optimizers import make_optimizer
 from alignment.policy.packing import send
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
+from alignment.policy.plain_path import takes_plain_path, unshared
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.system.files import full_disk_is_an_os_error
 
@@ -98,12 +99,12 @@ class SingleDevicePolicy:
         pieces, parallel = cut_for_parallel(self.model, split, self.micro_batch_tokens)
         return zip(run_parallel(compute, pieces, parallel, self.model.parameters()), pieces, strict=True)
 
-    @staticmethod
-    def _split(batch: Batch, rows: Sequence[int], with_last_label: bool) -> list[Row]:
+    def _split(self, batch: Batch, rows: Sequence[int], with_last_label: bool) -> list[Row]:
         """The token ids of some rows, from which `cut_for_parallel` makes micro-batches."""
         chosen = take_rows(batch, rows)
         split = split_rows(chosen.input_ids, chosen.response_mask)
-        return [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
+        split = [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
+        return unshared(split) if takes_plain_path(self.model) else split
 
     def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
         self.model.eval()

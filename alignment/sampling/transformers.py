@@ -11,15 +11,19 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import context_length, load_model
-from alignment.policy.log_probs import cumulative, sampling_logits
+from alignment.policy.loading import context_length, load_model, mlp_width
+from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.packing import attention_by_layout, pack
+from alignment.policy.plain_path import own_attention, takes_plain_path
 from alignment.policy.policy import Policy
+from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, own_log_probs, random_pieces, say
 from alignment.sampling.arrival import Held, tensor_checksum
 from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
+from alignment.system.errors import UserError
 
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
+CHECK_TOKENS = 6  # of a row of the self-check: more than `self_check.WINDOW`
 STEPS_UNSEEN = {"cpu": 1, "cuda": 16}  # tokens of each row that are drawn before the host looks at them: it waits for a GPU
 WORK_A_THREAD = 2**25  # floating-point operations of a product, from which a thread of its own pays (benchmarks/README.md)
 
@@ -46,6 +50,7 @@ class TransformersSampler:
         self.context = context
         self.policy_version = policy_version
         self.restarts = 0
+        self.plain_path = takes_plain_path(model)
         self._device = model.get_input_embeddings().weight.device
         ends = model.generation_config.eos_token_id
         self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
@@ -101,9 +106,11 @@ class TransformersSampler:
         """Prompts cut into lots of similar length whose keys and values fit in the cache."""
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * self.model.dtype.itemsize
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        token_bytes = 2 * config.num_hidden_layers * heads * head_dim * self.model.dtype.itemsize
         group_bytes = (max(map(len, encoded)) + sampling.n * sampling.max_new_tokens) * token_bytes
-        size = max(1, CACHE_BYTES[self._device.type] // group_bytes)
+        # The plain path has no padding on the left, so prompts of a wave would have to be equally long.
+        size = 1 if self.plain_path else max(1, CACHE_BYTES[self._device.type] // group_bytes)
         by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
@@ -117,10 +124,9 @@ class TransformersSampler:
     ) -> list[_Row]:
         """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens] decide every draw."""
         encoded = [prompts[number] for number in wave]
-        prefix, logits = self._prefill(encoded, sampling.n)
-        logits = logits.repeat_interleave(sampling.n, dim=0)
-        positions = torch.tensor([len(prompt) for prompt in encoded], device=self._device).repeat_interleave(sampling.n)
-        cache = Cache(layers=[_PreallocatedLayer(sampling.max_new_tokens) for _ in prefix.keys])
+        start = _OwnDecoding if self.plain_path else _SharedDecoding
+        decoding = start(self.model, encoded, sampling)
+        logits = decoding.first_logits
         may_end = self._tokens_that_may_end(sampling.stop)
         rows = [_Row([], [], False) for _ in range(len(encoded) * sampling.n)]
         live = list(range(len(rows)))  # the row that each line of the tensors belongs to
@@ -140,20 +146,12 @@ class TransformersSampler:
                     unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
                     if last or not unfinished:
                         break
-                    if len(unfinished) < LIVE_SHARE * len(live):
+                    if decoding.drops_lines and len(unfinished) < LIVE_SHARE * len(live):
                         keep = torch.tensor(unfinished, device=self._device)
                         live = [live[line] for line in unfinished]
-                        tokens, uniforms, positions = (t[keep] for t in (tokens, uniforms, positions))
-                        cache.batch_select_indices(keep)
-                        prefix.share_among([index // sampling.n for index in live])
-                with attention_by_layout(self.model, prefix):
-                    logits = self.model(
-                        input_ids=tokens[:, None],
-                        position_ids=(positions + step)[:, None],
-                        past_key_values=cache,
-                        use_cache=True,
-                        layout=prefix,
-                    ).logits[:, -1]
+                        tokens, uniforms = tokens[keep], uniforms[keep]
+                        decoding.keep_lines(keep, [index // sampling.n for index in live])
+                logits = decoding.next_logits(tokens)
         return rows
 
     def _extend(self, row: _Row, ids: list[int], log_probs: list[float], may_end: list[bool], stop: tuple[str, ...]) -> bool:
@@ -168,28 +166,6 @@ class TransformersSampler:
                 break
         return row.finished
 
-    def _prefill(self, encoded: Sequence[Sequence[int]], n: int) -> tuple[_SharedPrefix, torch.Tensor]:
-        """The prompts' keys and values for `n` lines each, and the logits after each prompt, [prompts, vocabulary]."""
-        packing, cache, device = pack([(tuple(prompt), ()) for prompt in encoded]), DynamicCache(), self._device
-        with attention_by_layout(self.model, packing):
-            hidden = self.model.get_decoder()(
-                input_ids=packing.input_ids_1N.to(device),
-                position_ids=packing.position_ids_1N.to(device),
-                past_key_values=cache,
-                use_cache=True,
-                layout=packing,
-            ).last_hidden_state[0]
-        places_GP = packing.spots_BT.to(device)
-        lengths_G = torch.tensor([len(prompt) for prompt in encoded], device=device)
-        ends_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
-        prefix = _SharedPrefix(
-            keys=[_taken(layer.keys, places_GP) for layer in cache.layers],
-            values=[_taken(layer.values, places_GP) for layer in cache.layers],
-            outside_GP=torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None],
-        )
-        prefix.share_among([group for group in range(len(encoded)) for _ in range(n)])
-        return prefix, self.model.get_output_embeddings()(hidden[ends_G])
-
     def _tokens_that_may_end(self, stop: tuple[str, ...]) -> list[bool]:
         """Of each token, whether a response can be over after it, because it is EOS or completes a stop string.
 
@@ -197,7 +173,7 @@ class TransformersSampler:
         """
         if stop not in self._may_end:
             size = self.model.get_output_embeddings().weight.shape[0]
-            texts = self.tokenizer.batch_decode([[token] for token in range(size)])
+            texts = self.tokenizer.batch_decode([[token] for token in range(size)]) if stop else [""] * size
             last_letters = {string[-1] for string in stop}
             self._may_end[stop] = [token in self._eos or not last_letters.isdisjoint(text) for token, text in enumerate(texts)]
         return self._may_end[stop]
@@ -210,12 +186,83 @@ class TransformersSampler:
         return any(string in tail for string in stop)
 
 
+class _SharedDecoding:
+    """Decoding of `sampling.n` lines of each prompt, which share its keys and values: the first logits, then each next ones."""
+
+    drops_lines = True
+
+    def __init__(self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig):
+        self.model, device = model, model.get_input_embeddings().weight.device
+        packing, cache = pack([(tuple(prompt), ()) for prompt in encoded]), DynamicCache()
+        with attention_by_layout(model, packing):
+            hidden = model.get_decoder()(
+                input_ids=packing.input_ids_1N.to(device),
+                position_ids=packing.position_ids_1N.to(device),
+                past_key_values=cache,
+                use_cache=True,
+                layout=packing,
+            ).last_hidden_state[0]
+        places_GP = packing.spots_BT.to(device)
+        lengths_G = torch.tensor([len(prompt) for prompt in encoded], device=device)
+        ends_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
+        self.prefix = _SharedPrefix(
+            keys=[_taken(layer.keys, places_GP) for layer in cache.layers],
+            values=[_taken(layer.values, places_GP) for layer in cache.layers],
+            outside_GP=torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None],
+        )
+        self.prefix.share_among([group for group in range(len(encoded)) for _ in range(sampling.n)])
+        self.positions = lengths_G.repeat_interleave(sampling.n)
+        self.cache = Cache(layers=[_PreallocatedLayer(sampling.max_new_tokens) for _ in cache.layers])
+        self.first_logits = head_logits(model, hidden[ends_G]).repeat_interleave(sampling.n, dim=0)
+
+    def keep_lines(self, keep: torch.Tensor, groups: Sequence[int]) -> None:
+        """Go on with some lines only, whose prompts are `groups`."""
+        self.positions = self.positions[keep]
+        self.cache.batch_select_indices(keep)
+        self.prefix.share_among(groups)
+
+    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [lines, vocabulary] after one more token of each line."""
+        with attention_by_layout(self.model, self.prefix):
+            logits = self.model(
+                input_ids=tokens[:, None],
+                position_ids=self.positions[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+                layout=self.prefix,
+            ).logits[:, -1]
+        self.positions = self.positions + 1
+        return logits
+
+
+class _OwnDecoding:
+    """Decoding of one prompt's lines by the model's own attention, and its own cache if it returns one."""
+
+    drops_lines = False  # caches differ in what they can drop
+
+    def __init__(self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig):
+        (prompt,) = encoded
+        self.model, self.cache = model, None
+        device = model.get_input_embeddings().weight.device
+        self.ids = torch.zeros(sampling.n, 0, dtype=torch.int64, device=device)
+        self.first_logits = self.next_logits(torch.tensor([prompt] * sampling.n, device=device))
+
+    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [lines, vocabulary] after one more token of each line."""
+        self.ids = torch.cat([self.ids, tokens.view(len(self.ids), -1)], dim=1)
+        news = self.ids if self.cache is None else tokens[:, None]
+        with own_attention(self.model):
+            outputs = self.model(input_ids=news, past_key_values=self.cache, use_cache=True)
+        self.cache = outputs.get("past_key_values")
+        return outputs.logits[:, -1]
+
+
 @contextmanager
 def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
     """On a CPU, as many threads as a layer's largest product has work for: to deal a step of few rows out and to wait for it
     costs more than it gains."""
     before = torch.get_num_threads()
-    work = 2 * rows * model.config.hidden_size * model.config.intermediate_size
+    work = 2 * rows * model.config.hidden_size * mlp_width(model.config)
     torch.set_num_threads(max(1, min(before, work // WORK_A_THREAD)))
     try:
         yield
@@ -280,14 +327,22 @@ class _SharedPrefix:
         self.line_GM = line_S.scatter(0, self.seat_L, torch.arange(len(groups_L), device=device)).view(-1, most)
         self.full = seats == list(range(most)) * len(held)  # every seat is taken, in order
 
-    def attend(self, module, query, key, value, scaling) -> torch.Tensor:
+    def attend(self, module, query, key, value, rule) -> torch.Tensor:
         """See `Layout.attend`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share each of H heads of keys."""
         keys_GHPD, values_GHPD = self.keys[module.layer_idx], self.values[module.layer_idx]
-        q_LHRD = query.view(len(query), key.shape[1], -1, query.shape[-1]) * scaling
-        to_prompt_GHSP = self._by_group(q_LHRD) @ keys_GHPD.transpose(2, 3)
-        to_prompt_LHRP = self._by_line(to_prompt_GHSP.masked_fill(self.outside_GP[:, None, None], -torch.inf))
-        to_own_LHRT = q_LHRD @ key.transpose(2, 3)
-        weights = torch.cat([to_prompt_LHRP, to_own_LHRT], dim=3).softmax(dim=3, dtype=torch.float32).to(value.dtype)
+        q_LHRD = query.view(len(query), key.shape[1], -1, query.shape[-1]) * rule.scaling
+        to_prompt_GHSP = rule.capped(self._by_group(q_LHRD) @ keys_GHPD.transpose(2, 3))
+        to_own_LHRT = rule.capped(q_LHRD @ key.transpose(2, 3))
+        outside_GP, drawn = self.outside_GP, key.shape[2]
+        if rule.window is not None:
+            # Token t of a prompt is (prompt's tokens - t) + drawn - 1 positions before the last token drawn.
+            places_P, lengths_G = torch.arange(outside_GP.shape[1], device=key.device), (~outside_GP).sum(dim=1)
+            outside_GP = outside_GP | (places_P <= lengths_G[:, None] + drawn - 1 - rule.window)
+            if drawn > rule.window:
+                before_T = torch.arange(drawn, device=key.device) < drawn - rule.window
+                to_own_LHRT = to_own_LHRT.masked_fill(before_T, -torch.inf)
+        to_prompt_LHRP = self._by_line(to_prompt_GHSP.masked_fill(outside_GP[:, None, None], -torch.inf))
+        weights = rule.softmax(torch.cat([to_prompt_LHRP, to_own_LHRT], dim=3)).to(value.dtype)
         of_prompt_LHRP, of_own_LHRT = weights.split([to_prompt_LHRP.shape[3], to_own_LHRT.shape[3]], dim=3)
         out_LHRD = self._by_line(self._by_group(of_prompt_LHRP) @ values_GHPD) + of_own_LHRT @ value
         return out_LHRD.flatten(1, 2)[:, None]
@@ -344,8 +399,47 @@ class _PreallocatedLayer(CacheLayerMixin):
 
 
 def open_transformers(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> TransformersSampler:
-    """A sampler that reads the policy's own model where that sits whole on the device in the right type, else loads a copy."""
+    """A sampler that reads the policy's own model where that sits whole on the device in the right type, else loads a copy.
+
+    Raises `UserError` as `load_model` does, and for a model that decodes other log-probs than its forward pass has.
+    """
     dtype = getattr(torch, config.dtype)
     model = policy.model_on(config.device, dtype) if policy is not None else None
     model = load_model(config.model_path, (config.device,), dtype) if model is None else model
-    return TransformersSampler(model, tokenizer, context_length(model.config), config.policy_version)
+    sampler = TransformersSampler(model, tokenizer, context_length(model.config), config.policy_version)
+    choose_decoding(sampler)
+    return sampler
+
+
+def choose_decoding(sampler: TransformersSampler) -> None:
+    """Have a sampler take the plain path if lines that share a prompt do not get the log-probs of the model's own forward pass.
+
+    Raises `UserError` where the plain path is no better.
+    """
+    family = sampler.model.config.model_type
+    with checking(sampler.model):
+        if not sampler.plain_path and (reason := _decoding_disagreement(sampler)):
+            say(f"{family}: log-probs of tokens drawn {reason}; its own cache decodes, one prompt at a time: slower, and exact")
+            sampler.plain_path = True
+        if sampler.plain_path and (reason := _decoding_disagreement(sampler)):
+            raise UserError(f"--model: {family} cannot be sampled from: log-probs of tokens drawn {reason}; try --sampler vllm")
+
+
+def _decoding_disagreement(sampler: TransformersSampler) -> str:
+    """`disagreement` over two rows of each of two prompts."""
+    sampling, prompts = (
+        SamplingConfig(n=2, max_new_tokens=CHECK_TOKENS, stop=()),
+        random_pieces(sampler.model, PROMPT_TOKENS[:2]),
+    )
+    uniforms = torch.rand(4, CHECK_TOKENS, generator=torch.Generator().manual_seed(0)).to(sampler.model.device)
+    waves = [[0], [1]] if sampler.plain_path else [[0, 1]]
+
+    def difference() -> torch.Tensor:
+        rows: list[_Row] = []
+        for wave in waves:
+            rows.extend(sampler._decode(prompts, wave, uniforms[-2 * len(wave) :], sampling, None))
+        own = own_log_probs(sampler.model, [(prompts[index // 2], row.token_ids) for index, row in enumerate(rows)])
+        drawn = torch.tensor([value for row in rows for value in row.log_probs])
+        return torch.where(own.isfinite(), drawn - own, 0.0)  # damaged weights are the run's to notice
+
+    return disagreement(sampler.model, torch.zeros(()), difference)

@@ -120,7 +120,7 @@ def test_a_models_own_attention_is_put_back(model):
     get_response_log_probs(model, ids, ids)
     assert model.config._attn_implementation == before != ATTENTION
     model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="load the model with attn_implementation='layout_sdpa'"):
+    with pytest.raises(ValueError, match="load the model with attn_implementation='layout'"):
         get_response_log_probs(model, ids, ids)
     model.gradient_checkpointing_disable()
 

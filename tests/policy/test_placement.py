@@ -4,31 +4,40 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import combinations, pairwise, product
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from alignment.policy.placement import (
     ModelShape,
     Roles,
     assign_roles,
     issue_order,
-    module_bytes,
     partition_layers,
     place,
     split_evenly,
 )
 from alignment.system.errors import UserError
+from benchmarks.families import family_config
 
 # Qwen2.5-Math-1.5B. Worked by hand:
 #   embedding  151936 * 1536                               = 233,373,696
 #   attention  q 1536*1536 + 1536, k and v 2*(1536*256 + 256), o 1536*1536 = 5,507,072
 #   MLP        3 * 1536 * 8960 = 41,287,680;  two norms 3,072
-QWEN_1_5B = ModelShape(28, 1536, 8960, 12, 2, 128, 151_936, tie_word_embeddings=True, qkv_bias=True)
+QWEN_1_5B = ModelShape.from_config(
+    Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+)
 EMBEDDING, LAYER, NORM = 233_373_696, 46_797_824, 1536
 ALL = EMBEDDING + 28 * LAYER + NORM  # 1,543,714,304
 
@@ -248,41 +257,67 @@ CONFIGS = [
 ]
 
 
+def layer_by_hand(config: PretrainedConfig) -> int:
+    """Parameters of a Llama, Qwen2 or Qwen3 layer: attention, gated MLP, two norms."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    qwen2 = config.model_type == "qwen2"
+    qkv = (queries + 2 * keys) * (hidden + (qwen2 or config.attention_bias))
+    output = (queries + (not qwen2 and config.attention_bias)) * hidden
+    mlp = 3 * hidden * inner + getattr(config, "mlp_bias", False) * (2 * inner + hidden)
+    return qkv + output + mlp + 2 * hidden + (config.model_type == "qwen3") * 2 * head_dim
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-def test_bytes_equal_those_of_a_model_on_the_meta_device(config: PretrainedConfig):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    counts = module_bytes(ModelShape.from_config(config), bytes_per_parameter=1)
-    for name, count in counts.items():
-        tied_away = name == "lm_head" and config.tie_word_embeddings
-        assert count == (0 if tied_away else sum(p.numel() for p in model.get_submodule(name).parameters())), name
-    assert sum(counts.values()) == sum(p.numel() for p in model.parameters())  # which lists a tied matrix once
+def test_parameters_equal_those_worked_by_hand(config: PretrainedConfig):
+    embedding = config.vocab_size * config.hidden_size
+    shape = ModelShape.from_config(config)
+    assert shape.parameters == {
+        "model.rotary_emb": 0,
+        "model.embed_tokens": embedding,
+        **{f"model.layers.{index}": layer_by_hand(config) for index in range(3)},
+        "model.norm": config.hidden_size,
+        "lm_head": 0 if config.tie_word_embeddings else embedding,
+    }
+    assert (shape.layers, shape.head, shape.is_tied) == (
+        ("model.layers.0", "model.layers.1", "model.layers.2"),
+        "lm_head",
+        config.tie_word_embeddings,
+    )
 
 
 def test_qwen_1_5b_by_hand():
-    config = Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    shape = ModelShape.from_config(config)
-    assert shape == QWEN_1_5B
-    sizes = module_bytes(shape, bytes_per_parameter=16)
     layers = [f"model.layers.{index}" for index in range(28)]
-    assert list(sizes) == ["model.embed_tokens", *layers, "model.norm", "lm_head"]
-    assert sizes["model.embed_tokens"] == 16 * EMBEDDING
-    assert {sizes[layer] for layer in layers} == {16 * LAYER}
-    assert (sizes["model.norm"], sizes["lm_head"]) == (16 * NORM, 0)
-    assert sum(sizes.values()) == 16 * 1_543_714_304
+    sizes = QWEN_1_5B.parameters
+    assert list(sizes) == ["model.rotary_emb", "model.embed_tokens", *layers, "model.norm", "lm_head"]
+    assert sizes["model.embed_tokens"] == EMBEDDING
+    assert {sizes[layer] for layer in layers} == {LAYER}
+    assert (sizes["model.norm"], sizes["lm_head"]) == (NORM, 0)
+    assert sum(sizes.values()) == 1_543_714_304
 
 
-def test_an_unknown_model_type_is_refused():
-    with pytest.raises(UserError, match="'gpt2'.*llama, qwen2, qwen3"):
-        ModelShape.from_config(SimpleNamespace(model_type="gpt2"))
+def test_gpt2_by_hand():
+    """Per layer: attention 4 * 16^2 + 4 * 16, MLP 2 * 16 * 64 + 64 + 16, two norms 2 * 32."""
+    config = GPT2Config(vocab_size=50, n_positions=20, n_embd=16, n_layer=2, n_head=2)
+    shape = ModelShape.from_config(config)
+    layer = 4 * 256 + 64 + 2048 + 80 + 64
+    sizes = {"transformer.wte": 800, "transformer.wpe": 320, "transformer.h.0": layer, "transformer.h.1": layer}
+    assert shape.parameters == {"transformer.drop": 0, **sizes, "transformer.ln_f": 32, "lm_head": 0}
+    assert partition_layers(shape, gpus(2)) == {
+        **dict.fromkeys(["transformer.drop", "transformer.wte", "transformer.wpe", "transformer.h.0"], "cuda:0"),
+        **dict.fromkeys(["transformer.h.1", "transformer.ln_f"], "cuda:1"),
+        "lm_head": "cuda:0",
+    }
+
+
+def test_a_model_that_is_no_list_of_layers_is_refused():
+    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2))
+    model.extra = torch.nn.Linear(2, 2)  # which no device would get
+    with pytest.raises(UserError, match="'gpt_bigcode' is no embedding, list of layers and head"):
+        ModelShape.from_config(family_config("gpt_bigcode"))
+    with pytest.raises(UserError, match="model_type 'gpt2' is no embedding, list of layers and head"):
+        ModelShape.of(model)
 
 
 # ---- partition
@@ -290,9 +325,16 @@ def test_an_unknown_model_type_is_refused():
 
 def loads(shape: ModelShape, device_map: dict[str, str]) -> Counter[str]:
     total: Counter[str] = Counter()
-    for name, count in module_bytes(shape, 1).items():
+    for name, count in shape.parameters.items():
         total[device_map[name]] += count
     return total
+
+
+def decoder(num_layers: int, layer: int, embedding: int, is_tied: bool, norm: int = 8) -> ModelShape:
+    """A Llama-like model of these numbers of parameters."""
+    layers = [f"model.layers.{index}" for index in range(num_layers)]
+    sizes = {"model.rotary_emb": 0, "model.embed_tokens": embedding, **dict.fromkeys(layers, layer), "model.norm": norm}
+    return ModelShape(sizes | {"lm_head": 0 if is_tied else embedding}, tuple(layers), "lm_head")
 
 
 def test_qwen_1_5b_over_two_gpus():
@@ -314,7 +356,7 @@ def test_qwen_1_5b_over_five_and_eight_gpus():
 
 
 def test_untied_head_takes_its_own_place_at_the_end():
-    shape = ModelShape(2, 8, 16, 2, 2, 4, 1000, tie_word_embeddings=False)
+    shape = decoder(2, 1000, 8000, is_tied=False)
     assert partition_layers(shape, ("cuda:2", "cpu", "cuda:0")) == {
         "model.rotary_emb": "cuda:2",
         "model.embed_tokens": "cuda:2",
@@ -326,9 +368,9 @@ def test_untied_head_takes_its_own_place_at_the_end():
 
 
 def test_more_devices_than_modules_uses_the_first_ones():
-    tied = ModelShape(1, 8, 16, 2, 2, 4, 10, tie_word_embeddings=True)
+    tied = decoder(1, 1000, 80, is_tied=True)
     assert set(partition_layers(tied, gpus(16)).values()) == {"cuda:0", "cuda:1"}  # embedding and head | layer and norm
-    untied = ModelShape(1, 8, 16, 2, 2, 4, 10, tie_word_embeddings=False)
+    untied = decoder(1, 1000, 80, is_tied=False)
     assert set(partition_layers(untied, gpus(16)).values()) == {"cuda:0", "cuda:1", "cuda:2"}
 
 
@@ -344,19 +386,12 @@ def test_a_partition_needs_distinct_devices(devices: tuple[str, ...]):
 
 
 SHAPES = st.builds(
-    ModelShape,
+    decoder,
     num_layers=st.integers(1, 80),
-    hidden_size=st.integers(1, 64),
-    intermediate_size=st.integers(1, 200),
-    num_attention_heads=st.integers(1, 8),
-    num_key_value_heads=st.integers(1, 8),
-    head_dim=st.integers(1, 16),
-    vocab_size=st.integers(1, 100_000),
-    tie_word_embeddings=st.booleans(),
-    qkv_bias=st.booleans(),
-    output_bias=st.booleans(),
-    mlp_bias=st.booleans(),
-    qk_norm=st.booleans(),
+    layer=st.integers(1, 100_000),
+    embedding=st.integers(1, 6_400_000),
+    is_tied=st.booleans(),
+    norm=st.integers(1, 64),
 )
 
 
@@ -365,21 +400,19 @@ SHAPES = st.builds(
 def test_partition_properties(shape: ModelShape, count: int):
     devices = gpus(count)
     placed = partition_layers(shape, devices)
-    sizes = module_bytes(shape, 1)
-    assert list(placed) == ["model.rotary_emb", *sizes]  # every module once, in forward order
-
-    layers = [f"model.layers.{index}" for index in range(shape.num_layers)]
+    sizes, layers = shape.parameters, shape.layers
+    assert list(placed) == list(sizes)  # every module once, in forward order
     assert placed["model.rotary_emb"] == placed["model.embed_tokens"] == "cuda:0"
     assert placed["model.norm"] == placed[layers[-1]]
     path = ["model.embed_tokens", *layers, "model.norm"]
-    if shape.tie_word_embeddings:
+    if shape.is_tied:
         assert placed["lm_head"] == placed["model.embed_tokens"]
     else:
         path.append("lm_head")
     steps = [devices.index(placed[name]) for name in path]
     # Contiguous, in order, nothing skipped: from one module to the next the same device or the one after it.
     assert all(after - before in (0, 1) for before, after in pairwise(steps))
-    used = min(count, shape.num_layers + (1 if shape.tie_word_embeddings else 2))
+    used = min(count, len(layers) + (1 if shape.is_tied else 2))
     assert set(placed.values()) == set(devices[:used])
     assert sum(loads(shape, placed).values()) == sum(sizes.values())
 
@@ -406,13 +439,12 @@ def test_split_is_the_best_of_all_cuts(sizes: list[int], data: st.DataObject):
     assert worth(sums) == min(worth(cut) for cut in all_cuts(sizes, parts))
 
 
-@given(shape=SHAPES.filter(lambda shape: shape.num_layers <= 8), count=st.integers(1, 5))
+@given(shape=SHAPES.filter(lambda shape: len(shape.layers) <= 8), count=st.integers(1, 5))
 @settings(deadline=None, max_examples=100)
 def test_partition_bottleneck_equals_brute_force(shape: ModelShape, count: int):
-    sizes = module_bytes(shape, 1)
-    embedding, *layers, norm, head = sizes.values()
+    _, embedding, *layers, norm, head = shape.parameters.values()
     layers[-1] += norm
-    items = [embedding, *layers] if shape.tie_word_embeddings else [embedding, *layers, head]
+    items = [embedding, *layers] if shape.is_tied else [embedding, *layers, head]
     # At most `count` devices: this also shows that using all of them costs nothing.
     best = min(max(cut) for parts in range(1, min(count, len(items)) + 1) for cut in all_cuts(items, parts))
     assert max(loads(shape, partition_layers(shape, gpus(count))).values()) == best

@@ -1,0 +1,130 @@
+"""Whether our path through a model gives the log-probs of the model's own forward pass, on a few random tokens."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from alignment.core.tokens import collate
+from alignment.policy.log_probs import get_response_log_probs
+from alignment.policy.plain_path import own_attention, take_plain_path, takes_plain_path
+from alignment.system.errors import UserError
+
+WINDOW = 4
+"""Attention windows during a check, so that a short row is longer than they are. It stands for the model's own window,
+which the same code reads at the same places."""
+WINDOW_NAMES = ("sliding_window", "attention_chunk_size")
+ROWS = ((0, 9), (0, 6), (1, 5), (1, 12), (2, 7))
+"""Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of its own."""
+PROMPT_TOKENS = (11, 3, 4)
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.15
+"""Mean nats a token. Sums in another order make some 1e-6 in fp32; a feature that is left out makes tenths to several."""
+
+Ids = list[int]
+
+
+def random_pieces(model: torch.nn.Module, lengths: Sequence[int]) -> list[Ids]:
+    """Token ids in pieces, the same each time; torch's own generators stay as they are."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    return [piece.tolist() for piece in ids.split(list(lengths))]
+
+
+@contextmanager
+def short_windows(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model's attention windows be `WINDOW` long."""
+    owners = {id(owner): owner for owner in (model.config, *model.modules())}.values()
+    found = [(owner, name, vars(owner).get(name)) for owner in owners for name in WINDOW_NAMES]
+    windows = [(owner, name, length) for owner, name, length in found if isinstance(length, int) and length > WINDOW]
+    try:
+        for owner, name, _ in windows:
+            setattr(owner, name, WINDOW)
+        yield
+    finally:
+        for owner, name, length in windows:
+            setattr(owner, name, length)
+
+
+def own_log_probs(model: torch.nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> torch.Tensor:
+    """The log-probs [N] of (prompt, response) rows' responses, one row after another, by the model's own attention and logits.
+
+    Shorter rows are followed by a token that a causal model does not see, so nothing depends on how it takes masks.
+    Raises `UserError` for a model whose own forward pass fails.
+    """
+    ids = [torch.tensor([*prompt, *response]) for prompt, response in rows]
+    ids_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    try:
+        with own_attention(model):
+            logits = model(input_ids=ids_BT.to(model.get_input_embeddings().weight.device), use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"--model: {model.config.model_type}'s own forward pass fails ({reason})") from error
+    log_probs_BT = logits[:, :-1].float().cpu().log_softmax(dim=-1).gather(-1, ids_BT[:, 1:, None]).squeeze(2)
+    responses = [(len(prompt) - 1, len(prompt) + len(response) - 1) for prompt, response in rows]
+    return torch.cat([log_probs_BT[row, start:end] for row, (start, end) in enumerate(responses)])
+
+
+def disagreement(model: torch.nn.Module, own: torch.Tensor, compute: Callable[[], torch.Tensor]) -> str:
+    """How `compute()` differs from a model's own log-probs [N]; empty where it does not."""
+    try:
+        difference = float((compute() - own).abs().mean())
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any kind: a model that does not take what it is given
+        return f"fail: {(str(error) or type(error).__name__).splitlines()[0]}"
+    limit = TOLERANCE if model.dtype.itemsize >= 4 else TOLERANCE_16_BIT
+    return "" if difference <= limit else f"differ by {difference:.2g} nats a token from those of the model's own forward pass"
+
+
+@contextmanager
+def checking(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model's windows be short, its dropout be off, and no gradient be kept."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), short_windows(model):
+            yield
+    finally:
+        model.train(was_training)
+
+
+def choose_path(model: torch.nn.Module) -> None:
+    """Have a model take the plain path if packed rows are not what it computes itself, and say so.
+
+    Raises `UserError` where its plain path is no better, and for a model that sees later tokens or has no linear head.
+    """
+    family, head = model.config.model_type, model.get_output_embeddings()
+    if getattr(getattr(head, "weight", None), "ndim", 0) != 2:
+        raise UserError(f"--model: {family} has no linear output head, so its log-probs cannot be computed from hidden states")
+    with checking(model):
+        if reason := _path_disagreement(model):
+            if not takes_plain_path(model):
+                take_plain_path(model)
+                say(f"{family}: log-probs of packed rows {reason}; rows are padded, and nothing is shared: slower, and exact")
+                reason = _path_disagreement(model)
+            if reason:
+                raise UserError(f"--model: {family} cannot be trained: log-probs of padded rows {reason}")
+
+
+def _path_disagreement(model: torch.nn.Module) -> str:
+    """`disagreement` of the log-probs that the policy computes. Raises `UserError` for a model that sees later tokens."""
+    prompts, responses = random_pieces(model, PROMPT_TOKENS), random_pieces(model, [length for _, length in ROWS])
+    rows = [(prompts[prompt], response) for (prompt, _), response in zip(ROWS, responses, strict=True)]
+    batch = collate(*zip(*rows, strict=True), pad_token_id=0)
+    mask = batch.response_mask
+    own = own_log_probs(model, rows)
+    if not own.isfinite().all():
+        return ""  # there is nothing to compare with: damaged weights are the run's to notice
+    prompt, response = rows[0]
+    if disagreement(model, own[:3], lambda: own_log_probs(model, [(prompt, response[:3])])):
+        raise UserError(f"--model: {model.config.model_type} sees later tokens: it is no causal language model")
+    ours = functools.partial(get_response_log_probs, model, batch.input_ids, batch.labels, response_mask=mask)
+    return disagreement(model, own, lambda: ours()["log_probs"].cpu()[mask])
+
+
+@functools.cache
+def say(text: str) -> None:
+    """Print a line, once a process."""
+    print(text, file=sys.stderr, flush=True)

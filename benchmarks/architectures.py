@@ -1,0 +1,52 @@
+"""A table of families: the largest differences from each one's own forward pass, and speeds of both paths.
+
+uv run -m benchmarks.architectures
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from alignment.policy.log_probs import get_response_log_probs
+from alignment.policy.plain_path import take_plain_path, takes_plain_path
+from alignment.policy.self_check import choose_path
+from benchmarks.families import FAMILIES, decoding_difference, family_model, rows_of, training_differences
+
+
+def tokens_per_second(model: PreTrainedModel) -> float:
+    """Response tokens a second, forward and backward: 8 responses of each of 4 prompts."""
+    torch.manual_seed(2)
+    batch = rows_of([(24, 30)] * 4, repeats=8)
+    start = time.perf_counter()
+    for _ in range(3):
+        outputs = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=batch.response_mask)
+        outputs["log_probs"].sum().backward()
+    return 3 * int(batch.response_mask.sum()) / (time.perf_counter() - start)
+
+
+def main(families: tuple[str, ...] = tuple(FAMILIES)):
+    """Print a line for each family."""
+    table = Table(
+        title="largest differences from a model's own forward pass, fp32, 2 layers; tokens/s of log-probs and gradient"
+    )
+    for heading in ("family", "path", "log-probs, nats", "gradient", "decoding, nats", "tokens/s", "plain path, tokens/s"):
+        table.add_column(heading, justify="left" if heading in ("family", "path") else "right")
+    for name in families:
+        model = family_model(name)
+        choose_path(model)
+        path = "plain" if takes_plain_path(model) else "packed"
+        values = (*training_differences(model), decoding_difference(model))
+        speed = tokens_per_second(model)
+        take_plain_path(model)
+        table.add_row(name, path, *(f"{value:.0e}" for value in values), f"{speed:,.0f}", f"{tokens_per_second(model):,.0f}")
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, use_underscores=True)

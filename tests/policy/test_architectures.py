@@ -1,0 +1,243 @@
+"""Every family against its own forward pass, row by row: log-probs, gradients, decoding; the self-check; what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from rollout_helpers import open_tiny
+from transformers import AutoConfig, BertConfig, BertLMHeadModel, Gemma3Config, MambaConfig, T5Config
+
+from alignment.core.records import Batch, Distribution, SamplingConfig
+from alignment.policy import log_probs, packing, self_check
+from alignment.policy.frozen import batch_log_probs
+from alignment.policy.loading import load_config, load_model, load_tokenizer, spread
+from alignment.policy.log_probs import get_response_log_probs, sampling_logits
+from alignment.policy.placement import ModelShape, partition_layers
+from alignment.policy.plain_path import own_attention, take_plain_path, takes_plain_path
+from alignment.policy.policy import Objective
+from alignment.policy.self_check import checking, choose_path
+from alignment.sampling import transformers as sampling_module
+from alignment.sampling.transformers import TransformersSampler, choose_decoding
+from alignment.system.errors import UserError
+from benchmarks.families import (
+    FAMILIES,
+    NoTokenizer,
+    decoding_difference,
+    family_model,
+    gradients,
+    rows_of,
+    training_differences,
+)
+
+PLAIN = {"stablelm", "gptj", "bloom", "falcon", "mpt", "codegen"}
+
+
+@pytest.fixture(autouse=True)
+def forget_lines():
+    self_check.say.cache_clear()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_gradients_and_decoding_are_those_of_the_models_own_forward_pass(family):
+    model = family_model(family)
+    choose_path(model)
+    assert takes_plain_path(model) == (family in PLAIN)
+    assert max(training_differences(model)) < 2e-5
+    assert decoding_difference(model) < 2e-5
+    sampler = TransformersSampler(model, NoTokenizer(), 64)
+    choose_decoding(sampler)
+    assert sampler.plain_path == (family in PLAIN)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "granite", "phi"])
+def test_pieces_of_the_head_give_the_same(family, monkeypatch):
+    monkeypatch.setattr(log_probs, "LOGITS_IN_MEMORY", 64 * 5)  # five rows at a time
+    assert max(training_differences(family_model(family))) < 2e-5
+
+
+@pytest.mark.parametrize("distribution", [Distribution(0.7), Distribution(0.7, top_p=0.8), Distribution(1.3, top_k=5)])
+def test_scales_and_caps_come_before_the_temperature(distribution):
+    """Cohere's scale is folded into the temperature, Gemma's cap is not: both give the distribution of their own logits."""
+    for family in ("cohere", "granite", "gemma2"):
+        model = family_model(family)
+        ids = torch.randint(3, 64, (2, 14), generator=torch.Generator().manual_seed(0))
+        labels, mask = ids.roll(-1, dims=1), torch.ones(2, 14, dtype=torch.bool)
+        ours = get_response_log_probs(model, ids, labels, True, mask, **vars(distribution))
+        with own_attention(model):
+            logits = model(ids).logits.flatten(0, 1)
+        kept = sampling_logits(logits, *vars(distribution).values(), keep=labels.flatten())
+        expected = kept.log_softmax(-1).gather(-1, labels.flatten()[:, None]).view(2, 14)
+        torch.testing.assert_close(ours["log_probs"], expected, rtol=0, atol=2e-5)
+        entropy = torch.distributions.Categorical(logits=logits / distribution.temperature).entropy().view(2, 14)
+        torch.testing.assert_close(ours["token_entropy"], entropy, rtol=0, atol=2e-5)
+
+
+def test_the_plain_path_gives_what_the_packed_one_gives():
+    """Micro-batches of the plain path count every row's prompt: 160 tokens are four rows of 40, and 15 rows of one packed."""
+    model = family_model("llama")
+    torch.manual_seed(0)
+    batch = rows_of([(20, 20), (20, 18)], repeats=4)
+    batch = Batch(input_ids=batch.input_ids, labels=batch.labels, response_mask=batch.response_mask)
+    packed = batch_log_probs(model, batch, Distribution(0.8), 160, torch.float32)
+    take_plain_path(model)
+    sizes = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    torch.testing.assert_close(batch_log_probs(model, batch, Distribution(0.8), 160, torch.float32), packed, rtol=0, atol=2e-5)
+    assert len(sizes) == 2 and max(sizes) <= 160
+
+
+FAULTS = {
+    "mistral": {"window": None},
+    "gemma2": {"soft_cap": None},
+    "gpt_oss": {"sinks": None},
+}
+
+
+@pytest.mark.parametrize("family", FAULTS)
+def test_the_self_check_notices_what_attention_leaves_out(family, monkeypatch, capsys):
+    real = packing.AttentionRule
+    monkeypatch.setattr(packing, "AttentionRule", lambda *told: dataclasses.replace(real(*told), **FAULTS[family]))
+    model = family_model(family)
+    sampler = TransformersSampler(model, NoTokenizer(), 64)
+    choose_decoding(sampler)
+    assert sampler.plain_path and not takes_plain_path(model)
+    choose_path(model)
+    assert takes_plain_path(model)
+    assert max(training_differences(model)) < 2e-5 and decoding_difference(model) < 2e-5
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(line.startswith(f"{family}: log-probs of ") and "nats a token" in line for line in lines)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
+def test_the_self_check_notices_what_the_head_leaves_out(family, monkeypatch, capsys):
+    model = family_model(family)
+    monkeypatch.setattr(log_probs, "logit_scale_and_cap", lambda config: (1.0, None))
+    choose_path(model)
+    assert takes_plain_path(model) and "nats a token" in capsys.readouterr().err
+
+
+def test_no_path_that_agrees_is_refused(monkeypatch):
+    model = family_model("mistral")
+    monkeypatch.setattr(log_probs, "padded_logits", lambda model, ids, mask: torch.zeros(int(mask.sum()), 64))
+    take_plain_path(model)
+    with pytest.raises(UserError, match="mistral cannot be trained: log-probs of padded rows differ by [0-9.]+ nats a token"):
+        choose_path(model)
+    sampler = TransformersSampler(model, NoTokenizer(), 64)
+    monkeypatch.setattr(sampling_module._OwnDecoding, "next_logits", lambda self, tokens: torch.zeros(2, 64))
+    with pytest.raises(UserError, match="mistral cannot be sampled from: .* try --sampler vllm"):
+        choose_decoding(sampler)
+
+
+def test_a_check_leaves_a_model_and_the_generators_as_they_are():
+    model = family_model("gemma2").train()
+    before = torch.get_rng_state(), model.config.to_dict()
+    windows = [layer.self_attn.sliding_window for layer in model.model.layers]
+    assert windows == [6, None]
+    with checking(model):
+        assert model.config.sliding_window == 4 and model.model.layers[0].self_attn.sliding_window == 4 and not model.training
+    choose_path(model)
+    choose_decoding(TransformersSampler(model, NoTokenizer(), 64))
+    assert torch.equal(torch.get_rng_state(), before[0]) and model.config.to_dict() == before[1] and model.training
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == windows
+
+
+REFUSED = {
+    "encoder and a decoder": lambda: T5Config(),
+    "nests its text model": lambda: Gemma3Config(),
+    "does not say how many tokens": lambda: MambaConfig(),
+    "no family that transformers loads": lambda: AutoConfig.for_model("vit"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_configurations_of_no_causal_language_model_are_refused(reason, tmp_path):
+    REFUSED[reason]().save_pretrained(tmp_path)
+    for load in (load_config, load_tokenizer, lambda folder: load_model(folder, ("cpu",), torch.float32)):
+        with pytest.raises(UserError, match=reason):
+            load(str(tmp_path))
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
+    shape = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    model = BertLMHeadModel(BertConfig(**shape, initializer_range=0.5))
+    with pytest.raises(UserError, match="bert sees later tokens"):
+        choose_path(model)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tiny_folder, tmp_path):
+    folder = tmp_path / "model"
+    load_tokenizer(str(tiny_folder))
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
+    with pytest.raises(UserError, match="token ids up to [0-9]+, its config.json says vocab_size 50"):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral", "gpt_oss"])
+def test_a_forward_pass_without_a_layout_leaves_nothing_out_in_silence(family):
+    with pytest.raises(ValueError, match="attention without a layout has no window, soft cap or sinks"):
+        family_model(family)(torch.arange(9)[None])
+
+
+def test_plain_decoding_draws_what_shared_decoding_draws(sampler):
+    prompts = ["User: What is 2 + 3?", "What", "User: 4 * 5"]
+    sampling = SamplingConfig(n=3, max_new_tokens=12, stop=("7",), seed=3)
+    shared = sampler.sample(prompts, sampling)
+    sampler.plain_path = True
+    for ours, theirs in zip(sampler.sample(prompts, sampling), shared, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+            torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_bigcode"}))
+def test_a_split_model_computes_what_the_whole_one_does(family):
+    """Two names for the CPU stand for two devices: all moves are made."""
+    model = family_model(family)
+    device_map = partition_layers(ModelShape.of(model), ("cpu", "cpu:0"))
+    assert set(device_map.values()) == {"cpu", "cpu:0"}
+    choose_path(spread(model, device_map))
+    assert takes_plain_path(model) == (family in PLAIN)
+    assert max(training_differences(model)) < 2e-5
+
+
+def log_prob_sum(rows, log_probs_bt, mask_bt):
+    return (log_probs_bt * mask_bt).sum(), {}
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_policy_on_the_plain_path_has_the_packed_ones_gradient(tiny_folder, supervised):
+    policy = open_tiny(tiny_folder)
+    policy.micro_batch_tokens = 120
+    torch.manual_seed(0)
+    batch = rows_of([(20, 20), (10, 18)], repeats=3)
+    objective = Objective(log_prob_sum, Distribution(0.9), supervised=supervised)
+    found, tokens = [], []
+    for take in (lambda model: None, take_plain_path):
+        take(policy.model)
+        results = list(policy.accumulate(batch, range(6), objective))
+        tokens.append(sum(result.sums["tokens"] for result in results))
+        found.append(policy.gradient())
+        policy.drop_gradient()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5 * float(found[0].abs().max()))
+    # The plain path computes 2 x 20 and 2 x 10 tokens of prompts more.
+    assert tokens[1] - tokens[0] == 60
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2"])
+def test_layers_that_are_run_again_in_backward_give_the_same_gradient(family):
+    model = family_model(family)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(0)
+    batch = rows_of([(9, 8)], repeats=3)
+    found = []
+    for checkpointing in (True, False):
+        if not checkpointing:
+            model.gradient_checkpointing_disable()
+        out = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=batch.response_mask)
+        found.append(gradients(model, out["log_probs"].sum()))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5 * float(found[1].abs().max()))
