@@ -85,8 +85,7 @@ def context_length(config) -> int:
 
 def mlp_width(config) -> int:
     """The hidden units of a layer's MLP; GPT-2's config leaves them out where they are four times the hidden size."""
-    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
-    return width or 4 * config.hidden_size
+    return getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
 
 
 def compute_dtype(name: str, device: str) -> str:

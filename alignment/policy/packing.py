@@ -52,7 +52,9 @@ class Packing:
         window = None if window is None or window >= width else window
         made = (of_prefixes, groups, dtype, window)
         if made not in self.biases:
-            bias = _causal_bias(width, self.prefixes_SL.device) if of_prefixes else self.bias_R1QK
+            bias = self.bias_R1QK
+            if of_prefixes:
+                bias = torch.full((1, 1, width, width), -torch.inf, device=self.prefixes_SL.device).triu(1)
             if window is not None:
                 # A suffix's prefix ends where the suffix begins, so columns are as far apart as positions.
                 places_K = torch.arange(width, device=bias.device)
@@ -147,11 +149,6 @@ def _suffix_fields(suffixes: Sequence[torch.Tensor], prefixes: Sequence[torch.Te
     }
 
 
-def _causal_bias(width: int, device: torch.device) -> torch.Tensor:
-    """[1, 1, width, width]: 0 where a token sees another, else -inf."""
-    return torch.full((1, 1, width, width), -torch.inf, device=device).triu(1)
-
-
 def _padded(places: Sequence[torch.Tensor], side: str = "right") -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True, padding_value=-1, padding_side=side)
 
@@ -168,12 +165,9 @@ class AttentionRule:
     """What one layer makes of the products of queries and keys, besides who sees whom: transformers' arguments to attention."""
 
     scaling: float
-    window: int | None = None
-    """A token sees those less than this many positions before it (Mistral: Jiang et al. 2023, arXiv:2310.06825)."""
-    soft_cap: float | None = None
-    """Scores s become cap * tanh(s / cap) (Gemma 2, arXiv:2408.00118)."""
-    sinks: torch.Tensor | None = None
-    """[heads of queries]: exp(sink) joins the softmax's denominator (gpt-oss, arXiv:2508.10925)."""
+    window: int | None = None  # a token sees those less than so many positions before it (Mistral, arXiv:2310.06825)
+    soft_cap: float | None = None  # scores s become cap * tanh(s / cap) (Gemma 2, arXiv:2408.00118)
+    sinks: torch.Tensor | None = None  # [heads of queries]; exp(sink) joins the denominator (gpt-oss, arXiv:2508.10925)
 
     @property
     def is_plain(self) -> bool:

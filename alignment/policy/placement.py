@@ -255,8 +255,7 @@ class Share:
     @property
     def layers(self) -> tuple[int, ...]:
         """The decoder layers held, by index."""
-        ends = (name.rpartition(".")[2] for name in self.modules)
-        return tuple(int(end) for end in ends if end.isdigit())
+        return tuple(int(end) for name in self.modules if (end := name.rpartition(".")[2]).isdigit())
 
 
 def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterator[tuple[str, int]]:

@@ -7,8 +7,7 @@ import torch
 
 from alignment.core.tokens import Row
 
-OWN_ATTENTION = "eager"
-"""The attention that every family of transformers has, and that leaves out none of the family's features."""
+OWN_ATTENTION = "eager"  # which every family of transformers has, and which leaves out none of the family's features
 
 
 def takes_plain_path(model: torch.nn.Module) -> bool:

@@ -15,7 +15,6 @@ from alignment.system.errors import UserError
 WINDOW = 4
 """Attention windows during a check, so that a short row is longer than they are. It stands for the model's own window,
 which the same code reads at the same places."""
-WINDOW_NAMES = ("sliding_window", "attention_chunk_size")
 ROWS = ((0, 9), (0, 6), (1, 5), (1, 12), (2, 7))
 """Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of its own."""
 PROMPT_TOKENS = (11, 3, 4)
@@ -36,7 +35,7 @@ def random_pieces(model: torch.nn.Module, lengths: Sequence[int]) -> list[Ids]:
 def short_windows(model: torch.nn.Module) -> Iterator[None]:
     """Have a model's attention windows be `WINDOW` long."""
     owners = {id(owner): owner for owner in (model.config, *model.modules())}.values()
-    found = [(owner, name, vars(owner).get(name)) for owner in owners for name in WINDOW_NAMES]
+    found = [(owner, name, vars(owner).get(name)) for owner in owners for name in ("sliding_window", "attention_chunk_size")]
     windows = [(owner, name, length) for owner, name, length in found if isinstance(length, int) and length > WINDOW]
     try:
         for owner, name, _ in windows:
@@ -70,8 +69,6 @@ def disagreement(model: torch.nn.Module, own: torch.Tensor, compute: Callable[[]
     """How `compute()` differs from a model's own log-probs [N]; empty where it does not."""
     try:
         difference = float((compute() - own).abs().mean())
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # of any kind: a model that does not take what it is given
         return f"fail: {(str(error) or type(error).__name__).splitlines()[0]}"
     limit = TOLERANCE if model.dtype.itemsize >= 4 else TOLERANCE_16_BIT
