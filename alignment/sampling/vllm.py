@@ -53,7 +53,9 @@ class VLLMSampler:
         try:
             self._ask("start", torch.device(device).type, options, timeout=max(self._timeout, START_SECONDS))
         except RuntimeError as error:
-            raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}") from None
+            # GPUs run another runner of vLLM's than CPUs, on which this sampler is tested.
+            fallback = ". VLLM_USE_V2_MODEL_RUNNER=0 chooses its older runner" if device.startswith("cuda") else ""
+            raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}{fallback}") from None
         self._worker.clear_log()
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
