@@ -184,7 +184,7 @@ class LabelLogProbs(torch.autograd.Function):
             log_probs_N = torch.zeros(len(hidden), device=hidden.device)
             entropies_2N = torch.zeros(2, len(hidden), device=hidden.device)
             for piece in pieces:
-                logits = capped((hidden[piece] @ weight.T).float(), soft_cap)
+                logits = capped(fp32_product(hidden[piece], weight.T), soft_cap)
                 into = entropies_2N[:, piece] if with_entropy else None
                 score_in_place(logits, labels_N[piece], distribution, log_probs_N[piece], into)
             ctx.probabilities = logits if keep else None
@@ -201,7 +201,7 @@ class LabelLogProbs(torch.autograd.Function):
             for piece in _pieces(len(hidden), len(weight)):
                 slope = None
                 if (probabilities := ctx.probabilities) is None:
-                    probabilities = capped((hidden[piece] @ weight.T).float(), ctx.soft_cap)
+                    probabilities = capped(fp32_product(hidden[piece], weight.T), ctx.soft_cap)
                     slope = None if ctx.soft_cap is None else 1 - (probabilities / ctx.soft_cap).square()
                     score_in_place(probabilities, labels_N[piece], ctx.distribution)
                 ctx.probabilities = None  # which are written over here
@@ -218,6 +218,14 @@ class LabelLogProbs(torch.autograd.Function):
                     else:
                         to_weight.add_(by_logits.T @ hidden[piece])
         return None if to_hidden is None else to_hidden.to(hidden_NH.dtype), to_weight, None, None, None, None
+
+
+def fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The matrix product in fp32. GPUs sum products of 16-bit numbers in fp32; a 16-bit result would round a logit of 20 by up
+    to 0.06. A CPU has no such kernel, and its result is rounded."""
+    if left.is_cuda and left.itemsize == 2:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
 
 
 def _pieces(rows: int, vocabulary: int) -> list[slice]:

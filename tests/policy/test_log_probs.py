@@ -1,14 +1,17 @@
 """Log-probs and entropy against log_softmax of the whole logits."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.core.log_ratios import kl_penalty
 from alignment.policy import log_probs as module
-from alignment.policy.log_probs import compute_entropy, get_response_log_probs, sampling_logits, score_in_place
+from alignment.policy.log_probs import LabelLogProbs, compute_entropy, get_response_log_probs, sampling_logits, score_in_place
 
 
 @pytest.fixture
@@ -162,3 +165,31 @@ def test_a_kept_token_stays_finite_outside_the_nucleus():
 
 def test_temperature_divides_the_logits():
     assert sampling_logits(torch.tensor([[2.0, 4.0]]), 0.5, 1.0).tolist() == [[4, 8]]
+
+
+class Products(TorchDispatchMode):
+    """Notes the type of every matrix product's result, by its shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket is torch.ops.aten.mm:
+            self.dtypes.append((tuple(result.shape), result.dtype))
+        return result
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="simulated GPUs need the CUDA build of torch")
+def test_on_a_gpu_logits_are_summed_and_kept_in_fp32():
+    """The product with the head, forward and again in backward, of bfloat16 weights on a simulated GPU."""
+    ctx = SimpleNamespace(needs_input_grad=(True, True), mark_non_differentiable=lambda *_: None)
+    ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+    with FakeTensorMode(allow_non_fake_inputs=True), Products() as products:
+        hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, device="cuda") for n in (5, 11))
+        labels = torch.zeros(5, dtype=torch.int64, device="cuda")
+        log_probs, _ = LabelLogProbs.forward(ctx, hidden, weight, labels, (1.0, 1.0, 0), False, 30.0)  # a cap: computed twice
+        gradients = LabelLogProbs.backward(ctx, torch.ones_like(log_probs), None)[:2]
+    assert [dtype for shape, dtype in products.dtypes if shape == (5, 11)] == [torch.float32, torch.float32]
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.bfloat16]
