@@ -266,7 +266,10 @@ def _attend(qkv_NHD, queries_RQ, keys_RK, bias, rule: AttentionRule) -> torch.Te
     )
     if bias is None:
         q = q.flatten(2, 3).transpose(1, 2)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=groups > 1)
+        grouped = groups > 1
+        if grouped and q.is_cuda and q.dtype == torch.float32:  # grouped fp32 has only a kernel that keeps all scores
+            k, v, grouped = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), False
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
     # The queries that share a head of keys are as so many more rows of queries, so that keys need not be repeated.
     q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)

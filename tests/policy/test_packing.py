@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -16,8 +17,9 @@ from transformers import (
 )
 
 from alignment.core.tokens import collate
+from alignment.policy import packing
 from alignment.policy.log_probs import compute_entropy, get_response_log_probs
-from alignment.policy.packing import ATTENTION, pack
+from alignment.policy.packing import ATTENTION, AttentionRule, pack
 
 SHAPE = dict(
     vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24,
@@ -141,3 +143,21 @@ def test_layers_that_are_run_again_in_backward_give_the_same_gradient(model):
     model.config._attn_implementation = before
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="simulated GPUs need the CUDA build of torch")
+@pytest.mark.parametrize(("dtype", "grouped"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_on_a_gpu_grouped_queries_in_fp32_get_keys_of_their_own(dtype, grouped, monkeypatch):
+    """torch has no memory-saving kernel for grouped queries in fp32."""
+    calls, plain = [], packing.scaled_dot_product_attention
+
+    def recorded(q, k, v, **options):
+        calls.append((k.shape[1], options["enable_gqa"]))
+        return plain(q, k, v, **options)
+
+    monkeypatch.setattr(packing, "scaled_dot_product_attention", recorded)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(6, heads, 8, dtype=dtype, device="cuda") for heads in (4, 2, 2))
+        places = torch.empty(2, 3, dtype=torch.int64, device="cuda")
+        out = packing._attend((q, k, v), places, places, None, AttentionRule(0.5))
+    assert calls == [(2 if grouped else 4, grouped)] and out.shape == (6, 4, 8)
