@@ -24,6 +24,7 @@ from alignment.ablation.schedule import (
     warm_up,
 )
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, refuse_missing_warm_start, swept_values
+from alignment.data.tasks import find_task
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder
 from alignment.system.signals import Interrupted
@@ -123,15 +124,16 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     from alignment.ablation.statistics import pairs
     from alignment.ablation.verdicts import factor_contrasts
 
-    seeds, questions = len(design.seeds), next(iter(design.arms.values())).max_problems
+    seeds, arm = len(design.seeds), next(iter(design.arms.values()))
+    questions = len(find_task(arm.task).test_problems(arm.dataset_path)[: arm.max_problems or None])
     after = range(seeds, seeds + looks(seeds, args))
     until = f", added until they decide, up to {after[-1]}," if len(after) > 1 else ""
-    console.print(f"{seeds} seeds{until} and {questions or 'all'} questions, a standard deviation of {SEED_STD} between seeds:")
+    console.print(f"{seeds} seeds{until} and {questions} questions, a standard deviation of {SEED_STD} between seeds:")
     tables = {f"two values of {name}": contrasts for name, contrasts in factor_contrasts(design.varied).items()}
     arms = [arm for arm in design.arms if not (tables and arm.startswith("control_"))]
     for sides, contrasts in (tables or {"two arms": pairs(arms)}).items():
         weights = [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
-        difference, tie = power(weights, len(contrasts), after, score_std(SEED_STD, questions or 1000), design.tie)
+        difference, tie = power(weights, len(contrasts), after, score_std(SEED_STD, questions), design.tie)
         console.print(
             f"- smallest difference of {sides} that they would show with a chance of 80 %:"
             f" {'none' if math.isinf(difference) else f'{difference:.3f}'}; equal ones would be called a tie within"
