@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from alignment.data.tasks import arithmetic
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder
+from alignment.system.huggingface import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 TINY_CONTEXT = 256
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,6 +39,8 @@ def build_tiny_student(folder: Path) -> None:
 
 def build_tiny(folder: Path, hidden_size: int = 128) -> None:
     """Save a randomly initialised Qwen2 policy of about 0.5 million parameters, and its tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("train")[:2000])
     config = Qwen2Config(
         vocab_size=len(tokenizer),

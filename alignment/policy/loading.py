@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 from alignment.policy.packing import ATTENTION
 from alignment.policy.placement import ModelShape, partition_layers
 from alignment.system.errors import UserError
+from alignment.system.huggingface import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 
 logging.set_verbosity_error()
 hub_logging.set_verbosity_error()  # it retries without a connection; our own message says what comes of that

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens
 from alignment.policy.packing import ATTENTION
+from alignment.system.huggingface import PreTrainedModel
 
 PARALLEL = 2  # micro-batches at once, each with logits and a gradient of the output head of its own; two cores were measured
 

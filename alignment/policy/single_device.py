@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, split_rows, take_rows
@@ -18,6 +17,7 @@ from alignment.policy.packing import send
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.system.files import full_disk_is_an_os_error
+from alignment.system.huggingface import PreTrainedModel
 
 
 class MicroBatch:

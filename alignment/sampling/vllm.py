@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 import torch
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import context_length, load_config
 from alignment.policy.policy import Policy
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
@@ -37,6 +36,9 @@ class VLLMSampler:
     """
 
     def __init__(self, config: SamplerConfig, tokenizer, context: int | None = None, seed: int = 0):
+        # Not at the top, which the worker imports too: vLLM needs all of transformers.
+        from alignment.policy.loading import context_length, load_config
+
         device, model_path = config.device, config.model_path
         self.tokenizer = tokenizer
         self.context = context or context_length(load_config(model_path))
