@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from huggingface_hub.utils import logging as hub_logging
 
+from alignment.policy.huggingface import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 from alignment.policy.packing import ATTENTION
 from alignment.policy.placement import ModelShape, partition_layers
 from alignment.system.errors import UserError
-from alignment.system.huggingface import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 
 logging.set_verbosity_error()
 hub_logging.set_verbosity_error()  # it retries without a connection; our own message says what comes of that

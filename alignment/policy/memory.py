@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import devices_of
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.system.huggingface import PreTrainedModel
 
 MAX_TOKENS = 16384  # larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
 # 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free memory is a limit.

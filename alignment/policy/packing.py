@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from alignment.core.tokens import Row
-from alignment.system.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from alignment.policy.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens
+from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.packing import ATTENTION
-from alignment.system.huggingface import PreTrainedModel
 
 PARALLEL = 2  # micro-batches at once, each with logits and a gradient of the output head of its own; two cores were measured
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, split_rows, take_rows
 from alignment.policy.frozen import batch_log_probs, model_log_probs
+from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import head_log_probs, hidden_states
 from alignment.policy.memory import choose_micro_batch_tokens
@@ -17,7 +18,6 @@ from alignment.policy.packing import send
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.system.files import full_disk_is_an_os_error
-from alignment.system.huggingface import PreTrainedModel
 
 
 class MicroBatch:

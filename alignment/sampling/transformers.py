@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from alignment.core.records import Completion, SamplingConfig
+from alignment.policy.huggingface import Cache, CacheLayerMixin, DynamicCache, PreTrainedModel
 from alignment.policy.loading import context_length, load_model
 from alignment.policy.log_probs import cumulative, sampling_logits
 from alignment.policy.packing import attention_by_layout, pack
 from alignment.policy.policy import Policy
 from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
-from alignment.system.huggingface import Cache, CacheLayerMixin, DynamicCache, PreTrainedModel
 
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished

@@ -98,7 +98,6 @@ from transformers import (  # noqa: E402
     Cache,
     DynamicCache,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import CacheLayerMixin  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
@@ -114,6 +113,5 @@ __all__ = [
     "CacheLayerMixin",
     "DynamicCache",
     "PreTrainedModel",
-    "PreTrainedTokenizerFast",
     "logging",
 ]
