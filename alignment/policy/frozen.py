@@ -4,10 +4,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
-from transformers import PreTrainedModel
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import split_rows, take_rows
+from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel

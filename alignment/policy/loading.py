@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
+from alignment.policy.huggingface import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 from alignment.policy.packing import ATTENTION
 from alignment.policy.placement import ModelShape, partition_layers
 from alignment.policy.plain_path import OWN_ATTENTION

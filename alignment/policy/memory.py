@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-from transformers import PreTrainedModel
 
+from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import devices_of, mlp_width
 from alignment.policy.optimizers import OPTIMIZERS
 

@@ -11,10 +11,9 @@ from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alignment.core.tokens import Row
+from alignment.policy.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 
 @dataclass

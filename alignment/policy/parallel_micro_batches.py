@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens
+from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.packing import ATTENTION
 
 PARALLEL = 2  # micro-batches at once, each with logits and a gradient of the output head of its own; two cores were measured

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, split_rows, take_rows
 from alignment.policy.frozen import batch_log_probs, model_log_probs
+from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import head_log_probs, hidden_states
 from alignment.policy.memory import choose_micro_batch_tokens

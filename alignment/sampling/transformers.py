@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from alignment.core.records import Completion, SamplingConfig
+from alignment.policy.huggingface import Cache, CacheLayerMixin, DynamicCache, PreTrainedModel
 from alignment.policy.loading import context_length, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.packing import attention_by_layout, pack

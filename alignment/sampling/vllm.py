@@ -18,7 +18,6 @@ import torch
 
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import context_length, load_config
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, checked_columns, checksum, tensor_checksum
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
@@ -43,6 +42,9 @@ class VLLMSampler:
     def __init__(
         self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None, seed: int = 0
     ):
+        # Not at the top, which the worker imports too: vLLM needs all of transformers.
+        from alignment.policy.loading import context_length, load_config
+
         device, model_path = config.device, config.model_path
         self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
         self.context = context or context_length(load_config(model_path))

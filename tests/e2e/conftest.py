@@ -24,7 +24,7 @@ class Launcher:
         script = Path(__file__).with_name("launcher.py")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         self.process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(script), *SMALL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def start(self, output: Path, *flags: str, **request) -> int:

@@ -7,22 +7,27 @@ to; "workers": start a grading worker too; "file_limit": bytes that a file may h
 It answers with {"pid": ...}, and with {"pid": ..., "status": ...} when that has ended.
 """
 
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container
+from pathlib import Path
 
 import matplotlib.pyplot  # noqa: F401  what a run imports late, imported once for all forks
 import torch.utils.tensorboard  # noqa: F401
 
 from alignment import build, models, train_rl
+from alignment.data.embedded import build_tiny
 from alignment.data.tasks import TASKS
 from alignment.rewards.grading.ask_math_verify import WORKERS
 from alignment.rewards.reward import Reward
@@ -141,9 +146,18 @@ def run(request: dict) -> None:
     os._exit(code)
 
 
+def run_once(flags: list[str]) -> None:
+    """A run in this process: what a run loads late and einx compiles, every fork then has."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        build_tiny(Path(folder))
+        sys.argv = ["alignment.train_rl", *flags, "--sft_base", folder, "--output_dir", f"{folder}/output"]
+        train_rl.main()
+
+
 def main() -> None:
     for split in ("train", "test"):
         TASKS["arithmetic"].problems(split, "")
+    run_once(sys.argv[1:])
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

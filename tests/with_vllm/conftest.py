@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.sampling.restarts import RestartingSampler
+
+# GiB of keys and values, which an engine fills with zeros when it starts. Set before any engine gets the environment.
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 512

@@ -47,7 +47,7 @@ def starting(tmp_path_factory, tokenizer, compiled):
         --host 127.0.0.1 --port {port} --worker-extension-cls alignment.sampling.vllm_server.SamplerWorker
         --middleware alignment.sampling.vllm_server.Guard
         --no-enable-chunked-prefill --max-num-batched-tokens {CONTEXT} --enforce-eager"""
-    settings = {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     settings |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1"}
     with (folder / "log").open("wb") as log:
         process = psutil.Popen(

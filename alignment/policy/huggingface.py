@@ -1,0 +1,117 @@
+"""What this package uses of transformers, without libraries that only other uses need: half of a command's start.
+
+transformers loads sharded tensors, torchao and scipy wherever they are installed, for models that are sharded or quantised and
+for the detection of objects. It and torch's optimisers load torch's compiler, to exempt functions from it. None of that takes
+part in what this package computes. Importing this module takes 2.7 s of a core instead of 5.
+Under torchrun, beside vLLM, or where transformers is loaded already, nothing is left out.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+COMPILER = "torch._dynamo"
+MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
+
+
+def _unchanged(function: Callable | None = None, *arguments, **options) -> Callable:
+    """The function itself: stands for a decorator, with or without options, that only concerns compiled functions."""
+    return function or _unchanged
+
+
+def _index_transform():
+    """A context manager of torch for the masks of compiled attention."""
+    return importlib.import_module(MASKS).TransformGetItemToIndex()
+
+
+class CompilerStandIn(ModuleType):
+    """Stands for torch's compiler, until more is needed than has a meaning where nothing is compiled: then that is loaded."""
+
+    disable = allow_in_graph = assume_constant_result = staticmethod(_unchanged)
+    graph_break = staticmethod(lambda *arguments: None)
+    eval_frame = SimpleNamespace(OptimizedModule=type("OptimizedModule", (), {}))  # no module is one yet
+    __path__ = ()  # it is a package, whose modules `SubmoduleFinder` finds
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(load_compiler(), name)
+
+
+class SubmoduleFinder:
+    """Finds the modules of torch's compiler while a stand-in is in its place, and loads the compiler first."""
+
+    def find_spec(self, name: str, path, target=None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name.startswith(f"{COMPILER}.") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        load_compiler()
+        return importlib.import_module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the module has been loaded as one of the compiler's."""
+
+
+FINDER = SubmoduleFinder()
+
+
+def _put_stand_in() -> None:
+    masks = ModuleType(MASKS)
+    masks.TransformGetItemToIndex = _index_transform
+    torch._dynamo = CompilerStandIn(COMPILER)
+    sys.modules |= {COMPILER: torch._dynamo, MASKS: masks}
+    sys.meta_path.insert(0, FINDER)
+
+
+def load_compiler() -> ModuleType:
+    """The compiler itself, which takes the place of its stand-in."""
+    if FINDER in sys.meta_path:
+        sys.meta_path.remove(FINDER)
+        del sys.modules[COMPILER], sys.modules[MASKS], torch._dynamo
+    return importlib.import_module(COMPILER)
+
+
+def _leave_out_unused() -> None:
+    """Have transformers take the libraries that it asks about here for missing, now and later."""
+    from transformers import utils
+    from transformers.utils import import_utils
+
+    for name in ("torch_distributed", "torch_flex_attn", "torchao", "scipy"):
+        for module in (utils, import_utils):
+            setattr(module, f"is_{name}_available", lambda *arguments: False)
+
+
+if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(sys.modules) and "RANK" not in os.environ:
+    _leave_out_unused()
+    _put_stand_in()
+
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.cache_utils import CacheLayerMixin  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+__all__ = [
+    "ALL_ATTENTION_FUNCTIONS",
+    "AttentionInterface",
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "Cache",
+    "CacheLayerMixin",
+    "DynamicCache",
+    "PreTrainedModel",
+    "logging",
+]

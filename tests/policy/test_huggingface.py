@@ -1,0 +1,41 @@
+"""transformers as this package loads it: without the compiler of torch, which is there as soon as it is used."""
+
+import subprocess
+import sys
+
+import pytest
+
+LEFT_OUT = ("scipy", "torchao", "torch._inductor", "torch.distributed.tensor")
+
+
+def result(code: str) -> str:
+    """What a fresh interpreter prints that has loaded transformers through this package."""
+    script = f"import sys, torch\nimport alignment.policy.huggingface\n{code}"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_model_is_loaded_and_an_optimizer_steps_without_the_compiler(tiny_folder):
+    code = f"""
+from alignment.policy.loading import load_model
+from alignment.policy.optimizers import make_optimizer
+model = load_model({str(tiny_folder)!r}, ("cpu",), torch.float32)
+optimizer = make_optimizer(model, 0.1, 0.0)
+model(torch.tensor([[1, 2]])).logits.sum().backward()
+before = model.lm_head.weight.clone()
+optimizer.step()
+print([name for name in {LEFT_OUT} if name in sys.modules], bool((before != model.lm_head.weight).any()))
+"""
+    assert result(code) == "[] True"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(torch.compile(lambda x: 2 * x + 1, backend='eager')(torch.ones(1)).item())",
+        "import torch._dynamo.config as config; print(3.0 * (torch._dynamo.config is config))",
+        "from torch._dynamo import optimize; print(3.0 * optimize('eager')(lambda x: x)(1))",
+    ],
+    ids=["compiles", "module", "name"],
+)
+def test_the_compiler_is_loaded_where_it_is_used(code):
+    assert result(f"{code}\nassert '_inductor' in dir(torch)") == "3.0"
