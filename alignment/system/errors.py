@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from alignment.system.signals import Interrupted, deliver_signals, interruptible
+from alignment.system.signals import Interrupted, deliver_signals, interruptible, received_signal
 
 
 class UserError(Exception):
@@ -39,6 +39,10 @@ def run_command(main: Callable[[], None]) -> None:
     except (UserError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.code if isinstance(error, UserError) else 2)
-    except Interrupted as stop:
+    except (Interrupted, Exception) as error:
+        # A library that is interrupted while it is imported may make another error of it.
+        stop = error if isinstance(error, Interrupted) else received_signal()
+        if stop is None:
+            raise
         print(f"interrupted by {stop}", file=sys.stderr)
         sys.exit(128 + stop.signum)

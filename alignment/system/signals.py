@@ -60,6 +60,11 @@ def signals_are_deferred() -> bool:
     return _deferred
 
 
+def received_signal() -> Interrupted | None:
+    """The exception of the signal that has arrived since `interruptible` began."""
+    return None if _received is None else Interrupted(_received)
+
+
 def deliver_signals() -> None:
     """End the deferral of signals. Raises `Interrupted` if one has arrived."""
     global _deferred

@@ -1,6 +1,7 @@
 """Faults, injected into real runs: killed anywhere, stopped by signals, out of disk, beside another run of the same folder."""
 
 import errno
+import importlib
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -144,6 +146,21 @@ def test_ctrl_c_while_a_command_is_still_importing_is_no_traceback(wait_for):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in errors
+
+
+def test_an_interrupted_import_that_fails_otherwise_is_no_traceback(capsys):
+    def main() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except BaseException:
+            raise ImportError("cannot import name 'tensor'") from None
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(main)
+    assert stop.value.code == 130 and capsys.readouterr().err == "interrupted by SIGINT\n"
+    with pytest.raises(ImportError):
+        run_command(lambda: importlib.import_module("alignment.nothing"))
 
 
 def test_a_second_signal_ends_even_what_is_held():
