@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -155,19 +156,15 @@ def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> P
     """
     copies = WeakTensorKeyDictionary()
     devices = list(dict.fromkeys(device_map.values()))
-    note = functools.partial(_note_positions, copies, devices)
-    model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    model.get_decoder().register_forward_pre_hook(functools.partial(_note_positions, copies, devices), with_kwargs=True)
     for name, device in device_map.items():
         module = model.get_submodule(name)
         if not any(True for _ in module.parameters()) and any(True for _ in module.buffers()):  # it computes with positions
-            replicas = {other: _replica(module, other) for other in devices if other != device}
+            others = [other for other in devices if other != device]
+            replicas = {to: copy.deepcopy(module, {id(old): old.to(to) for old in module.buffers()}) for to in others}
             module.register_forward_hook(functools.partial(_compute_elsewhere, copies, replicas), with_kwargs=True)
         module.register_forward_pre_hook(functools.partial(_move_inputs, copies, device), with_kwargs=True)
     return model
-
-
-def _replica(module: torch.nn.Module, device: str) -> torch.nn.Module:
-    return copy.deepcopy(module, {id(buffer): buffer.to(device) for buffer in module.buffers()})
 
 
 Copies = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]
@@ -206,7 +203,7 @@ def _compute_elsewhere(
     for device, replica in replicas.items():
         there = functools.partial(_stand_in, copies, device)
         elsewhere = replica(*recursively_apply(there, args), **recursively_apply(there, kwargs))
-        for output, other in zip(_tensors(outputs), _tensors(elsewhere), strict=True):
+        for output, other in zip(tree_leaves(outputs), tree_leaves(elsewhere), strict=True):
             copies.setdefault(output, {})[device] = other
 
 
@@ -217,10 +214,6 @@ def _stand_in(copies: Copies, device: str, tensor: torch.Tensor) -> torch.Tensor
         if tensor.is_floating_point()
         else _moved(copies, device, tensor)
     )
-
-
-def _tensors(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
 
 
 def devices_of(model: PreTrainedModel) -> list[torch.device]:
