@@ -1,15 +1,18 @@
 """Loading models and tokenizers onto their devices."""
 
 import contextlib
+import copy
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from alignment.policy.huggingface import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
-from alignment.policy.packing import ATTENTION
+from alignment.policy.packing import ATTENTION, Packing
 from alignment.policy.placement import ModelShape, partition_layers
 from alignment.policy.plain_path import OWN_ATTENTION
 from alignment.policy.self_check import choose_path
@@ -145,17 +148,71 @@ def spread(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedM
 
 
 def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:
-    """Before each module's forward, move its inputs to the module's device."""
+    """Before each module's forward, move its inputs to the module's device; hidden states alone come from another GPU.
+
+    A copy between GPUs makes both wait for each other. So positions come from the host and rotary embeddings are computed on
+    every device, each once a forward; of anything else that has no gradient a device gets one copy, however many modules ask.
+    """
+    copies = WeakTensorKeyDictionary()
+    devices = list(dict.fromkeys(device_map.values()))
+    model.get_decoder().register_forward_pre_hook(functools.partial(_note_positions, copies, devices), with_kwargs=True)
     for name, device in device_map.items():
-        model.get_submodule(name).register_forward_pre_hook(functools.partial(_move_inputs, device), with_kwargs=True)
+        module = model.get_submodule(name)
+        if not any(True for _ in module.parameters()) and any(True for _ in module.buffers()):  # it computes with positions
+            others = [other for other in devices if other != device]
+            replicas = {to: copy.deepcopy(module, {id(old): old.to(to) for old in module.buffers()}) for to in others}
+            module.register_forward_hook(functools.partial(_compute_elsewhere, copies, replicas), with_kwargs=True)
+        module.register_forward_pre_hook(functools.partial(_move_inputs, copies, device), with_kwargs=True)
     return model
 
 
-def _move_inputs(device: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    from accelerate.utils import send_to_device  # here, because it takes seconds to import and one device needs none of it
+Copies = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]
+"""A tensor -> the same on other devices, for as long as the tensor lives: until backward where layers are run again there."""
 
-    move = functools.partial(send_to_device, device=device, non_blocking=device.startswith("cuda"))
-    return move(args), move(kwargs)
+
+def _note_positions(copies: Copies, devices: Sequence[str], module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+    if isinstance(packing := kwargs.get("layout"), Packing):
+        copies[kwargs["position_ids"]] = {device: packing.to(device).position_ids_1N for device in devices}
+
+
+def _move_inputs(copies: Copies, device: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    from accelerate.utils import recursively_apply  # here, because it takes seconds to import and one device needs none of it
+
+    move = functools.partial(_moved, copies, device)
+    return recursively_apply(move, args), recursively_apply(move, kwargs)
+
+
+def _moved(copies: Copies, device: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device == torch.device(device):
+        return tensor
+    if tensor.requires_grad:
+        return tensor.to(device, non_blocking=device.startswith("cuda"))
+    held = copies.setdefault(tensor, {})
+    if device not in held:
+        held[device] = tensor.to(device, non_blocking=device.startswith("cuda"))
+    return held[device]
+
+
+def _compute_elsewhere(
+    copies: Copies, replicas: Mapping[str, torch.nn.Module], module: torch.nn.Module, args: tuple, kwargs: dict, outputs
+) -> None:
+    """Compute a rotary embedding on the other devices too, from positions that are there; hidden states tell it only a type."""
+    from accelerate.utils import recursively_apply
+
+    for device, replica in replicas.items():
+        there = functools.partial(_stand_in, copies, device)
+        elsewhere = replica(*recursively_apply(there, args), **recursively_apply(there, kwargs))
+        for output, other in zip(tree_leaves(outputs), tree_leaves(elsewhere), strict=True):
+            copies.setdefault(output, {})[device] = other
+
+
+def _stand_in(copies: Copies, device: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's copy; for one of floating point, one of its type and shape without its values."""
+    return (
+        tensor.new_empty(1, device=device).expand(tensor.shape)
+        if tensor.is_floating_point()
+        else _moved(copies, device, tensor)
+    )
 
 
 def devices_of(model: PreTrainedModel) -> list[torch.device]:

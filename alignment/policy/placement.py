@@ -158,6 +158,7 @@ class ModelShape:
     def from_config(cls, config: Any) -> ModelShape:
         """Count a model that has no weights. Raises `UserError` as `of` does."""
         import torch  # here, as transformers below: both take seconds, and arguments are checked before
+
         from alignment.policy.huggingface import AutoModelForCausalLM
 
         with torch.device("meta"):

@@ -8,14 +8,18 @@ Backward needs a real device and is not covered here.
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 from accelerate import dispatch_model
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from alignment.policy.loading import move_activations
+from alignment.policy.loading import autocast, move_activations
+from alignment.policy.packing import ATTENTION, attention_by_layout, pack, send
 from alignment.policy.placement import ModelShape, assign_roles, partition_layers
 from benchmarks.families import FAMILIES, family_config
 
@@ -183,3 +187,65 @@ def test_one_module_on_the_wrong_device_is_caught(planted: str):
     device_map = partition_layers(ModelShape.from_config(QWEN_1_5B), ("cuda:0", "cuda:1"))
     with FakeTensorMode(), pytest.raises(FakeTensorDeviceMismatchError, match="cuda:5"):
         forward(fake_model(QWEN_1_5B, device_map), device_map, plant=(planted, "cuda:5"))
+
+
+class Traffic(TorchDispatchMode):
+    """Notes copies between GPUs, types of products with weights, and reads that make the host wait for a GPU."""
+
+    READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select")
+
+    def __init__(self):
+        super().__init__()
+        self.copies: list[tuple[str, str, tuple[int, ...]]] = []
+        self.products: set[torch.dtype] = set()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        tensors = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor)]
+        gpus = [str(tensor.device) for tensor in tensors if tensor.is_cuda]
+        if name == "copy_" and len(set(gpus)) > 1:
+            self.copies.append((gpus[1], gpus[0], tuple(tensors[1].shape)))
+        elif name == "_to_copy" and gpus and str(result.device) != gpus[0]:
+            (self.copies if result.is_cuda else self.waits).append((gpus[0], str(result.device), tuple(result.shape)))
+        if gpus and name in ("mm", "addmm"):  # attention's own products are of three axes, and in fp32 where tensors are fake
+            self.products.add(tensors[0].dtype)
+        if gpus and name in self.READS:
+            self.waits.append(name)
+        return result
+
+
+def packed_forward(config: PretrainedConfig, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, dict]:
+    """The policy's own forward pass of 3 rows, 2 of them of one prompt, under bf16 autocast; what it copied, and the map."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # needs a driver
+    device_map = partition_layers(ModelShape.from_config(config), devices)
+    packing = pack([((1, 2, 3, 4), (5, 6, 7, 8, 9)), ((1, 2, 3, 4), (9, 8, 7, 6, 5)), ((9, 8, 7), (6, 5, 4, 3, 2, 1))])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model(config, device_map)
+        model.config._attn_implementation = ATTENTION
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.get_input_embeddings().weight
+        move_activations(model, device_map)
+        with Traffic() as traffic, autocast("cuda:0", torch.bfloat16), attention_by_layout(model, packing):
+            ids, positions = (send(ids, torch.device("cuda:0")) for ids in (packing.input_ids_1N, packing.position_ids_1N))
+            model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing)
+    return traffic, device_map
+
+
+FIVE = tuple(f"cuda:{index}" for index in range(5))
+
+
+@pytest.mark.parametrize("config, crossed", [(QWEN_1_5B, 4), (LLAMA_1B, 3), (QWEN3_06B, 4)], ids=["qwen2", "llama", "qwen3"])
+def test_hidden_states_alone_are_copied_between_gpus(config: PretrainedConfig, crossed: int, monkeypatch: pytest.MonkeyPatch):
+    """Each boundary between GPUs is crossed once. No weight is multiplied in fp32, and the host waits for no GPU."""
+    traffic, device_map = packed_forward(config, FIVE, monkeypatch)
+    tokens = 4 + 5 + 5 + 9
+    path = list(dict.fromkeys(device for name, device in device_map.items() if name != "lm_head"))
+    assert len(path) == crossed + 1  # an untied head has a GPU of its own, and the decoder ends before it
+    assert [(source, target) for source, target, _ in traffic.copies] == list(itertools.pairwise(path))
+    assert {shape for *_, shape in traffic.copies} == {(1, tokens, config.hidden_size)}
+    assert traffic.products == {torch.bfloat16}
+    assert not traffic.waits
