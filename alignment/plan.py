@@ -3,11 +3,17 @@
 uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 """
 
-from alignment.args import PlanArgs, RLArgs, from_preset, parse
+import dataclasses
+from collections.abc import Mapping
+
+from alignment.args import Args, PlanArgs, RLArgs, from_preset, parse
 from alignment.checks import resolve_model, roles_of
-from alignment.policy.placement import ModelShape, place
+from alignment.policy.placement import ModelShape, Roles, place
+from alignment.sampling.sampler import engine_name
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console, make_table
+
+PROMPT_TOKENS = 300  # of the longest prompt, where --max_prompt_tokens says nothing; GSM8K's and Countdown's are shorter
 
 
 def main() -> None:
@@ -15,7 +21,8 @@ def main() -> None:
     roles = roles_of(args, args.num_gpus)
     from alignment.policy.loading import load_config
 
-    shape = ModelShape.from_config(load_config(resolve_model(args.model, args.output_dir)))
+    config = load_config(resolve_model(args.model, args.output_dir))
+    shape = ModelShape.from_config(config)
     rows = []
     optimizer = args.optimizer or from_preset(RLArgs, args.preset).optimizer
     for share in sorted(place(shape, roles, optimizer), key=lambda share: share.device):
@@ -28,6 +35,43 @@ def main() -> None:
     console.print(make_table(title, ("device", "role", "layers", "GB"), rows, numbers=("GB",)))
     console.print(
         f"GB: weights, and for the policy gradients and the moments of {optimizer}; activations and caches come on top"
+    )
+    if args.gpu_memory:
+        run = from_preset(RLArgs, args.preset)
+        shared = {field.name: getattr(args, field.name) for field in dataclasses.fields(Args)}
+        run = dataclasses.replace(run, **shared, optimizer=optimizer)
+        from alignment.policy.peak import peak_bytes
+
+        vllm = engine_name(args.sampler) == "vllm"
+        for device, kinds in peak_bytes(shape, config, roles, step_shape(run, roles, args.gpu_memory * 1e9, vllm)).items():
+            console.print(verdict(device, kinds, args.gpu_memory))
+
+
+def verdict(device: str, kinds: Mapping[str, int], gpu_memory: float) -> str:
+    """One line: the most GB on a device in a training step, by kind, and whether they fit, with 5 % to spare."""
+    total = sum(kinds.values()) / 1e9
+    fits = "fits" if total <= 0.95 * gpu_memory else "does not fit (5 % must stay free)"
+    listed = ", ".join(f"{kind} {count / 1e9:.1f}" for kind, count in kinds.items() if count)
+    return f"{device} at the peak of a step: {total:.1f} of {gpu_memory:g} GB, {fits}: {listed}"
+
+
+def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
+    """The `StepShape` of a run on GPUs of `card` bytes."""
+    from alignment.policy.peak import StepShape
+
+    engines = 1 + (args.rollouts == "async" and roles.sample == roles.eval)
+    alone = not {roles.sample, roles.eval} & {*roles.policy, roles.reference}
+    return StepShape(
+        card=int(card),
+        optimizer=args.optimizer,
+        tokens=args.micro_batch_tokens,
+        prompt=args.max_prompt_tokens or PROMPT_TOKENS,
+        response=args.max_new_tokens,
+        rows=max(args.rollout_size, args.max_problems),
+        truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
+        frozen=args.beta > 0 and not args.reference_url or (args.needs_old_policy and roles.policy != (roles.reference,)),
+        vllm_share=(args.gpu_memory_utilization or (0.9 if alone else 0.4) / engines) if vllm else None,
+        engines=engines,
     )
 
 

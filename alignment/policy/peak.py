@@ -1,0 +1,111 @@
+"""The most bytes that each GPU holds during a training step, by kind, from a model's shape. No device is touched."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from alignment.policy.log_probs import LOGITS_IN_MEMORY
+from alignment.policy.memory import ACTIVATION_SHARE, BF16_FACTOR, MAX_TOKENS, activation_bytes
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.placement import ModelShape, Roles, partition_layers
+
+CONTEXT_BYTES = int(0.8e9)  # of a process on a GPU: CUDA's context, and workspaces of matrix products
+CACHE_BYTES = 16 * 2**30  # keys and values of the transformers sampler, at most (alignment/sampling/transformers.py)
+SPARE = 0.05  # of a card, which fragmentation may take
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a training step needs to know to count its bytes, in bfloat16 under autocast."""
+
+    card: int  # Bytes of each GPU.
+    optimizer: str
+    tokens: int  # Of a micro-batch; 0: what `choose_micro_batch_tokens` would take.
+    prompt: int  # Tokens of the longest prompt.
+    response: int  # Tokens of the longest response.
+    rows: int  # Most responses that are sampled at once.
+    truncated: bool  # Whether logits are sorted, for top-p or top-k.
+    frozen: bool  # Whether a reference or an old policy is kept.
+    vllm_share: float | None = None  # Of a GPU's memory, for each engine; None: the transformers sampler.
+    engines: int = 1  # On a GPU that samples and evaluates.
+
+
+def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
+    """Device -> kind -> bytes at the worst moment: the head of an update's later micro-batch, where all of its activations, the
+    gradient of those before, and temporaries of logits exist, or sampling, where keys and values do and gradients do not.
+
+    Between them, engines and frozen models stay. Counts for a model of fp32 weights whose linear layers autocast casts.
+    """
+    placed = partition_layers(shape, roles.policy)
+    return {device: _device_peak(shape, config, roles, step, _held(placed, device), device) for device in _devices(roles)}
+
+
+def _devices(roles: Roles) -> list[str]:
+    return sorted({*roles.policy, roles.sample, roles.eval, roles.reference})
+
+
+def _held(placed: dict[str, str], device: str) -> list[str]:
+    return [name for name, place in placed.items() if place == device]
+
+
+def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, held: list[str], device: str) -> dict[str, int]:
+    """The larger of an update's and of sampling's bytes on one device; `held` are the policy's modules there."""
+    total, parameters = sum(shape.parameters.values()), sum(shape.parameters[name] for name in held)
+    inner = sum(shape.parameters[name] for name in (*shape.layers, shape.head))  # what autocast casts, but for norms
+    samples = device in (roles.sample, roles.eval)
+    engines = step.engines if roles.sample == roles.eval else 1
+    copy = 2 * total if step.vllm_share is None else int(step.vllm_share * step.card)
+    frozen = step.frozen and device == roles.reference
+    kept = {
+        "weights": 4 * parameters,
+        "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * parameters,
+        "sampler": engines * copy * samples,
+        "reference": (2 * inner + 4 * (total - inner)) * frozen,
+        "context": CONTEXT_BYTES * (bool(held) + samples * (step.vllm_share is not None) or 1),
+    }
+    update = {**kept, "gradients": 4 * parameters}
+    if held:
+        update |= _activations(shape, config, step, held, step.card - sum(update.values()))
+    if shape.head in held or frozen:
+        update["logits"] = head_bytes(config, step, trained=shape.head in held)
+    moments = [update]
+    if samples and step.vllm_share is None:
+        logits = 4 * step.rows * config.vocab_size * (10 if step.truncated else 4)
+        moments.append(kept | {"keys and values": _cache_bytes(config, step), "logits": logits})
+    return max(moments, key=lambda moment: sum(moment.values()))
+
+
+def _activations(shape: ModelShape, config: Any, step: StepShape, held: list[str], free: int) -> dict[str, int]:
+    """Bytes of the layers held: autocast's casts, which backward keeps, activations, and what attention keeps beside them."""
+    layers = len(set(held) & set(shape.layers))
+    a_token = BF16_FACTOR * activation_bytes(config)
+    fits = min(max(int(ACTIVATION_SHARE * max(free, 0) / a_token), 1), MAX_TOKENS)
+    tokens = max(step.tokens or 2 ** (fits.bit_length() - 1), step.prompt + step.response)  # one row at least
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    # Rows of one prompt need a bias, which each layer casts for itself; keys and values of other rows are repeated.
+    rows = (tokens - step.prompt) // step.response
+    bias = rows * (heads // kv_heads) * step.response * (step.prompt + step.response) if rows > 1 else 0
+    repeated = 4 * tokens * heads * _head_size(config) * (heads > kv_heads)
+    return {
+        "casts": 2 * sum(shape.parameters[name] for name in held if name in (*shape.layers, shape.head)),
+        "activations": int(a_token * tokens * layers / config.num_hidden_layers),
+        "attention": layers * (2 * bias + repeated) + 4 * bias,
+    }
+
+
+def head_bytes(config: Any, step: StepShape, trained: bool) -> int:
+    """Bytes of `LabelLogProbs`: the head's weight cast; its gradient, in fp32 and as a product in bf16; and temporaries, as
+    multiples of a piece's fp32 logits. Truncation sorts: logits, a tempered and a sorted copy, places of 8 bytes, and 20 bytes
+    a number that torch's CUDA sort takes for itself."""
+    head = config.vocab_size * config.hidden_size
+    piece = 4 * min(LOGITS_IN_MEMORY, max(step.tokens, step.prompt + step.response, 512) * config.vocab_size)
+    scoring = (10 if step.truncated else 4) * piece
+    return 2 * head + (4 * head + max(scoring, 2 * head + 3 * piece // 2) if trained else scoring)
+
+
+def _cache_bytes(config: Any, step: StepShape) -> int:
+    a_token = 4 * config.num_hidden_layers * config.num_key_value_heads * _head_size(config)
+    return min(CACHE_BYTES, step.rows * (step.prompt + step.response) * a_token)
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
