@@ -4,7 +4,6 @@ uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 from alignment.args import Args, PlanArgs, RLArgs, from_preset, parse
 from alignment.checks import resolve_model, roles_of
@@ -40,19 +39,13 @@ def main() -> None:
         run = from_preset(RLArgs, args.preset)
         shared = {field.name: getattr(args, field.name) for field in dataclasses.fields(Args)}
         run = dataclasses.replace(run, **shared, optimizer=optimizer)
-        from alignment.policy.peak import peak_bytes
+        from alignment.policy.peak import SPARE, peak_bytes
 
-        vllm = engine_name(args.sampler) == "vllm"
-        for device, kinds in peak_bytes(shape, config, roles, step_shape(run, roles, args.gpu_memory * 1e9, vllm)).items():
-            console.print(verdict(device, kinds, args.gpu_memory))
-
-
-def verdict(device: str, kinds: Mapping[str, int], gpu_memory: float) -> str:
-    """One line: the most GB on a device in a training step, by kind, and whether they fit, with 5 % to spare."""
-    total = sum(kinds.values()) / 1e9
-    fits = "fits" if total <= 0.95 * gpu_memory else "does not fit (5 % must stay free)"
-    listed = ", ".join(f"{kind} {count / 1e9:.1f}" for kind, count in kinds.items() if count)
-    return f"{device} at the peak of a step: {total:.1f} of {gpu_memory:g} GB, {fits}: {listed}"
+        step = step_shape(run, roles, args.gpu_memory * 1e9, engine_name(args.sampler) == "vllm")
+        for device, kinds in peak_bytes(shape, config, roles, step).items():
+            total, listed = sum(kinds.values()), ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items() if size)
+            verdict = "fits" if total <= (1 - SPARE) * step.card else f"does not fit: {SPARE:.0%} must stay free"
+            console.print(f"{device}, peak of a step: {total / 1e9:.1f} of {args.gpu_memory:g} GB, {verdict} ({listed})")
 
 
 def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
@@ -69,7 +62,7 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
         response=args.max_new_tokens,
         rows=max(args.rollout_size, args.max_problems),
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
-        frozen=args.beta > 0 and not args.reference_url or (args.needs_old_policy and roles.policy != (roles.reference,)),
+        frozen=(args.beta > 0 and not args.reference_url) + (args.needs_old_policy and roles.policy != (roles.reference,)),
         vllm_share=(args.gpu_memory_utilization or (0.9 if alone else 0.4) / engines) if vllm else None,
         engines=engines,
     )

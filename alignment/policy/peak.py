@@ -10,7 +10,7 @@ from alignment.policy.placement import ModelShape, Roles, partition_layers
 
 CONTEXT_BYTES = int(0.8e9)  # of a process on a GPU: CUDA's context, and workspaces of matrix products
 CACHE_BYTES = 16 * 2**30  # keys and values of the transformers sampler, at most (alignment/sampling/transformers.py)
-SPARE = 0.05  # of a card, which fragmentation may take
+SPARE = 0.05  # of a card, which is left to fragmentation
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StepShape:
     response: int  # Tokens of the longest response.
     rows: int  # Most responses that are sampled at once.
     truncated: bool  # Whether logits are sorted, for top-p or top-k.
-    frozen: bool  # Whether a reference or an old policy is kept.
+    frozen: int  # Frozen models kept on the reference's device: the reference, and the old policy.
     vllm_share: float | None = None  # Of a GPU's memory, for each engine; None: the transformers sampler.
     engines: int = 1  # On a GPU that samples and evaluates.
 
@@ -36,15 +36,9 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     Between them, engines and frozen models stay. Counts for a model of fp32 weights whose linear layers autocast casts.
     """
     placed = partition_layers(shape, roles.policy)
-    return {device: _device_peak(shape, config, roles, step, _held(placed, device), device) for device in _devices(roles)}
-
-
-def _devices(roles: Roles) -> list[str]:
-    return sorted({*roles.policy, roles.sample, roles.eval, roles.reference})
-
-
-def _held(placed: dict[str, str], device: str) -> list[str]:
-    return [name for name, place in placed.items() if place == device]
+    devices = sorted({*roles.policy, roles.sample, roles.eval, roles.reference})
+    held = {device: [name for name, place in placed.items() if place == device] for device in devices}
+    return {device: _device_peak(shape, config, roles, step, held[device], device) for device in devices}
 
 
 def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, held: list[str], device: str) -> dict[str, int]:
@@ -53,14 +47,14 @@ def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, 
     inner = sum(shape.parameters[name] for name in (*shape.layers, shape.head))  # what autocast casts, but for norms
     samples = device in (roles.sample, roles.eval)
     engines = step.engines if roles.sample == roles.eval else 1
-    copy = 2 * total if step.vllm_share is None else int(step.vllm_share * step.card)
-    frozen = step.frozen and device == roles.reference
+    frozen, vllm = step.frozen * (device == roles.reference), step.vllm_share is not None
+    copy = 2 * total if not vllm else int(step.vllm_share * step.card)
     kept = {
         "weights": 4 * parameters,
         "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * parameters,
         "sampler": engines * copy * samples,
         "reference": (2 * inner + 4 * (total - inner)) * frozen,
-        "context": CONTEXT_BYTES * (bool(held) + samples * (step.vllm_share is not None) or 1),
+        "context": CONTEXT_BYTES * (bool(held or frozen or not vllm) + engines * (samples and vllm)),
     }
     update = {**kept, "gradients": 4 * parameters}
     if held:
@@ -68,9 +62,11 @@ def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, 
     if shape.head in held or frozen:
         update["logits"] = head_bytes(config, step, trained=shape.head in held)
     moments = [update]
-    if samples and step.vllm_share is None:
+    if samples and not vllm:
         logits = 4 * step.rows * config.vocab_size * (10 if step.truncated else 4)
-        moments.append(kept | {"keys and values": _cache_bytes(config, step), "logits": logits})
+        a_token = 4 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
+        cache = min(CACHE_BYTES, step.rows * (step.prompt + step.response) * a_token)
+        moments.append(kept | {"keys and values": cache, "logits": logits})
     return max(moments, key=lambda moment: sum(moment.values()))
 
 
@@ -84,7 +80,7 @@ def _activations(shape: ModelShape, config: Any, step: StepShape, held: list[str
     # Rows of one prompt need a bias, which each layer casts for itself; keys and values of other rows are repeated.
     rows = (tokens - step.prompt) // step.response
     bias = rows * (heads // kv_heads) * step.response * (step.prompt + step.response) if rows > 1 else 0
-    repeated = 4 * tokens * heads * _head_size(config) * (heads > kv_heads)
+    repeated = 4 * tokens * heads * head_size(config) * (heads > kv_heads)
     return {
         "casts": 2 * sum(shape.parameters[name] for name in held if name in (*shape.layers, shape.head)),
         "activations": int(a_token * tokens * layers / config.num_hidden_layers),
@@ -102,10 +98,5 @@ def head_bytes(config: Any, step: StepShape, trained: bool) -> int:
     return 2 * head + (4 * head + max(scoring, 2 * head + 3 * piece // 2) if trained else scoring)
 
 
-def _cache_bytes(config: Any, step: StepShape) -> int:
-    a_token = 4 * config.num_hidden_layers * config.num_key_value_heads * _head_size(config)
-    return min(CACHE_BYTES, step.rows * (step.prompt + step.response) * a_token)
-
-
-def _head_size(config: Any) -> int:
+def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
