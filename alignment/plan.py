@@ -5,7 +5,7 @@ uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 
 import dataclasses
 
-from alignment.args import Args, PlanArgs, RLArgs, from_preset, parse
+from alignment.args import Args, PlanArgs, RLArgs, configuration, from_preset, parse
 from alignment.checks import resolve_model, roles_of
 from alignment.policy.placement import ModelShape, Roles, place
 from alignment.sampling.sampler import engine_name
@@ -13,6 +13,7 @@ from alignment.system.errors import run_command
 from alignment.system.terminal import make_console, make_table
 
 PROMPT_TOKENS = 300  # of the longest prompt, where --max_prompt_tokens says nothing; GSM8K's and Countdown's are shorter
+TEST_PROBLEMS = 1319  # where --max_problems takes all: GSM8K's
 
 
 def main() -> None:
@@ -52,20 +53,15 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
     """The `StepShape` of a run on GPUs of `card` bytes."""
     from alignment.policy.peak import StepShape
 
-    engines = 1 + (args.rollouts == "async" and roles.sample == roles.eval)
-    alone = not {roles.sample, roles.eval} & {*roles.policy, roles.reference}
-    return StepShape(
-        card=int(card),
-        optimizer=args.optimizer,
-        tokens=args.micro_batch_tokens,
-        prompt=args.max_prompt_tokens or PROMPT_TOKENS,
-        response=args.max_new_tokens,
-        rows=max(args.rollout_size, args.max_problems),
+    prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
+    longest = prompt + args.max_new_tokens, prompt + (args.eval_max_new_tokens or args.max_new_tokens)
+    return configuration(
+        StepShape, args, card=int(card), prompt=prompt, rows=max(args.rollout_size, problems), vllm=vllm,
+        sampled=max(args.rollout_size * longest[0], problems * longest[1]),
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         frozen=(args.beta > 0 and not args.reference_url) + (args.needs_old_policy and roles.policy != (roles.reference,)),
-        vllm_share=(args.gpu_memory_utilization or (0.9 if alone else 0.4) / engines) if vllm else None,
-        engines=engines,
-    )
+        engines=1 + (args.rollouts == "async" and roles.sample == roles.eval),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignment.policy.log_probs import LOGITS_IN_MEMORY
-from alignment.policy.memory import ACTIVATION_SHARE, BF16_FACTOR, MAX_TOKENS, activation_bytes
+from alignment.policy.memory import ACTIVATION_SHARE, BF16_FACTOR, CACHE_BYTES, MAX_TOKENS, activation_bytes, key_value_bytes
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.placement import ModelShape, Roles, partition_layers
+from alignment.policy.placement import ModelShape, Roles, engine_share, partition_layers
 
 CONTEXT_BYTES = int(0.8e9)  # of a process on a GPU: CUDA's context, and workspaces of matrix products
-CACHE_BYTES = 16 * 2**30  # keys and values of the transformers sampler, at most (alignment/sampling/transformers.py)
 SPARE = 0.05  # of a card, which is left to fragmentation
 
 
@@ -19,14 +18,16 @@ class StepShape:
 
     card: int  # Bytes of each GPU.
     optimizer: str
-    tokens: int  # Of a micro-batch; 0: what `choose_micro_batch_tokens` would take.
+    micro_batch_tokens: int  # 0: what `choose_micro_batch_tokens` would take.
     prompt: int  # Tokens of the longest prompt.
-    response: int  # Tokens of the longest response.
-    rows: int  # Most responses that are sampled at once.
+    max_new_tokens: int  # Of the longest response.
+    rows: int  # Most responses that are sampled at once, by our own decoding.
+    sampled: int  # Tokens of these and their prompts.
     truncated: bool  # Whether logits are sorted, for top-p or top-k.
     frozen: int  # Frozen models kept on the reference's device: the reference, and the old policy.
-    vllm_share: float | None = None  # Of a GPU's memory, for each engine; None: the transformers sampler.
-    engines: int = 1  # On a GPU that samples and evaluates.
+    vllm: bool  # Whether vLLM samples, or our own decoding.
+    gpu_memory_utilization: float | None  # vLLM's share of a GPU's memory, for each engine; None: `engine_share`.
+    engines: int  # On a GPU that samples and evaluates.
 
 
 def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
@@ -47,8 +48,8 @@ def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, 
     inner = sum(shape.parameters[name] for name in (*shape.layers, shape.head))  # what autocast casts, but for norms
     samples = device in (roles.sample, roles.eval)
     engines = step.engines if roles.sample == roles.eval else 1
-    frozen, vllm = step.frozen * (device == roles.reference), step.vllm_share is not None
-    copy = 2 * total if not vllm else int(step.vllm_share * step.card)
+    frozen, vllm = step.frozen * (device == roles.reference), step.vllm
+    copy = int((step.gpu_memory_utilization or engine_share(roles, device, engines)) * step.card) if vllm else 2 * total
     kept = {
         "weights": 4 * parameters,
         "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * parameters,
@@ -63,9 +64,9 @@ def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, 
         update["logits"] = head_bytes(config, step, trained=shape.head in held)
     moments = [update]
     if samples and not vllm:
-        logits = 4 * step.rows * config.vocab_size * (10 if step.truncated else 4)
-        a_token = 4 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
-        cache = min(CACHE_BYTES, step.rows * (step.prompt + step.response) * a_token)
+        all_rows = step.sampled * key_value_bytes(config, 2)
+        cache = min(CACHE_BYTES["cuda"], all_rows)  # waves of rows keep to it
+        logits = 4 * step.rows * cache // all_rows * config.vocab_size * (10 if step.truncated else 4)
         moments.append(kept | {"keys and values": cache, "logits": logits})
     return max(moments, key=lambda moment: sum(moment.values()))
 
@@ -75,12 +76,13 @@ def _activations(shape: ModelShape, config: Any, step: StepShape, held: list[str
     layers = len(set(held) & set(shape.layers))
     a_token = BF16_FACTOR * activation_bytes(config)
     fits = min(max(int(ACTIVATION_SHARE * max(free, 0) / a_token), 1), MAX_TOKENS)
-    tokens = max(step.tokens or 2 ** (fits.bit_length() - 1), step.prompt + step.response)  # one row at least
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    tokens = max(step.micro_batch_tokens or 2 ** (fits.bit_length() - 1), step.prompt + step.max_new_tokens)  # one row at least
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     # Rows of one prompt need a bias, which each layer casts for itself; keys and values of other rows are repeated.
-    rows = (tokens - step.prompt) // step.response
-    bias = rows * (heads // kv_heads) * step.response * (step.prompt + step.response) if rows > 1 else 0
-    repeated = 4 * tokens * heads * head_size(config) * (heads > kv_heads)
+    rows = (tokens - step.prompt) // step.max_new_tokens
+    bias = rows * (heads // kv_heads) * step.max_new_tokens * (step.prompt + step.max_new_tokens) if rows > 1 else 0
+    repeated = 4 * tokens * config.hidden_size * (heads > kv_heads)
     return {
         "casts": 2 * sum(shape.parameters[name] for name in held if name in (*shape.layers, shape.head)),
         "activations": int(a_token * tokens * layers / config.num_hidden_layers),
@@ -93,10 +95,6 @@ def head_bytes(config: Any, step: StepShape, trained: bool) -> int:
     multiples of a piece's fp32 logits. Truncation sorts: logits, a tempered and a sorted copy, places of 8 bytes, and 20 bytes
     a number that torch's CUDA sort takes for itself."""
     head = config.vocab_size * config.hidden_size
-    piece = 4 * min(LOGITS_IN_MEMORY, max(step.tokens, step.prompt + step.response, 512) * config.vocab_size)
+    piece = 4 * min(LOGITS_IN_MEMORY, max(step.micro_batch_tokens, step.prompt + step.max_new_tokens, 512) * config.vocab_size)
     scoring = (10 if step.truncated else 4) * piece
     return 2 * head + (4 * head + max(scoring, 2 * head + 3 * piece // 2) if trained else scoring)
-
-
-def head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -56,7 +56,7 @@ CARDS = {  # preset and model -> its published shape, the GPUs and the bytes of 
 def test_a_preset_fits_the_card_that_it_names(case, vllm):
     config, gpus, card = CARDS[case]
     args = from_preset(RLArgs, case[0])
-    if args.sampler == "transformers" and vllm:
+    if args.sampler not in ("auto", "vllm" if vllm else "transformers"):
         return
     roles = roles_of(args, gpus)
     peaks = peak_bytes(ModelShape.from_config(config), config, roles, step_shape(args, roles, card, vllm))
@@ -116,8 +116,8 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, r
     monkeypatch.setattr(log_probs, "LOGITS_IN_CACHE", {})  # pieces as on a GPU
     roles, args = assign_roles(1), from_preset(RLArgs, "single_gpu_gsm8k_kl")
     step = dataclasses.replace(
-        step_shape(args, roles, 48e9, True), optimizer="adamw", tokens=prompt + rows * response, prompt=prompt,
-        response=response, truncated=top_p < 1, frozen=0,
+        step_shape(args, roles, 48e9, True), optimizer="adamw", micro_batch_tokens=prompt + rows * response,
+        prompt=prompt, max_new_tokens=response, truncated=top_p < 1, frozen=0,
     )  # fmt: skip
     kinds = peak_bytes(ModelShape.from_config(config), config, roles, step)["cuda:0"]
     form = sum(kinds.values()) - kinds["sampler"] - kinds["context"]
