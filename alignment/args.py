@@ -54,7 +54,7 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
             "group_size prompts_per_rollout num_steps epochs_per_rollout batch_size learning_rate max_grad_norm advantage_eps"
             " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout cliprange_high",
         ),
-        ("at least 1", lambda x: x >= 1, "max_new_tokens num_samples sync_every kill_after cpus_per_run"),
+        ("at least 1", lambda x: x >= 1, "max_new_tokens num_samples sync_every kill_after cpus_per_run gpu_memory"),
         ("at least 2", lambda x: x >= 2, "max_seeds"),
         ("at least 2, to have a variance", lambda x: x >= 2, "prompts"),
         ("from 0 to 1", lambda x: 0 <= x <= 1, "max_grader_failures min_consistency"),
@@ -158,6 +158,7 @@ class PlanArgs(Args):
 
     num_gpus: int | None = None  # GPUs to plan for; by default those of this machine.
     optimizer: OptimizerName | None = None  # Optimiser to plan for; by default that of the preset's train_rl.
+    gpu_memory: float | None = None  # GB (1e9 bytes) of each GPU: count the peak of a training step, and say whether it fits.
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from alignment.core.records import Problem, SamplingConfig
 from alignment.data.tasks import Task
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.policy.loading import compute_dtype, load_config
-from alignment.policy.placement import ModelShape, partition_layers
+from alignment.policy.placement import ModelShape, engine_share, partition_layers
 from alignment.policy.policy import Policy, PolicyConfig, open_policy, policy_kind
 from alignment.rewards.reward import evaluation_reward
 from alignment.sampling.restarts import open_sampler
@@ -25,9 +25,7 @@ def make_policy(args: Args, base: str) -> Policy:
 
 def sampler_config(args: Args, base: str, device: str, engines: int = 1, **facts) -> SamplerConfig:
     """What a sampler on `device` is started with, one of `engines` that share the device. `facts` are further fields."""
-    roles = roles_of(args)
-    alone = device not in {*roles.policy, roles.reference}
-    share = args.gpu_memory_utilization or (0.9 if alone else 0.4) / engines
+    share = args.gpu_memory_utilization or engine_share(roles_of(args), device, engines)
     dtype = compute_dtype(args.dtype, device)
     return SamplerConfig(base, device, dtype, timeout=args.sampler_timeout, memory_share=share, **facts)
 

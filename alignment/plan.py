@@ -3,11 +3,17 @@
 uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 """
 
-from alignment.args import PlanArgs, RLArgs, from_preset, parse
+import dataclasses
+
+from alignment.args import Args, PlanArgs, RLArgs, configuration, from_preset, parse
 from alignment.checks import resolve_model, roles_of
-from alignment.policy.placement import ModelShape, place
+from alignment.policy.placement import ModelShape, Roles, place
+from alignment.sampling.sampler import engine_name
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console, make_table
+
+PROMPT_TOKENS = 300  # of the longest prompt, where --max_prompt_tokens says nothing; GSM8K's and Countdown's are shorter
+TEST_PROBLEMS = 1319  # where --max_problems takes all: GSM8K's
 
 
 def main() -> None:
@@ -15,7 +21,8 @@ def main() -> None:
     roles = roles_of(args, args.num_gpus)
     from alignment.policy.loading import load_config
 
-    shape = ModelShape.from_config(load_config(resolve_model(args.model, args.output_dir)))
+    config = load_config(resolve_model(args.model, args.output_dir))
+    shape = ModelShape.from_config(config)
     rows = []
     optimizer = args.optimizer or from_preset(RLArgs, args.preset).optimizer
     for share in sorted(place(shape, roles, optimizer), key=lambda share: share.device):
@@ -29,6 +36,32 @@ def main() -> None:
     console.print(
         f"GB: weights, and for the policy gradients and the moments of {optimizer}; activations and caches come on top"
     )
+    if args.gpu_memory:
+        run = from_preset(RLArgs, args.preset)
+        shared = {field.name: getattr(args, field.name) for field in dataclasses.fields(Args)}
+        run = dataclasses.replace(run, **shared, optimizer=optimizer)
+        from alignment.policy.peak import SPARE, peak_bytes
+
+        step = step_shape(run, roles, args.gpu_memory * 1e9, engine_name(args.sampler) == "vllm")
+        for device, kinds in peak_bytes(shape, config, roles, step).items():
+            total, listed = sum(kinds.values()), ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items() if size)
+            verdict = "fits" if total <= (1 - SPARE) * step.card else f"does not fit: {SPARE:.0%} must stay free"
+            console.print(f"{device}, peak of a step: {total / 1e9:.1f} of {args.gpu_memory:g} GB, {verdict} ({listed})")
+
+
+def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
+    """The `StepShape` of a run on GPUs of `card` bytes."""
+    from alignment.policy.peak import StepShape
+
+    prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
+    longest = prompt + args.max_new_tokens, prompt + (args.eval_max_new_tokens or args.max_new_tokens)
+    return configuration(
+        StepShape, args, card=int(card), prompt=prompt, rows=max(args.rollout_size, problems), vllm=vllm,
+        sampled=max(args.rollout_size * longest[0], problems * longest[1]),
+        truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
+        frozen=(args.beta > 0 and not args.reference_url) + (args.needs_old_policy and roles.policy != (roles.reference,)),
+        engines=1 + (args.rollouts == "async" and roles.sample == roles.eval),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ MAX_TOKENS = 16384  # larger micro-batches are no faster on a CPU (benchmarks/RE
 # 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free memory is a limit.
 MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
+CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight in our own decoding, at most
 BF16_FACTOR = 0.6  # activation bytes under bfloat16 autocast / in float32; more than 0.5, because norms stay in float32
 
 
@@ -28,6 +29,13 @@ def checkpointed_activation_bytes(config) -> int:
     the activations of the one layer that backward recomputes."""
     one_layer = activation_bytes(config) // config.num_hidden_layers
     return 4 * (config.num_hidden_layers + 3) * config.hidden_size + one_layer
+
+
+def key_value_bytes(config, itemsize: int) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * itemsize
 
 
 def release_memory() -> None:

@@ -12,6 +12,7 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.huggingface import Cache, CacheLayerMixin, DynamicCache, PreTrainedModel
 from alignment.policy.loading import context_length, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
+from alignment.policy.memory import CACHE_BYTES, key_value_bytes
 from alignment.policy.packing import attention_by_layout, pack
 from alignment.policy.plain_path import own_attention, takes_plain_path
 from alignment.policy.policy import Policy
@@ -20,7 +21,6 @@ from alignment.sampling.arrival import Held, tensor_checksum
 from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError
 
-CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight, at most
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
 CHECK_TOKENS = 6  # of a row of the self-check: more than `self_check.WINDOW`
 STEPS_UNSEEN = {"cpu": 1, "cuda": 16}  # tokens of each row that are drawn before the host looks at them: it waits for a GPU
@@ -103,10 +103,7 @@ class TransformersSampler:
 
     def _waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[list[int]]:
         """Prompts cut into lots of similar length whose keys and values fit in the cache."""
-        config = self.model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * heads * head_dim * self.model.dtype.itemsize
+        token_bytes = key_value_bytes(self.model.config, self.model.dtype.itemsize)
         group_bytes = (max(map(len, encoded)) + sampling.n * sampling.max_new_tokens) * token_bytes
         # The plain path has no padding on the left, so prompts of a wave would have to be equally long.
         size = 1 if self.plain_path else max(1, CACHE_BYTES[self._device.type] // group_bytes)
