@@ -365,10 +365,8 @@ class ReferenceServerArgs:
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Train every combination of the values given, with every seed, and say which choice made the difference.
-
-    Every argument of train_rl may be given here, most with several values: --loss_type no_baseline grpo_clip --seed 0 1 2
-    """
+    """Train every combination of the values given, with every seed, and say which choice made the difference. Every argument of
+    train_rl may be given here, most with several values: --loss_type no_baseline grpo_clip --seed 0 1 2"""
 
     preset: str = "tiny"  # Named set of arguments that all arms start from.
     sweep_file: str = ""  # TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME] each.

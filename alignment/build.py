@@ -35,9 +35,7 @@ from alignment.warm_start import warm_start
 
 def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluator, int]:
     """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves no folder.
-
-    Raises `UserError` for mistakes, if possible before a model loads.
-    """
+    Raises `UserError` for mistakes, if possible before a model loads."""
     base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer, task = load_tokenizer(base), find_task(args.task)
     problems = eval_problems(task, args.dataset_path, args.max_problems)
@@ -95,9 +93,7 @@ def make_references(args: RLArgs, run: Run, base: str) -> References:
 
 def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
     """The reference model `model_path`: at --reference_url, in this process (--rollouts sync), or in a process of its own.
-
-    Raises `UserError` if --reference_url serves another model.
-    """
+    Raises `UserError` if --reference_url serves another model."""
     roles, vocabulary = roles_of(args), load_config(model_path).vocab_size
     name = compute_dtype(args.dtype, roles.policy[0])
     dtype = getattr(torch, name)

@@ -70,7 +70,8 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
     `UserError` for data that cannot be read."""
     number, problems = len(task.problems("test", dataset_path)), task.test_problems(dataset_path)
     if len(problems) < number:
-        _say(f"the test split has {number - len(problems)} of {number} questions twice or more: each is asked once")
+        repeated = f"{number - len(problems)} of {number} questions twice or more"
+        print(f"the test split has {repeated}: each is asked once", file=sys.stderr)
     return problems[: max_problems or None]
 
 
@@ -86,11 +87,7 @@ def _say_left_out(number: int, kept: int, noun: str) -> None:
     if number and not kept:
         raise UserError(f"every one of {number} {noun} asks what a test problem asks: none is left to train on")
     if kept < number:
-        _say(f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+        print(f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out", file=sys.stderr)
 
 
 class SFTInputs(NamedTuple):

@@ -50,10 +50,8 @@ def evaluation(args: Args, task: Task, problems: Sequence[Problem], n: int = 1) 
 
 
 def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:
-    """The policy's `device_map` for `from_pretrained`: module name -> device.
-
-    The sampler's, the reference's and the evaluation's devices are reserved; the model is split over the rest, balanced
-    by bytes (`placement.partition_layers`). `num_gpus` plans for a machine other than this one.
-    """
+    """The policy's `device_map` for `from_pretrained`: module name -> device. The sampler's, the reference's and the
+    evaluation's devices are reserved; the model is split over the rest, balanced by bytes (`placement.partition_layers`).
+    `num_gpus` plans for a machine other than this one."""
     config = load_config(resolve_model(args.model, args.output_dir))
     return partition_layers(ModelShape.from_config(config), roles_of(args, num_gpus).policy)

@@ -28,10 +28,8 @@ from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
 
 
 def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
-    """Fine-tune --model and save it whole to --sft_base; returns its evaluation on the test problems.
-
-    Raises `UserError` where --sft_base appears during the training: nothing is ever overwritten.
-    """
+    """Fine-tune --model and save it whole to --sft_base; returns its evaluation on the test problems. Raises `UserError` where
+    --sft_base appears during the training: nothing is ever overwritten."""
     target, task = Path(args.sft_base), inputs.task
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)

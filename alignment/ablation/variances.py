@@ -13,9 +13,7 @@ from scipy import stats
 @dataclass(frozen=True)
 class SeedVariances:
     """The variance of an arm's mean score between seeds: common to all arms, and an unbiased estimate by arm, 0 or more.
-
-    `unstable` names the arms whose variance is larger than the others' by more than chance.
-    """
+    `unstable` names the arms whose variance is larger than the others' by more than chance."""
 
     common: float
     dof: int

@@ -145,11 +145,9 @@ def _level(name: str, value: object) -> str:
 
 
 def split_of_gain(run: Run) -> tuple[float, float, float]:
-    """(gain, format's part, answers' part) of accuracy from the first to the last evaluation.
-
-    Accuracy is the format rate f times the accuracy c of well-formed responses. The format's part is the change of f at the
-    mean c, the answers' part the change of c at the mean f; they add up to the gain.
-    """
+    """(gain, format's part, answers' part) of accuracy from the first to the last evaluation. Accuracy is the format rate f
+    times the accuracy c of well-formed responses. The format's part is the change of f at the mean c, the answers' part the
+    change of c at the mean f; they add up to the gain."""
     first, last = run.evals[0], run.evals[-1]
     f, a = zip(*((e["avg_format_rewards"], e["avg_all_rewards"]) for e in (first, last)), strict=True)
     c = [x / y if y else 0.0 for x, y in zip(a, f, strict=True)]

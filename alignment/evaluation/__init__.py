@@ -1,4 +1,1 @@
-"""The accuracy of a model with intervals, pass@k, and comparisons of models.
-
-It never trains.
-"""
+"""The accuracy of a model with intervals, pass@k, and comparisons of models. It never trains."""

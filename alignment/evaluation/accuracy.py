@@ -62,10 +62,8 @@ def evaluate_vllm(
     eval_sampling_params: SamplingConfig,
     rules: Sequence[str] = ("r1_zero", "r1_zero_strict"),
 ) -> Evaluation:
-    """The evaluation of completions sampled from any `Sampler`, vLLM's or another, one group for each problem.
-
-    The evaluation's record also has the mean reward under each of `rules`. Raises `UserError` without a problem.
-    """
+    """The evaluation of completions sampled from any `Sampler`, vLLM's or another, one group for each problem. The evaluation's
+    record also has the mean reward under each of `rules`. Raises `UserError` without a problem."""
     if not problems:
         raise UserError("nothing to evaluate: the task has no problem in its test split")
     start = time.perf_counter()
@@ -103,18 +101,14 @@ def category(score: Score) -> str:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that k of n samples, drawn without replacement, include a correct one: 1 - C(n - c, k) / C(n, k).
-
-    Unbiased for the chance that k fresh samples do (Chen et al. 2021, arXiv:2107.03374, eq. 1).
-    """
+    """Chance that k of n samples, drawn without replacement, include a correct one: 1 - C(n - c, k) / C(n, k). Unbiased for the
+    chance that k fresh samples do (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority_share(group: Group) -> float:
     """1 where the most frequent answer is right, 0 where it is wrong; among equally frequent answers, the share that is right.
-
-    Answers are compared as written; a response without an answer has no vote (Wang et al. 2023, arXiv:2203.11171).
-    """
+    Answers are compared as written; a response without an answer has no vote (Wang et al. 2023, arXiv:2203.11171)."""
     votes = Counter(answer for completion in group.completions if (answer := extract_answer(completion.text)) is not None)
     if not votes:
         return 0.0

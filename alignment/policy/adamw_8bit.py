@@ -12,8 +12,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     2.03 bytes a parameter instead of 8. Moments of fewer than 4096 numbers, or of no whole blocks, stay in fp32.
 
     On GPUs torch.compile makes a kernel for each shape of parameter at the first step; on a CPU this would take a C++
-    compiler and half a minute, so there the step runs uncompiled, which is slow: good to try it out.
-    """
+    compiler and half a minute, so there the step runs uncompiled, which is slow: good to try it out."""
 
     def __init__(self, groups: list[dict], lr: float, **how):
         super().__init__(groups, lr=lr, **how)

@@ -13,8 +13,7 @@ class CPUOffloadAdamW(torch.optim.AdamW):
     parameter with its gradient. Any mix of devices will do. What is on the CPU already is stepped in place.
 
     It stands here because torchao's `CPUOffloadOptimizer` copies gradients during backward, before they are clipped or found
-    not to be finite, serves one GPU only, and runs on no CPU, where a test could compare it with AdamW bit for bit.
-    """
+    not to be finite, serves one GPU only, and runs on no CPU, where a test could compare it with AdamW bit for bit."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -16,10 +16,8 @@ from alignment.policy.plain_path import takes_plain_path, unshared
 
 class FrozenModel:
     """A model on one device, of whose weights no gradient is taken. Raises `UserError` for weights that cannot be loaded.
-
     `dtype` is the type of its matrix products. With the same weights its log-probs are a policy's, bit for bit: what autocast
-    would cast for a product is kept in `dtype`, and all else, such as norms and embeddings, in float32.
-    """
+    would cast for a product is kept in `dtype`, and all else, such as norms and embeddings, in float32."""
 
     def __init__(self, model_path: str, device: str, dtype: torch.dtype):
         self.model = keep_in(load_model(model_path, ("cpu",), torch.float32), dtype).to(device)

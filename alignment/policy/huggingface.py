@@ -90,28 +90,7 @@ if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(sys.modules) and
     _leave_out_unused()
     _put_stand_in()
 
-from transformers import (  # noqa: E402
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Cache,
-    DynamicCache,
-    PreTrainedModel,
-)
-from transformers.cache_utils import CacheLayerMixin  # noqa: E402
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
-from transformers.utils import logging  # noqa: E402
-
-__all__ = [
-    "ALL_ATTENTION_FUNCTIONS",
-    "AttentionInterface",
-    "AutoConfig",
-    "AutoModelForCausalLM",
-    "AutoTokenizer",
-    "Cache",
-    "CacheLayerMixin",
-    "DynamicCache",
-    "PreTrainedModel",
-    "logging",
-]
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402, F401
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache  # noqa: E402, F401
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402, F401
+from transformers.utils import logging  # noqa: E402, F401

@@ -15,9 +15,7 @@ IN_FLIGHT = 2  # micro-batches for each device (benchmarks/README.md)
 
 class LayerSplitPolicy(SingleDevicePolicy):
     """A `Policy` of one process, split by layers over its devices, with several micro-batches in flight so that all are busy.
-
-    Nothing here waits for a device, so one micro-batch's late layers run beside the next ones' early layers.
-    """
+    Nothing here waits for a device, so one micro-batch's late layers run beside the next ones' early layers."""
 
     def __init__(self, config: PolicyConfig):
         super().__init__(config)

@@ -100,9 +100,7 @@ def compute_dtype(name: str, device: str) -> str:
 
 def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) -> PreTrainedModel:
     """Load a causal language model, whole on one device or split by layers over several, and choose its path by a self-check.
-
-    Raises `UserError` for weights that are missing or damaged, and for a model whose log-probs no path computes exactly.
-    """
+    Raises `UserError` for weights that are missing or damaged, and for a model whose log-probs no path computes exactly."""
     model = _load_weights(model_path, dtype)
     if len(devices) == 1:
         model = model.to(devices[0])
@@ -140,19 +138,16 @@ def spread(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedM
     """Put each module on its device, and have it move its inputs there.
 
     Done here rather than by `from_pretrained(device_map=...)`, which takes a map with both GPUs and "cpu" to mean weights
-    that wait on the CPU and visit a GPU at each use; such weights cannot be trained.
-    """
+    that wait on the CPU and visit a GPU at each use; such weights cannot be trained."""
     for name, device in device_map.items():
         model.get_submodule(name).to(device)
     return move_activations(model, device_map)
 
 
 def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:
-    """Before each module's forward, move its inputs to the module's device; hidden states alone come from another GPU.
-
-    A copy between GPUs makes both wait for each other. So positions come from the host and rotary embeddings are computed on
-    every device, each once a forward; of anything else that has no gradient a device gets one copy, however many modules ask.
-    """
+    """Before each module's forward, move its inputs to the module's device; hidden states alone come from another GPU. A copy
+    between GPUs makes both wait for each other. So positions come from the host and rotary embeddings are computed on every
+    device, each once a forward; of anything else that has no gradient a device gets one copy, however many modules ask."""
     copies = WeakTensorKeyDictionary()
     devices = list(dict.fromkeys(device_map.values()))
     model.get_decoder().register_forward_pre_hook(functools.partial(_note_positions, copies, devices), with_kwargs=True)

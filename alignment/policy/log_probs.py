@@ -32,8 +32,7 @@ def sampling_logits(
 
     The nucleus is the smallest set of most likely tokens whose probability, among the `top_k`, reaches `top_p` (Holtzman et
     al. 2020, arXiv:1904.09751). `keep` [N] names a token a row that stays in whatever its rank: rounding, and other weights,
-    can push a sampled token over the edge, and its log-probability must stay finite.
-    """
+    can push a sampled token over the edge, and its log-probability must stay finite."""
     scaled = logits.float() / temperature
     top_k = min(top_k, scaled.shape[-1])
     if top_p >= 1 and not top_k:
@@ -69,8 +68,7 @@ def get_response_log_probs(
 
     No padding is computed, a prompt of several rows once (`packing.Packing`), and logits for the mask's positions only, a
     bounded number at a time. A model that takes the plain path computes padding and all logits. Raises ValueError for a model
-    that does not hand on what its attention is told.
-    """
+    that does not hand on what its attention is told."""
     input_ids, labels = input_ids.cpu(), labels.cpu()
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
     hidden_NH = hidden_states(model, input_ids, mask)
@@ -168,8 +166,7 @@ class LabelLogProbs(torch.autograd.Function):
     -> log-probs [N] and entropies [2, N] of the tempered and of the truncated distribution (zeros unless wanted; without
     gradient), fp32. With p = softmax of a row and g its incoming gradient, d(log p_y)/dz = (1[y] - p) / temperature, and with
     a cap this times 1 - tanh(z / c)^2. Rows go through in pieces of `LOGITS_IN_MEMORY` logits; a single piece without a cap
-    keeps p for backward, others compute it again.
-    """
+    keeps p for backward, others compute it again."""
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, with_entropy, soft_cap=None):

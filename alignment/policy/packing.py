@@ -18,28 +18,21 @@ from alignment.policy.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInter
 
 @dataclass
 class Packing:
-    """N tokens in one sequence: first S prefixes, then R suffixes that each go on from the end of a prefix. No padding.
-
-    A prompt of several rows is a prefix, and their responses are its suffixes; a row that shares its prompt with no other is a
-    prefix as a whole. What a token sees are the tokens before it in its prefix and, in a suffix, in the suffix.
-    """
+    """N tokens in one sequence: first S prefixes, then R suffixes that each go on from the end of a prefix. No padding. A
+    prompt of several rows is a prefix, and their responses are its suffixes; a row that shares its prompt with no other is a
+    prefix as a whole. What a token sees are the tokens before it in its prefix and, in a suffix, in the suffix."""
 
     input_ids_1N: torch.Tensor
     position_ids_1N: torch.Tensor
-    spots_BT: torch.Tensor
-    """The place in the sequence of token t of row b of the batch; 0 beyond the row's end."""
-    prefixes_SL: torch.Tensor
-    """Places of each prefix's tokens, right-padded with 0."""
-    prefix_tokens: torch.Tensor
-    """Which of the flattened [S * L] are tokens."""
-    suffixes_RQ: torch.Tensor | None = None
-    """Places of each suffix's tokens, right-padded with 0; None without suffixes."""
+    spots_BT: torch.Tensor  # The place in the sequence of token t of row b of the batch; 0 beyond the row's end
+    prefixes_SL: torch.Tensor  # Places of each prefix's tokens, right-padded with 0
+    prefix_tokens: torch.Tensor  # Which of the flattened [S * L] are tokens
+    suffixes_RQ: torch.Tensor | None = None  # Places of each suffix's tokens, right-padded with 0; None without suffixes
     seen_RK: torch.Tensor | None = None
     """Places of what they see: the prefix, left-padded with 0, then the suffix itself, right-padded."""
     bias_R1QK: torch.Tensor | None = None
     """0 where a suffix's token sees another, else -inf; [1, 1, Q, K] where prefixes are equally long."""
-    suffix_tokens: torch.Tensor | None = None
-    """Which of the flattened [R * Q] are tokens."""
+    suffix_tokens: torch.Tensor | None = None  # Which of the flattened [R * Q] are tokens
     applied: list[bool] = field(default_factory=list)
     copies: dict[torch.device, Packing] = field(default_factory=dict)
     biases: dict[tuple[bool, int, torch.dtype, int | None], torch.Tensor] = field(default_factory=dict)
@@ -189,8 +182,7 @@ class AttentionRule:
 class Layout(Protocol):
     """What attention goes by, where it is not one plain sequence a row."""
 
-    applied: list[bool]
-    """Not empty once it has: a model that ignores its layout would mix up its rows in silence."""
+    applied: list[bool]  # Not empty once it has: a model that ignores its layout would mix up its rows in silence
 
     def attend(self, module, query, key, value, rule: AttentionRule) -> torch.Tensor:
         """[rows, heads, tokens, D] -> [rows, tokens, heads, D]."""
@@ -212,8 +204,7 @@ def attention(
     Raises ValueError for what it was told and does not know, such as a position bias, and for what only a layout does.
 
     It has no mask but the one it is handed: transformers would build one for every forward pass, and read a value from the
-    device for it, which on a split policy would keep micro-batches from overlapping.
-    """
+    device for it, which on a split policy would keep micro-batches from overlapping."""
     window, soft_cap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
     if layout is None:
         if soft_cap is not None or sinks is not None or (window is not None and key.shape[2] > window):
@@ -237,10 +228,8 @@ AttentionInterface.register(ATTENTION, attention)
 
 @contextmanager
 def attention_by_layout(model: torch.nn.Module, layout: Layout) -> Iterator[None]:
-    """Have a model's attention go by a layout, whatever it was loaded with.
-
-    Raises ValueError for a model that does not hand it on, or that would run its layers again in backward without it.
-    """
+    """Have a model's attention go by a layout, whatever it was loaded with. Raises ValueError for a model that does not hand it
+    on, or that would run its layers again in backward without it."""
     before = model.config._attn_implementation
     if before != ATTENTION and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(f"load the model with attn_implementation={ATTENTION!r}: its layers are run again in backward")

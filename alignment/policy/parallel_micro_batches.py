@@ -21,11 +21,9 @@ Result = TypeVar("Result")
 
 
 def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int) -> tuple[list[list[int]], int]:
-    """Micro-batches as row numbers, and how many of them are computed at once, with `most_tokens` in all of these together.
-
-    One at a time where torch has a single thread, where several would tear the rows of a prompt apart, or where
-    `_may_run_in_parallel` says no. A batch that would fit in one micro-batch is cut nevertheless, into equal parts.
-    """
+    """Micro-batches as row numbers, and how many of them are computed at once, with `most_tokens` in all of these together. One
+    at a time where torch has a single thread, where several would tear the rows of a prompt apart, or where
+    `_may_run_in_parallel` says no. A batch that would fit in one micro-batch is cut nevertheless, into equal parts."""
     parallel = min(PARALLEL, torch.get_num_threads()) if _may_run_in_parallel(model) else 1
     if parallel == 1:
         return cut_by_tokens(rows, most_tokens), 1
@@ -44,8 +42,7 @@ def _may_run_in_parallel(model: PreTrainedModel) -> bool:
 
     They would on devices that order their work themselves, and with another attention than ours, which is swapped for the time
     of a pass (`attention_by_layout`). So would modules that hold state: dropout draws from one generator, and some rotary
-    embeddings follow the longest sequence of a pass.
-    """
+    embeddings follow the longest sequence of a pass."""
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     return on_cpu and model.config._attn_implementation == ATTENTION and not any(map(_holds_state, model.modules()))
 
@@ -63,8 +60,7 @@ def run_parallel(
 
     Threads that multiply their own matrices keep the cores busy; threads that share every product wait for one another
     after each (benchmarks/README.md). `parameters` are those to whose gradients `work` adds. Gradient mode and autocast
-    belong to a thread, so `work` sets what it needs of them.
-    """
+    belong to a thread, so `work` sets what it needs of them."""
     if parallel == 1:
         yield from map(work, pieces)
         return

@@ -34,8 +34,7 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     """Device -> kind -> bytes at the worst moment: the head of an update's later micro-batch, where all of its activations, the
     gradient of those before, and temporaries of logits exist, or sampling, where keys and values do and gradients do not.
 
-    Between them, engines and frozen models stay. Counts for a model of fp32 weights whose linear layers autocast casts.
-    """
+    Between them, engines and frozen models stay. Counts for a model of fp32 weights whose linear layers autocast casts."""
     placed = partition_layers(shape, roles.policy)
     devices = sorted({*roles.policy, roles.sample, roles.eval, roles.reference})
     held = {device: [name for name, place in placed.items() if place == device] for device in devices}

@@ -58,8 +58,7 @@ def assign_roles(
     everything, and without a GPU everything is on "cpu". What is named is honoured; the defaults fill the highest
     GPUs left and share once these run out, never taking the policy's last one.
 
-    Raises UserError for a device that is malformed, absent, or taken, naming the flag and what to change.
-    """
+    Raises UserError for a device that is malformed, absent, or taken, naming the flag and what to change."""
     gpus = tuple(f"cuda:{index}" for index in range(num_gpus))
     texts = {"sample": sample_device, "reference": reference_model_device, "eval": eval_device}
     named = {role: _read_device(FLAGS[role], text, gpus) for role, text in texts.items() if text is not None}
@@ -206,8 +205,7 @@ def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str
     device gets something while there are modules to give; of more devices than that, the first ones are used.
 
     A map that mixes "cpu" with GPUs places layers for our own moves only: accelerate takes "cpu" there to mean weights
-    that are offloaded and brought to a GPU at each use, which cannot be trained.
-    """
+    that are offloaded and brought to a GPU at each use, which cannot be trained."""
     if not devices or len(set(devices)) < len(devices):
         raise ValueError(f"partition_layers needs at least one device, each listed once, got {list(devices)}")
     runs: list[list[str]] = [[]]
@@ -228,8 +226,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
 
     Exact: the largest part's sum is minimal and, among such cuts, so is the sum of squares. The second says which of
     many equal bottlenecks to take, so that one big embedding does not excuse a lopsided rest. Needs
-    1 <= parts <= len(sizes). The time is O(parts * len(sizes)^2).
-    """
+    1 <= parts <= len(sizes). The time is O(parts * len(sizes)^2)."""
     ends = list(accumulate(sizes, initial=0))
     largest = ends  # by end: the least that the largest part of the first `end` items can have, in one part, then two, ...
     for _ in range(parts - 1):
@@ -271,8 +268,7 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
     Huang et al. 2019, arXiv:1811.06965). A device does what it is given in that order; with one in flight, the first device of
     a split model waits through each micro-batch's whole way there and back. `heads_first` is for a head
     that is not on the last layers' device, as a tied one: a block's heads then come before all of its backwards, of which the
-    first ends on that device too.
-    """
+    first ends on that device too."""
     for start in range(0, micro_batches, in_flight):
         block = range(start, min(start + in_flight, micro_batches))
         yield from (("forward", number) for number in block)

@@ -21,12 +21,9 @@ if TYPE_CHECKING:
 class PolicyConfig:
     """The initial weights of a policy, its devices and its optimiser."""
 
-    model_path: str
-    """Hugging Face folder or hub name of the initial weights."""
-    devices: tuple[str, ...]
-    """In layer order, such as ("cuda:0", "cuda:1")."""
-    dtype: str
-    """Type of matrix products: "float32" or "bfloat16". Trained weights are kept in float32."""
+    model_path: str  # Hugging Face folder or hub name of the initial weights
+    devices: tuple[str, ...]  # In layer order, such as ("cuda:0", "cuda:1")
+    dtype: str  # Type of matrix products: "float32" or "bfloat16". Trained weights are kept in float32.
     optimizer: str = "adamw"
     weight_decay: float = 0.0
     micro_batch_tokens: int = 0
@@ -40,8 +37,7 @@ class Objective:
     The policy calls `loss(rows, log_probs [b, t], mask [b, t])` for each micro-batch with its row numbers in the batch. It
     returns a differentiable scalar, and tensors to report. The log-probs are those of `distribution`; with `entropy`, each
     micro-batch also reports "entropy_sum" and "sampling_entropy_sum" (before and after truncation). With `supervised`, model
-    and head form one autograd graph, and every row's last label counts as a token of the micro-batch.
-    """
+    and head form one autograd graph, and every row's last label counts as a token of the micro-batch."""
 
     loss: MicroBatchLoss
     distribution: Distribution = Distribution()
@@ -53,8 +49,7 @@ class Objective:
 class MicroBatchResult:
     """The rows of one micro-batch, their log-probs [b, t] without gradient, and the sums that the loss reported, with "loss".
 
-    `sums["tokens"]` is the number of computed tokens; a prompt that several rows share counts once.
-    """
+    `sums["tokens"]` is the number of computed tokens; a prompt that several rows share counts once."""
 
     rows: Sequence[int]
     log_probs: torch.Tensor
@@ -62,15 +57,12 @@ class MicroBatchResult:
 
 
 class Policy(Protocol):
-    """The whole interface to the trained weights.
-
-    Batches are on the CPU, [B, T], right-padded; `rows` selects rows by number. Weights have their Hugging Face names.
-    """
+    """The whole interface to the trained weights. Batches are on the CPU, [B, T], right-padded; `rows` selects rows by number.
+    Weights have their Hugging Face names."""
 
     devices: tuple[str, ...]
     config: PretrainedConfig
-    dtype: torch.dtype
-    """Type of matrix products."""
+    dtype: torch.dtype  # Type of matrix products
     micro_batch_tokens: int
 
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
@@ -135,8 +127,6 @@ def check_parallelism(parallelism: str) -> None:
 
 
 def open_policy(kind: str, config: PolicyConfig) -> Policy:
-    """Load a policy; `kind` is a key of `POLICIES` or a class written as package.module:name.
-
-    Raises `UserError` for weights that are missing or damaged, and for a name that cannot be imported.
-    """
+    """Load a policy; `kind` is a key of `POLICIES` or a class written as package.module:name. Raises `UserError` for weights
+    that are missing or damaged, and for a name that cannot be imported."""
     return import_object("--policy_parallelism", POLICIES.get(kind, kind))(config)

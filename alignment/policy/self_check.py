@@ -48,10 +48,8 @@ def short_windows(model: torch.nn.Module) -> Iterator[None]:
 
 def own_log_probs(model: torch.nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> torch.Tensor:
     """The log-probs [N] of (prompt, response) rows' responses, one row after another, by the model's own attention and logits.
-
-    Shorter rows are followed by a token that a causal model does not see, so nothing depends on how it takes masks.
-    Raises `UserError` for a model whose own forward pass fails.
-    """
+    Shorter rows are followed by a token that a causal model does not see, so nothing depends on how it takes masks. Raises
+    `UserError` for a model whose own forward pass fails."""
     ids = [torch.tensor([*prompt, *response]) for prompt, response in rows]
     ids_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     try:
@@ -88,10 +86,8 @@ def checking(model: torch.nn.Module) -> Iterator[None]:
 
 
 def choose_path(model: torch.nn.Module) -> None:
-    """Have a model take the plain path if packed rows are not what it computes itself, and say so.
-
-    Raises `UserError` where its plain path is no better, and for a model that sees later tokens or has no linear head.
-    """
+    """Have a model take the plain path if packed rows are not what it computes itself, and say so. Raises `UserError` where its
+    plain path is no better, and for a model that sees later tokens or has no linear head."""
     family, head = model.config.model_type, model.get_output_embeddings()
     if getattr(getattr(head, "weight", None), "ndim", 0) != 2:
         raise UserError(f"--model: {family} has no linear output head, so its log-probs cannot be computed from hidden states")

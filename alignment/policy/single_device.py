@@ -22,11 +22,9 @@ from alignment.system.files import full_disk_is_an_os_error
 
 
 class MicroBatch:
-    """The forward and backward pass of some rows of a batch: the constructor, then `head`, then `backward`.
-
-    `head` backpropagates to the hidden states only, which frees the head's memory before the backward pass of the layers.
-    Supervised objectives keep one graph from the weights to the loss instead.
-    """
+    """The forward and backward pass of some rows of a batch: the constructor, then `head`, then `backward`. `head`
+    backpropagates to the hidden states only, which frees the head's memory before the backward pass of the layers. Supervised
+    objectives keep one graph from the weights to the loss instead."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, batch: Batch, rows: Sequence[int], objective: Objective):
         self.model, self.dtype, self.rows, self.objective = model, dtype, rows, objective

@@ -16,8 +16,7 @@ class RolloutConfig:
 
     task: str
     reward: str
-    prompt: str = ""
-    """Prompt template; empty: the task's own."""
+    prompt: str = ""  # Prompt template; empty: the task's own
     dataset_path: str = ""
     prompts_per_rollout: int = 32
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -47,10 +46,8 @@ class Schedule:
     """Which version of the weights samples which step. Version v is what v steps have made."""
 
     num_steps: int
-    max_staleness: int = 0
-    """Steps that the sampler's weights may be behind."""
-    sync_every: int = 1
-    """Steps between the versions that the sampler gets."""
+    max_staleness: int = 0  # Steps that the sampler's weights may be behind
+    sync_every: int = 1  # Steps between the versions that the sampler gets
 
     def version_for(self, step: int) -> int:
         """The version that samples a step: the oldest that `max_staleness` allows, of those that the sampler gets."""
@@ -67,10 +64,8 @@ def derived_seed(*parts: int | str) -> int:
 
 
 def training_problems(problems: Sequence[Problem], max_prompt_tokens: int, num_problems: int, tokenizer) -> Sequence[Problem]:
-    """The first `num_problems` (0: all) problems whose prompts have at most `max_prompt_tokens` tokens (0: any length).
-
-    Raises `UserError` where every prompt is longer.
-    """
+    """The first `num_problems` (0: all) problems whose prompts have at most `max_prompt_tokens` tokens (0: any length). Raises
+    `UserError` where every prompt is longer."""
     if isinstance(problems, Endless):
         return [problems[i] for i in range(num_problems)] if num_problems else problems
     if max_prompt_tokens:

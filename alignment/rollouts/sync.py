@@ -17,8 +17,7 @@ from alignment.system.signals import defer_signals
 class Rollouts(Protocol):
     """One step's groups after another, and the sampler's share of new weights."""
 
-    restarts: int
-    """Engines that were lost and replaced so far."""
+    restarts: int  # Engines that were lost and replaced so far
 
     def next(self, step: int) -> SampledStep:
         """The sampled and scored groups of a step."""
@@ -26,9 +25,7 @@ class Rollouts(Protocol):
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
         """Give the sampler the weights that `step` steps have made while the block runs, and wait for it after the block.
-
-        Signals are deferred from here on: the step is made, but not yet logged.
-        """
+        Signals are deferred from here on: the step is made, but not yet logged."""
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
         """The rollouts of later steps that are sampled already, with weights older than those of `step`."""

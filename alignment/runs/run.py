@@ -155,10 +155,8 @@ class Run:
         drop_old_checkpoints(self.path, self.config.keep_checkpoints, spared=self.resumed_at)
 
     def finish(self, title: str) -> None:
-        """Write the final model, the learning curve and the summary, and print the accuracy before and after.
-
-        The last checkpoint is whole by now, so an OSError is reported as it is.
-        """
+        """Write the final model, the learning curve and the summary, and print the accuracy before and after. The last
+        checkpoint is whole by now, so an OSError is reported as it is."""
         self.started = False
         with atomic_folder(self.path / "final") as building:
             save_model(building, lambda folder: self._policy.save(folder, self._tokenizer))

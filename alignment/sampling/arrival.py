@@ -21,8 +21,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 class CheckedSampler(Sampler, Protocol):
     """A sampler that says which weights it holds."""
 
-    dtype: torch.dtype
-    """The type that it keeps them in."""
+    dtype: torch.dtype  # The type that it keeps them in
 
     def weight_checksums(self, version: int) -> Held | None:
         """The `tensor_checksum` of everything that it holds; None where the engine's parts are spread over several workers."""
@@ -34,11 +33,8 @@ def checked_columns(width: int, version: int) -> list[int]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """The sum of the squared bit patterns of a tensor's numbers, modulo 2^64.
-
-    Neither the order of the numbers nor zeros change it, so an engine may stack matrices and pad them: the checksum of a stack
-    is the sum of its parts'. -0 counts as 0.
-    """
+    """The sum of the squared bit patterns of a tensor's numbers, modulo 2^64. Neither the order of the numbers nor zeros change
+    it, so an engine may stack matrices and pad them: the checksum of a stack is the sum of its parts'. -0 counts as 0."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return (tensor.detach() + 0.0).contiguous().view(integers).long().square().sum().item()
 
@@ -74,10 +70,8 @@ def with_checksums(
 
 
 def compare(sent: Mapping[str, int], held: Held, version: int) -> None:
-    """Compare the checksums of the weights that were sent, by name, with those that an engine holds.
-
-    An output embedding that was not sent is the input's. Raises `RunStopped` for tensors that differ or were never sent.
-    """
+    """Compare the checksums of the weights that were sent, by name, with those that an engine holds. An output embedding that
+    was not sent is the input's. Raises `RunStopped` for tensors that differ or were never sent."""
     tied = {"lm_head.weight": sent[name] for name in sent if name.endswith("embed_tokens.weight")}
     known = {**tied, **sent}
     parts_of = {name: parts for name, (parts, _) in held.items()}

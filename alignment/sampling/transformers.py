@@ -37,11 +37,8 @@ class _Row:
 
 
 class TransformersSampler:
-    """A `Sampler` that runs the model itself.
-
-    `model` may be the policy being trained (it is only read): `load_weights` then finds its own tensors and copies
-    nothing. The model sits whole on one device.
-    """
+    """A `Sampler` that runs the model itself. `model` may be the policy being trained (it is only read): `load_weights` then
+    finds its own tensors and copies nothing. The model sits whole on one device."""
 
     def __init__(self, model: PreTrainedModel, tokenizer, context: int, policy_version: int = 0):
         self.model = model
@@ -163,10 +160,8 @@ class TransformersSampler:
         return row.finished
 
     def _tokens_that_may_end(self, stop: tuple[str, ...]) -> list[bool]:
-        """Of each token, whether a response can be over after it, because it is EOS or completes a stop string.
-
-        Decoding text at every step would cost more than a tiny model's forward pass; this table spares nearly all of it.
-        """
+        """Of each token, whether a response can be over after it, because it is EOS or completes a stop string. Decoding text
+        at every step would cost more than a tiny model's forward pass; this table spares nearly all of it."""
         if stop not in self._may_end:
             size = self.model.get_output_embeddings().weight.shape[0]
             texts = self.tokenizer.batch_decode([[token] for token in range(size)]) if stop else [""] * size
@@ -268,10 +263,8 @@ def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each line of `logits` [lines, vocabulary], by inverting the distribution's CDF at `uniforms` [lines].
-
-    Returns (tokens [lines], their log-probabilities [lines] under the distribution drawn from). Greedy decoding draws
-    from a point mass, whose log-probability says nothing; it reports the untempered model's instead.
-    """
+    Returns (tokens [lines], their log-probabilities [lines] under the distribution drawn from). Greedy decoding draws from a
+    point mass, whose log-probability says nothing; it reports the untempered model's instead."""
     if sampling.temperature == 0:
         log_probs = logits.float().log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
@@ -297,17 +290,13 @@ def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _SharedPrefix:
-    """A `Layout`: each of L lines, which is one token long, sees its group's prompt and then its own cache.
+    """A `Layout`: each of L lines, which is one token long, sees its group's prompt and then its own cache. A prompt's keys and
+    values are there once, however many lines it has: attention to them is one matrix product a group, of the queries of M
+    lines, some of which stand for none."""
 
-    A prompt's keys and values are there once, however many lines it has: attention to them is one matrix product a group, of
-    the queries of M lines, some of which stand for none.
-    """
-
-    keys: list[torch.Tensor]
-    """Of each layer, [G, H, P, D]."""
+    keys: list[torch.Tensor]  # Of each layer, [G, H, P, D]
     values: list[torch.Tensor]
-    outside_GP: torch.Tensor
-    """What is not of the prompt, but padding."""
+    outside_GP: torch.Tensor  # What is not of the prompt, but padding
     applied: list[bool] = field(default_factory=list)
 
     def share_among(self, groups_L: Sequence[int]) -> None:
@@ -396,9 +385,7 @@ class _PreallocatedLayer(CacheLayerMixin):
 
 def open_transformers(config: SamplerConfig, tokenizer, policy: Policy | None = None) -> TransformersSampler:
     """A sampler that reads the policy's own model where that sits whole on the device in the right type, else loads a copy.
-
-    Raises `UserError` as `load_model` does, and for a model that decodes other log-probs than its forward pass has.
-    """
+    Raises `UserError` as `load_model` does, and for a model that decodes other log-probs than its forward pass has."""
     dtype = getattr(torch, config.dtype)
     model = policy.model_on(config.device, dtype) if policy is not None else None
     model = load_model(config.model_path, (config.device,), dtype) if model is None else model
@@ -409,9 +396,7 @@ def open_transformers(config: SamplerConfig, tokenizer, policy: Policy | None = 
 
 def choose_decoding(sampler: TransformersSampler) -> None:
     """Have a sampler take the plain path if lines that share a prompt do not get the log-probs of the model's own forward pass.
-
-    Raises `UserError` where the plain path is no better.
-    """
+    Raises `UserError` where the plain path is no better."""
     family = sampler.model.config.model_type
     with checking(sampler.model):
         if not sampler.plain_path and (reason := _decoding_disagreement(sampler)):

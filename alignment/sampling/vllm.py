@@ -36,8 +36,7 @@ class VLLMSampler:
     also depends on what shares its batch, so the same seed repeats it only for the same list of prompts.
 
     Raises `UserError` where vLLM cannot start. An engine that breaks or dies later, or does not answer within
-    `config.timeout` seconds, raises `SamplerLost` with its last words and is closed.
-    """
+    `config.timeout` seconds, raises `SamplerLost` with its last words and is closed."""
 
     def __init__(
         self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None, seed: int = 0

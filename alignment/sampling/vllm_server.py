@@ -80,8 +80,7 @@ class VLLMServerSampler:
 
     Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
     seconds, answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
-    `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back.
-    """
+    `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back."""
 
     def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         model_path, dtype = config.model_path, config.dtype

@@ -14,8 +14,7 @@ class UpdateConfig:
 
     `distribution`, under which all log-probs are taken, and `old_log_probs`: "ratio_one" where the old policy is the policy
     itself (one update a rollout) or plays no part, "policy" where a pass before the first update computes them, "sampler" where
-    those of the sampler serve.
-    """
+    those of the sampler serve."""
 
     loss: LossConfig
     advantage: AdvantageConfig

@@ -28,8 +28,7 @@ class Estimator:
     group_size: int
     normalize_by_std: bool
     loss_normalization: str
-    second_update: bool = False
-    """After one update on the same rollouts, where the ratio to the old policy is no longer 1."""
+    second_update: bool = False  # After one update on the same rollouts, where the ratio to the old policy is no longer 1
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class Statistics:
     norm: |G|. std: square root of the trace of its covariance, from the spread of the P terms. cosine: mean cosine between
     one prompt's gradient and G, prompts without gradient left out. snr: (|G|^2 - std^2) / std^2, in which the first is the
     unbiased square of the expectation's norm; negative where there is no signal. effective: (sum |w|)^2 / sum w^2 of the
-    responses' weights, how many equally weighted responses would say as much. silent: share of prompts without gradient.
-    """
+    responses' weights, how many equally weighted responses would say as much. silent: share of prompts without gradient."""
 
     norm: float
     std: float
@@ -69,8 +67,7 @@ def inspect(
     """Each estimator with the statistics of its per-prompt gradients. Those of a second update come after the others: before
     the first of them, `policy` makes one update on the rollout.
 
-    `config` is the run's own; a loss is looked at by itself, so the KL penalty and the sampler's correction are left out.
-    """
+    `config` is the run's own; a loss is looked at by itself, so the KL penalty and the sampler's correction are left out."""
     loss = dataclasses.replace(config.loss, beta=0.0, sampler_correction="none")
     one_update = {"epochs_per_rollout": 1, "train_mini_batch_size": 0, "warmup_steps": 0, "old_log_probs": "ratio_one"}
     config = dataclasses.replace(config, loss=loss, max_sampler_mismatch=math.inf, **one_update)

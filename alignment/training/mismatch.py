@@ -25,10 +25,8 @@ class SamplerMismatchCheck:
         self._passed, self._weights_moved = False, False
 
     def check(self, mini_batch: Sequence[MicroBatchResult]) -> None:
-        """Compare the first mini-batch that has a gradient; ignore the others. Raises `RunStopped` like `mismatch`.
-
-        After an earlier mini-batch without a gradient, momentum has already moved the weights a little.
-        """
+        """Compare the first mini-batch that has a gradient; ignore the others. Raises `RunStopped` like `mismatch`. After an
+        earlier mini-batch without a gradient, momentum has already moved the weights a little."""
         if not self._passed and mini_batch:
             computed = [(result.rows, result.log_probs) for result in mini_batch]
             self.report = mismatch(computed, self.rollout, self.limit, self.steps_old + self._weights_moved)
@@ -49,8 +47,7 @@ def mismatch(trainer: RowLogProbs, rollout: Rollout, limit: float, steps_old: in
 
     Both are taken under the distribution that was sampled from, before the weights change. Raises `RunStopped` where the mean
     exceeds `limit` (--max_sampler_mismatch): the gradient would be of another policy than the one that was sampled. A sampler
-    whose weights are `steps_old` steps old may differ by up to `STALE_MISMATCH`, because these steps changed the log-probs.
-    """
+    whose weights are `steps_old` steps old may differ by up to `STALE_MISMATCH`, because these steps changed the log-probs."""
     differences = []
     for rows, trainer_bt in trainer:
         width = trainer_bt.shape[1]

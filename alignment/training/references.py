@@ -16,8 +16,7 @@ from alignment.training.update import rows_with_gradient
 class Reference(Protocol):
     """The frozen model that training started from, wherever it runs: the KL penalty keeps the policy near it."""
 
-    restarts: int
-    """Processes that were lost and replaced so far."""
+    restarts: int  # Processes that were lost and replaced so far
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
         """Log-probs [B, T] of a batch's responses; `key` names the batch."""
@@ -36,11 +35,9 @@ class LocalReference:
 
 
 class References:
-    """Adds old and reference log-probs to rollouts, where the loss needs them.
-
-    `old_policy` is the policy as it was when the rollout was sampled, on a device of its own; None where the policy itself
-    serves, before its first update. `reference` is None without a KL penalty.
-    """
+    """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` is the policy as it was when the
+    rollout was sampled, on a device of its own; None where the policy itself serves, before its first update. `reference` is
+    None without a KL penalty."""
 
     def __init__(self, config: UpdateConfig, old_policy: FrozenModel | None, reference: Reference | None, clock: Clock):
         self.config, self.old_policy, self.reference, self.clock = config, old_policy, reference, clock

@@ -50,10 +50,8 @@ class SFTData:
 def fine_tune(
     policy: Policy, data: SFTData, config: SFTConfig, log_step: Callable[[dict], None], progress: Callable[[int, str], None]
 ) -> None:
-    """Make `num_steps` optimiser steps on the mean negative log-likelihood of a batch's response tokens.
-
-    `log_step` gets a record of each measurement of the validation loss, `progress` each step with words for the user.
-    """
+    """Make `num_steps` optimiser steps on the mean negative log-likelihood of a batch's response tokens. `log_step` gets a
+    record of each measurement of the validation loss, `progress` each step with words for the user."""
     stream, words = batches(data.train, config), ""
     for step in range(1, config.num_steps + 1):
         rate = config.learning_rate * warmup_then_linear(step, config.warmup_steps, config.num_steps)
@@ -85,9 +83,8 @@ def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[
 
 def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Example]]:
     """Endless batches, from one pass over the examples after another, each shuffled unless --curriculum keeps their order.
-
-    Batches are not sorted by length, which would make each one's gradient that of one kind of example; their micro-batches are.
-    """
+    Batches are not sorted by length, which would make each one's gradient that of one kind of example; their micro-batches
+    are."""
     for epoch in itertools.count():
         order = list(range(len(examples)))
         if not config.curriculum:

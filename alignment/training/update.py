@@ -21,11 +21,9 @@ from alignment.training.mismatch import SamplerMismatchCheck
 
 @dataclass
 class UpdateResult:
-    """The metrics of the updates on one rollout, with log-probs and row numbers for the logs.
-
-    `trainer_log_probs_BT` are the trainer's log-probs of `rows_with_gradient`, before the first update. `bad` lists the rows of
-    each mini-batch whose loss or gradient was not finite; `update` skipped these.
-    """
+    """The metrics of the updates on one rollout, with log-probs and row numbers for the logs. `trainer_log_probs_BT` are the
+    trainer's log-probs of `rows_with_gradient`, before the first update. `bad` lists the rows of each mini-batch whose loss or
+    gradient was not finite; `update` skipped these."""
 
     report: dict[str, float | None]
     trainer_log_probs_BT: torch.Tensor
@@ -38,8 +36,7 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
 
     It skips the forward pass of responses without a gradient, but counts them in every denominator. Before the weights first
     change, `SamplerMismatchCheck` compares the log-probs with those of the sampler, whose weights are `steps_old` steps old,
-    and raises `RunStopped` if they differ too much. Inside the loop only `is_finite` waits for the device.
-    """
+    and raises `RunStopped` if they differ too much. Inside the loop only `is_finite` waits for the device."""
     torch.manual_seed(derived_seed(config.seed, step))
     check = SamplerMismatchCheck(rollout, config.max_sampler_mismatch, steps_old)
     informative = rows_with_gradient(rollout, config)

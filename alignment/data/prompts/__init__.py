@@ -28,10 +28,8 @@ def check_template(name: str) -> None:
 
 
 def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
-    """The problems with their prompts filled in from the template `name`; `Endless` problems stay endless.
-
-    Raises `UserError` for an unknown template, and for a chat if the tokenizer has no chat template.
-    """
+    """The problems with their prompts filled in from the template `name`; `Endless` problems stay endless. Raises `UserError`
+    for an unknown template, and for a chat if the tokenizer has no chat template."""
     check_template(name)
     if (FOLDER / f"{name}.chat").exists():
         if not getattr(tokenizer, "chat_template", None):

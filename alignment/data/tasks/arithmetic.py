@@ -40,11 +40,9 @@ def problems(split: str, dataset_path: str = "") -> list[Problem]:
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """(problem, response) pairs on problems of this split, short problems as often as long ones.
-
-    Training pairs are in teaching order: first careful solutions, which show how to calculate, then those of the careless
-    teacher, whose habits the policy ends up with. Test pairs are all careless.
-    """
+    """(problem, response) pairs on problems of this split, short problems as often as long ones. Training pairs are in teaching
+    order: first careful solutions, which show how to calculate, then those of the careless teacher, whose habits the policy
+    ends up with. Test pairs are all careless."""
     rng = random.Random(f"{split} {seed}")
     by_length = [[e for e in _expressions(split) if len(e) == length] for length in (3, 5, 7)]
     chosen = [rng.choice(rng.choice(by_length)) for _ in range(DEMONSTRATIONS[split])]

@@ -93,10 +93,8 @@ def _file(split: str, dataset_path: str) -> Path:
 
 
 def download(folder: Path, source: str = SOURCE) -> None:
-    """Fetch both files into `folder`; a broken transfer goes on where it stopped.
-
-    A file takes its name only once its SHA-256 is right. Raises `UserError` where it is not, or without a connection.
-    """
+    """Fetch both files into `folder`; a broken transfer goes on where it stopped. A file takes its name only once its SHA-256
+    is right. Raises `UserError` where it is not, or without a connection."""
     folder.mkdir(parents=True, exist_ok=True)
     with Progress() as progress:
         for name, expected in SHA256.items():

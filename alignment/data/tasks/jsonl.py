@@ -19,11 +19,9 @@ VALIDATION_SHARE = 20  # one question in 20 belongs to the test split, for the v
 
 
 def demonstrations(files: Sequence[str], split: str, seed: int, key: Key = question_text) -> list[tuple[Problem, str]]:
-    """(problem, response) pairs of a split, shuffled by `seed`; a problem without a question has its prompt already.
-
-    No question, as `key` tells them apart, is in both splits, unless there is only one. Raises `UserError`, naming file and
-    line, for a malformed row, and for files with fewer than two rows.
-    """
+    """(problem, response) pairs of a split, shuffled by `seed`; a problem without a question has its prompt already. No
+    question, as `key` tells them apart, is in both splits, unless there is only one. Raises `UserError`, naming file and line,
+    for a malformed row, and for files with fewer than two rows."""
     rows = [row for file in files for row in read_demonstrations(Path(file))]
     if len(rows) < 2:
         raise UserError(f"--demonstrations {' '.join(files)}: {len(rows)} rows are too few to train on")
