@@ -14,7 +14,7 @@ WINDOW = 3  # steps that are averaged, so that one odd rollout is no warning
 GRADER_WINDOW = 20  # steps
 SLOW = 5  # times the median
 SUDDEN = 3  # times the median
-ROUNDING = 1e-6  # nats a token, below which a difference in log-probs is that of float32's sums
+MOMENTUM = 0.005  # nats a token: a mini-batch without a gradient moves the weights by its momentum before the comparison
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_to
         warnings["equal_rewards"] = f"in {flat:.0%} of the groups all rewards are equal, which teaches nothing"
     mismatch = steps[-1].get("sampler_mismatch")
     usual = [record["sampler_mismatch"] for record in steps[:-1] if record.get("sampler_mismatch") is not None]
-    if mismatch is not None and len(usual) >= 2 * WINDOW and mismatch > SUDDEN * max(median(usual), ROUNDING):
+    if mismatch is not None and len(usual) >= 2 * WINDOW and mismatch > SUDDEN * max(median(usual), MOMENTUM):
         warnings["sampler_drift"] = (
             f"the sampler's log-probs are {mismatch:.3g} nats a token from the trainer's, {median(usual):.3g} in the latest"
             " steps: do its weights arrive?"

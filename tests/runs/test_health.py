@@ -56,9 +56,9 @@ def test_warnings_after_three_steps(change, names):
     assert warnings_of(steps(change, change)) == {}  # too few steps
 
 
-@pytest.mark.parametrize(("usual", "last", "warned"), [(0.02, 0.059, False), (0.02, 0.061, True), (1e-9, 2e-6, False)])
+@pytest.mark.parametrize(("usual", "last", "warned"), [(0.02, 0.059, False), (0.02, 0.061, True), (1e-9, 0.012, False)])
 def test_a_mismatch_beyond_its_own_baseline_is_named(usual, last, warned):
-    """0.02 nats a token are usual in bfloat16; float32 rounds at 1e-7."""
+    """0.02 nats a token are usual in bfloat16; momentum alone moves float32 weights by up to 0.012."""
     records = steps(*[{}] * 3, {"sampler_mismatch": last})
     records = [{"sampler_mismatch": usual, **record} for record in records]
     assert ("sampler_drift" in warnings_of(records)) == warned
