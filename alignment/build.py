@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from alignment.args import RLArgs
-from alignment.checks import roles_of
+from alignment.checks import engines_on_shared_gpu, roles_of
 from alignment.core.records import Endless, Group, Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.evaluation.accuracy import Evaluator, eval_problems
+from alignment.evaluation.accuracy import Evaluator
 from alignment.models import evaluation, make_policy, make_sampler, sampler_config
 from alignment.policy.frozen import FrozenModel
 from alignment.policy.loading import compute_dtype, context_length, load_config, load_tokenizer, make_deterministic
@@ -38,7 +38,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     Raises `UserError` for mistakes, if possible before a model loads."""
     base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer, task = load_tokenizer(base), find_task(args.task)
-    problems = eval_problems(task, args.dataset_path, args.max_problems)
+    problems = task.test_problems(args.dataset_path, args.max_problems)
     problems = prompted(problems, args.prompt or task.prompt, tokenizer)
     source = open_source(args.rollout_config, tokenizer)
     longest = longest_row(args, source, problems, base, tokenizer)
@@ -118,8 +118,9 @@ def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
 
 def make_eval_sampler(args: RLArgs, run: Run, base: str, tokenizer, policy: Policy) -> Sampler:
     """The evaluation's sampler, which rollouts between the updates use, too, if they have the same device."""
-    facts = {"policy_version": run.step, "engines": engines_on_shared_gpu(args)}
-    sampler = make_sampler(args, base, roles_of(args).eval, tokenizer, policy, **facts)
+    roles = roles_of(args)
+    facts = {"policy_version": run.step, "engines": engines_on_shared_gpu(args, roles)}
+    sampler = make_sampler(args, base, roles.eval, tokenizer, policy, **facts)
     run.closing.callback(sampler.close)
     return sampler
 
@@ -156,14 +157,9 @@ def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, refer
 
 def rollout_sampler_config(args: RLArgs, run: Run, base: str) -> SamplerConfig:
     """The configuration of the rollouts' sampler."""
-    options = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
-    return sampler_config(args, base, roles_of(args).sample, engines_on_shared_gpu(args), **options)
-
-
-def engines_on_shared_gpu(args: RLArgs) -> int:
-    """The engines that share one GPU's memory: with --rollouts async the rollouts have an engine beside the evaluation's."""
     roles = roles_of(args)
-    return 1 + (args.rollouts == "async" and roles.sample == roles.eval)
+    options = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
+    return sampler_config(args, base, roles.sample, engines_on_shared_gpu(args, roles), **options)
 
 
 def mismatch_check(args: RLArgs, policy: Policy, pad_id: int) -> Callable[[Sequence[Group]], object]:

@@ -150,6 +150,11 @@ def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
     )
 
 
+def engines_on_shared_gpu(args: RLArgs, roles: Roles) -> int:
+    """The engines that share one GPU's memory: with --rollouts async the rollouts have an engine beside the evaluation's."""
+    return 1 + (args.rollouts == "async" and roles.sample == roles.eval)
+
+
 def visible_gpus() -> int:
     """The number of GPUs that torch sees. A machine without a GPU's device files has none, which is known without torch."""
     if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):

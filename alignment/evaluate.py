@@ -58,7 +58,6 @@ def main() -> None:
 def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluation:
     """Load a model, sample its answers to the problems, and grade them."""
     from alignment.data.tasks import find_task
-    from alignment.evaluation.accuracy import eval_problems
     from alignment.models import evaluation, make_sampler
     from alignment.policy.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
@@ -66,7 +65,7 @@ def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluati
     task = find_task(args.task)
     model_path = resolve_model(model, args.output_dir)
     tokenizer = load_tokenizer(model_path)
-    problems = eval_problems(task, args.dataset_path, args.max_problems)
+    problems = task.test_problems(args.dataset_path, args.max_problems)
     problems = prompted(problems, args.prompt or task.prompt, tokenizer)
     sampler = make_sampler(args, model_path, roles_of(args).eval, tokenizer)
     status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"

@@ -6,7 +6,7 @@ uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 import dataclasses
 
 from alignment.args import Args, PlanArgs, RLArgs, configuration, from_preset, parse
-from alignment.checks import resolve_model, roles_of
+from alignment.checks import engines_on_shared_gpu, resolve_model, roles_of
 from alignment.policy.placement import ModelShape, Roles, place
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import run_command
@@ -60,7 +60,7 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
         sampled=max(args.rollout_size * longest[0], problems * longest[1]),
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         frozen=(args.beta > 0 and not args.reference_url) + (args.needs_old_policy and roles.policy != (roles.reference,)),
-        engines=1 + (args.rollouts == "async" and roles.sample == roles.eval),
+        engines=engines_on_shared_gpu(args, roles),
     )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     from alignment.ablation.verdicts import factor_contrasts
 
     seeds, arm = len(design.seeds), next(iter(design.arms.values()))
-    questions = len(find_task(arm.task).test_problems(arm.dataset_path)[: arm.max_problems or None])
+    questions = len(find_task(arm.task).test_problems(arm.dataset_path, arm.max_problems))
     after = range(seeds, seeds + looks(seeds, args))
     until = f", added until they decide, up to {after[-1]}," if len(after) > 1 else ""
     console.print(f"{seeds} seeds{until} and {questions} questions, a standard deviation of {SEED_STD} between seeds:")

@@ -51,9 +51,9 @@ def contents(study: Study) -> dict[str, object]:
     """The values that the templates of both pages use."""
     factors, pairs, arms = decide_factors(study), decide(study), arm_rows(study)
     any_run, varied = study.runs[0] if study.runs else None, choices(study.varied)
-    asked = f"Does {' or '.join(varied)} make a difference to held-out accuracy?" if varied else "What did training change?"
+    question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?" if varied else "What did training change?"
     return {
-        "question": asked,
+        "question": question,
         "headline": headline(factors, pairs),
         "factors": factors,
         "pairs": _ranked(pairs),

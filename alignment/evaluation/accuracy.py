@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from alignment.core.records import Group, Problem, SamplingConfig, Score
-from alignment.data.tasks import Task
 from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.reward import grading_report, score_groups
 from alignment.sampling.arrival import load_proven
@@ -173,8 +172,3 @@ class Evaluator:
         if self.check is not None:
             self.check(evaluation.groups)
         self.run.folder.log_eval({"step": step, **evaluation.record()}, evaluation.groups)
-
-
-def eval_problems(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
-    """The first `max_problems` distinct questions of the task's test split; 0: all of them."""
-    return task.test_problems(dataset_path)[: max_problems or None]

@@ -20,7 +20,7 @@ MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
 def _unchanged(function: Callable | None = None, *arguments, **options) -> Callable:
-    """The function itself: stands for a decorator, with or without options, that only concerns compiled functions."""
+    """The function itself: stands for a decorator, with or without options, that changes compiled functions only."""
     return function or _unchanged
 
 

@@ -4,7 +4,7 @@ import torch
 
 from alignment.core.records import Distribution
 from alignment.core.tokens import split_rows
-from alignment.policy.packing import attention_by_layout, pack, send
+from alignment.policy.packing import attention_by_layout, pack, send, soft_capped
 from alignment.policy.plain_path import padded_logits, takes_plain_path
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
@@ -139,13 +139,8 @@ def logit_scale_and_cap(config) -> tuple[float, float | None]:
 def head_logits(model: torch.nn.Module, hidden_NH: torch.Tensor) -> torch.Tensor:
     """The model's logits [N, V] after hidden states, without gradient of ours."""
     scale, soft_cap = logit_scale_and_cap(model.config)
-    logits = capped(model.get_output_embeddings()(hidden_NH), soft_cap)
+    logits = soft_capped(model.get_output_embeddings()(hidden_NH), soft_cap)
     return logits if scale == 1 else logits * scale
-
-
-def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
-    """c * tanh(z / c), or z without a cap."""
-    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
 
 
 def logits_log_probs(logits_NV, labels_N, distribution, with_entropy) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -181,7 +176,7 @@ class LabelLogProbs(torch.autograd.Function):
             log_probs_N = torch.zeros(len(hidden), device=hidden.device)
             entropies_2N = torch.zeros(2, len(hidden), device=hidden.device)
             for piece in pieces:
-                logits = capped(fp32_product(hidden[piece], weight.T), soft_cap)
+                logits = soft_capped(fp32_product(hidden[piece], weight.T), soft_cap)
                 into = entropies_2N[:, piece] if with_entropy else None
                 score_in_place(logits, labels_N[piece], distribution, log_probs_N[piece], into)
             ctx.probabilities = logits if keep else None
@@ -198,7 +193,7 @@ class LabelLogProbs(torch.autograd.Function):
             for piece in _pieces(len(hidden), len(weight)):
                 slope = None
                 if (probabilities := ctx.probabilities) is None:
-                    probabilities = capped(fp32_product(hidden[piece], weight.T), ctx.soft_cap)
+                    probabilities = soft_capped(fp32_product(hidden[piece], weight.T), ctx.soft_cap)
                     slope = None if ctx.soft_cap is None else 1 - (probabilities / ctx.soft_cap).square()
                     score_in_place(probabilities, labels_N[piece], ctx.distribution)
                 ctx.probabilities = None  # which are written over here

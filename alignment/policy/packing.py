@@ -152,13 +152,18 @@ def _real(padded: torch.Tensor) -> torch.Tensor:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
+def soft_capped(values: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """c * tanh(v / c), or v without a cap (Gemma 2, arXiv:2408.00118)."""
+    return values if cap is None else cap * torch.tanh(values / cap)
+
+
 @dataclass(frozen=True)
 class AttentionRule:
     """What one layer makes of the products of queries and keys, besides who sees whom: transformers' arguments to attention."""
 
     scaling: float
     window: int | None = None  # a token sees those less than so many positions before it (Mistral, arXiv:2310.06825)
-    soft_cap: float | None = None  # scores s become cap * tanh(s / cap) (Gemma 2, arXiv:2408.00118)
+    soft_cap: float | None = None  # of scores: `soft_capped`
     sinks: torch.Tensor | None = None  # [heads of queries]; exp(sink) joins the denominator (gpt-oss, arXiv:2508.10925)
 
     @property
@@ -167,7 +172,7 @@ class AttentionRule:
         return self.soft_cap is None and self.sinks is None
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
+        return soft_capped(scores, self.soft_cap)
 
     def softmax(self, scores_XHSK: torch.Tensor) -> torch.Tensor:
         """Attention weights in fp32. The S queries of a head of keys are each of its heads of queries, one after another."""
@@ -227,17 +232,24 @@ AttentionInterface.register(ATTENTION, attention)
 
 
 @contextmanager
-def attention_by_layout(model: torch.nn.Module, layout: Layout) -> Iterator[None]:
-    """Have a model's attention go by a layout, whatever it was loaded with. Raises ValueError for a model that does not hand it
-    on, or that would run its layers again in backward without it."""
+def attention_named(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Have a model compute attention by the entry `name` of transformers' table, whatever it was loaded with."""
     before = model.config._attn_implementation
-    if before != ATTENTION and getattr(model, "is_gradient_checkpointing", False):
-        raise ValueError(f"load the model with attn_implementation={ATTENTION!r}: its layers are run again in backward")
-    model.config._attn_implementation = ATTENTION
+    model.config._attn_implementation = name
     try:
         yield
     finally:
         model.config._attn_implementation = before
+
+
+@contextmanager
+def attention_by_layout(model: torch.nn.Module, layout: Layout) -> Iterator[None]:
+    """Have a model's attention go by a layout, whatever it was loaded with. Raises ValueError for a model that does not hand it
+    on, or that would run its layers again in backward without it."""
+    if model.config._attn_implementation != ATTENTION and getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(f"load the model with attn_implementation={ATTENTION!r}: its layers are run again in backward")
+    with attention_named(model, ATTENTION):
+        yield
     if not layout.applied:
         raise ValueError(
             f"{type(model).__name__} does not pass keyword arguments to its attention, so it cannot be told a layout"

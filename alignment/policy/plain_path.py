@@ -1,11 +1,12 @@
 """The plain path, for what packing does not compute exactly: rows padded, a model's own attention, its own logits."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from alignment.core.tokens import Row
+from alignment.policy.packing import attention_named
 
 OWN_ATTENTION = "eager"  # which every family of transformers has, and which leaves out none of the family's features
 
@@ -21,15 +22,9 @@ def take_plain_path(model: torch.nn.Module) -> None:
     model.config._attn_implementation = OWN_ATTENTION
 
 
-@contextmanager
-def own_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model compute its own attention, whatever it was loaded with."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = OWN_ATTENTION
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+def own_attention(model: torch.nn.Module) -> AbstractContextManager:
+    """A context in which a model computes its own attention, whatever it was loaded with."""
+    return attention_named(model, OWN_ATTENTION)
 
 
 def padded_logits(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

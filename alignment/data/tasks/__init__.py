@@ -31,9 +31,9 @@ class Task:
     stop: tuple[str, ...] = ("</answer>",)
     key: Key = question_text
 
-    def test_problems(self, dataset_path: str) -> list[Problem]:
-        """The distinct questions of the test split: intervals count each problem as one observation."""
-        return distinct(self.problems("test", dataset_path), self.key)
+    def test_problems(self, dataset_path: str, max_problems: int = 0) -> list[Problem]:
+        """The first `max_problems` (0: all) distinct questions of the test split: intervals count each as one observation."""
+        return distinct(self.problems("test", dataset_path), self.key, max_problems or None)
 
     def training_problems(self, dataset_path: str) -> Sequence[Problem]:
         """The training split without the questions of the test split."""

@@ -88,10 +88,10 @@ def terms(expression: Expression) -> str:
 @lru_cache(maxsize=2**16)
 def key(problem: Problem) -> str:
     """What a problem asks, whatever the order of its terms and factors (`Task.key`); the text of a question of another kind."""
-    asked = re.fullmatch(r"What is (\d+(?: [-+*] \d+)*)\?", problem.question)
-    if asked is None:
+    match = re.fullmatch(r"What is (\d+(?: [-+*] \d+)*)\?", problem.question)
+    if match is None:
         return question_text(problem)
-    return terms(tuple(int(part) if part.isdigit() else part for part in asked[1].split()))
+    return terms(tuple(int(part) if part.isdigit() else part for part in match[1].split()))
 
 
 def solution(expression: Expression, by_precedence: bool = True, shows_work: bool = True, in_format: bool = True) -> str:

@@ -110,8 +110,8 @@ def random_attempt(numbers: Sequence[int], rng: random.Random) -> Attempt | None
 
 def key(problem: Problem) -> str:
     """The target and the numbers in one order (`Task.key`); the text of a question of another kind."""
-    asked = re.fullmatch(r"(\d+(?: \d+)*) -> (-?\d+)", problem.question)
-    return f"{sorted(map(int, asked[1].split()))} -> {int(asked[2])}" if asked else question_text(problem)
+    match = re.fullmatch(r"(\d+(?: \d+)*) -> (-?\d+)", problem.question)
+    return f"{sorted(map(int, match[1].split()))} -> {int(match[2])}" if match else question_text(problem)
 
 
 @cache
