@@ -9,7 +9,7 @@ from alignment.args import SFTArgs, from_preset
 from alignment.models import make_policy
 from alignment.policy import memory
 from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.memory import checkpointed_activation_bytes, choose_micro_batch_tokens, activation_bytes
+from alignment.policy.memory import activation_bytes, checkpointed_activation_bytes, choose_micro_batch_tokens
 from alignment.policy.optimizers import make_optimizer
 
 

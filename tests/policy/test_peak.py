@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from alignment.args import RLArgs, from_preset
 from alignment.checks import roles_of
@@ -26,26 +26,19 @@ from alignment.policy.peak import SPARE, peak_bytes
 from alignment.policy.placement import ModelShape, assign_roles
 from alignment.policy.policy import Objective
 from alignment.policy.single_device import MicroBatch
-
-
-def qwen(hidden: int, mlp: int, layers: int, heads: int) -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=151_936, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
-
+from tests.policy.published_shapes import qwen2
 
 SMOLLM2 = LlamaConfig(
     vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
     num_key_value_heads=3, tie_word_embeddings=True,
 )  # fmt: skip
 CARDS = {  # preset and model -> its published shape, the GPUs and the bytes of each that the preset's header names
-    ("async_gsm8k", ""): (qwen(1536, 8960, 28, 12), 3, 80e9),
-    ("countdown_qwen2.5_3b", ""): (qwen(2048, 11008, 36, 16), 1, 48.3e9),
-    ("countdown_qwen2.5_3b_24gb", ""): (qwen(1536, 8960, 28, 12), 1, 25.7e9),
-    ("qwen2.5_math_1.5b_gsm8k_8gpu", ""): (qwen(1536, 8960, 28, 12), 8, 24e9),
-    ("single_gpu_gsm8k_kl", ""): (qwen(1536, 8960, 28, 12), 1, 48e9),
-    ("single_gpu_gsm8k_kl", "0.5 billion"): (qwen(896, 4864, 24, 14), 1, 24e9),
+    ("async_gsm8k", ""): (qwen2(1536, 8960, 28, 12), 3, 80e9),
+    ("countdown_qwen2.5_3b", ""): (qwen2(2048, 11008, 36, 16), 1, 48.3e9),
+    ("countdown_qwen2.5_3b_24gb", ""): (qwen2(1536, 8960, 28, 12), 1, 25.7e9),
+    ("qwen2.5_math_1.5b_gsm8k_8gpu", ""): (qwen2(1536, 8960, 28, 12), 8, 24e9),
+    ("single_gpu_gsm8k_kl", ""): (qwen2(1536, 8960, 28, 12), 1, 48e9),
+    ("single_gpu_gsm8k_kl", "0.5 billion"): (qwen2(896, 4864, 24, 14), 1, 24e9),
     ("single_gpu_gsm8k_kl", "smollm2"): (SMOLLM2, 1, 24e9),
     ("smollm2_gsm8k", ""): (SMOLLM2, 1, 24e9),
 }
@@ -110,7 +103,7 @@ def counted(config, prompt: int, response: int, rows: int, top_p: float) -> int:
 
 @pytest.mark.parametrize(
     ("config", "prompt", "response", "rows", "top_p"),
-    [(qwen(1536, 8960, 4, 12), 300, 200, 8, 0.9), (qwen(2048, 11008, 4, 16), 176, 704, 1, 1.0)],
+    [(qwen2(1536, 8960, 4, 12), 300, 200, 8, 0.9), (qwen2(2048, 11008, 4, 16), 176, 704, 1, 1.0)],
 )
 def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, response, rows, top_p, monkeypatch):
     monkeypatch.setattr(log_probs, "LOGITS_IN_CACHE", {})  # pieces as on a GPU

@@ -22,22 +22,13 @@ from alignment.policy.placement import (
 )
 from alignment.system.errors import UserError
 from benchmarks.families import family_config
+from tests.policy.published_shapes import qwen2_1_5b
 
 # Qwen2.5-Math-1.5B. Worked by hand:
 #   embedding  151936 * 1536                               = 233,373,696
 #   attention  q 1536*1536 + 1536, k and v 2*(1536*256 + 256), o 1536*1536 = 5,507,072
 #   MLP        3 * 1536 * 8960 = 41,287,680;  two norms 3,072
-QWEN_1_5B = ModelShape.from_config(
-    Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-)
+QWEN_1_5B = ModelShape.from_config(qwen2_1_5b())
 EMBEDDING, LAYER, NORM = 233_373_696, 46_797_824, 1536
 ALL = EMBEDDING + 28 * LAYER + NORM  # 1,543,714,304
 

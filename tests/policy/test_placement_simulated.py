@@ -16,12 +16,13 @@ from accelerate import dispatch_model
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from alignment.policy.loading import autocast, move_activations
 from alignment.policy.packing import ATTENTION, attention_by_layout, pack, send
 from alignment.policy.placement import ModelShape, assign_roles, partition_layers
 from benchmarks.families import FAMILIES, family_config
+from tests.policy.published_shapes import llama_1b, qwen2_1_5b, qwen3_0_6b
 
 pytestmark = [
     pytest.mark.skipif(
@@ -32,35 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
 ]
 
-QWEN_1_5B = Qwen2Config(
-    vocab_size=151_936,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_hidden_layers=28,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
-LLAMA_1B = LlamaConfig(  # the shape of Llama-3.2-1B, but untied, so that lm_head sits at the end
-    vocab_size=128_256,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=64,
-    tie_word_embeddings=False,
-)
-QWEN3_06B = Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    tie_word_embeddings=True,
-)
+QWEN_1_5B, LLAMA_1B, QWEN3_06B = qwen2_1_5b(), llama_1b(), qwen3_0_6b()
 
 
 @pytest.fixture(autouse=True)
