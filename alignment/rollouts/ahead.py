@@ -218,7 +218,8 @@ def _sample_ahead(config: AheadConfig, first: int, arriving: queue.SimpleQueue) 
         restarts = sampler.restarts
         while sampler.policy_version < config.schedule.version_for(step):
             version, present[:], sent = arriving.get()
-            compare(sent, {name: ([name], tensor_checksum(tensor, version)) for name, tensor in present}, version)
+            arrived = {name: ([name], tensor_checksum(tensor, version, tensor.dtype)) for name, tensor in present}
+            compare(sent, arrived, version)
             load_proven(sampler, present, version)
         sampled = dataclasses.replace(source.sample_step(step, sampler), restarts=sampler.restarts - restarts)
         if reference is not None:

@@ -39,12 +39,13 @@ def checksum(tensor: torch.Tensor) -> int:
     return (tensor.detach() + 0.0).contiguous().view(integers).long().square().sum().item()
 
 
-def tensor_checksum(tensor: torch.Tensor, version: int, dtype: torch.dtype | None = None) -> int:
-    """The checksum, in `dtype`, of a weight's `checked_columns`; of the whole weight if it is a vector."""
-    if tensor.ndim == 1:
-        return checksum(tensor.to(dtype or tensor.dtype))
+def tensor_checksum(tensor: torch.Tensor, version: int, dtype: torch.dtype) -> int:
+    """The checksum, in `dtype`, of a weight's `checked_columns`; of the whole weight if it is a vector. Both sides of a
+    transfer take the engine's `dtype`: some families keep a few weights, such as routers, in float32 beside it."""
+    if tensor.ndim < 2:
+        return checksum(tensor.to(dtype))
     columns = torch.tensor(checked_columns(tensor.shape[-1], version), device=tensor.device)
-    return checksum(tensor.detach().index_select(-1, columns).to(dtype or tensor.dtype))
+    return checksum(tensor.detach().index_select(-1, columns).to(dtype))
 
 
 def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> None:

@@ -67,7 +67,7 @@ class TransformersSampler:
 
     def weight_checksums(self, version: int) -> Held:
         """See `CheckedSampler`."""
-        return {name: ([name], tensor_checksum(tensor, version)) for name, tensor in self.model.named_parameters()}
+        return {name: ([name], tensor_checksum(tensor, version, self.dtype)) for name, tensor in self.model.named_parameters()}
 
     def close(self) -> None:
         """Let go of the model."""

@@ -240,24 +240,24 @@ def _checksums(engine, connection: Connection, version: int) -> Held:
 @torch.inference_mode()
 def held_checksums(worker, version: int) -> Held:
     """The checksums of a worker's model. vLLM stacks some matrices, such as those of queries, keys and values."""
-    model, held = worker.get_model(), {}
+    model, dtype, held = worker.get_model(), worker.vllm_config.model_config.dtype, {}
     for prefix, module in model.named_modules():
         path, _, last = prefix.rpartition(".")
         stacked = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         for name, parameter in module.named_parameters(recurse=False):
             parts = [".".join(filter(None, (path, part, name))) for part in stacked]
-            held[f"{prefix}.{name}"] = (parts, _held_checksum(module, name, parameter, version))
+            held[f"{prefix}.{name}"] = (parts, _held_checksum(module, name, parameter, version, dtype))
     return held
 
 
-def _held_checksum(module, name: str, parameter: torch.Tensor, version: int) -> int:
+def _held_checksum(module, name: str, parameter: torch.Tensor, version: int, dtype: torch.dtype) -> int:
     """The checksum of one tensor. On a CPU vLLM multiplies by a packed copy, whose columns are its products with unit vectors:
     each is a sum of one number and zeros, so no bit is lost."""
     if name != "weight" or not hasattr(module, "cpu_linear"):
-        return tensor_checksum(parameter, version)
+        return tensor_checksum(parameter, version, dtype)
     width = parameter.shape[1] if parameter.ndim == 2 else module.input_size_per_partition
     columns = torch.eye(width, dtype=parameter.dtype)[checked_columns(width, version)]
-    return checksum(module.cpu_linear(columns, parameter, None))
+    return checksum(module.cpu_linear(columns, parameter, None).to(dtype))
 
 
 VERBS = {"generate": _generate, "reload": _reload, "checksums": _checksums}

@@ -33,7 +33,7 @@ def test_other_columns_of_a_matrix_are_checked_at_each_version():
     matrix_64 = torch.arange(64.0).expand(3, 64)
     columns = checked_columns(64, version=5)
     assert len(columns) == COLUMNS and columns != checked_columns(64, version=6) and checked_columns(3, 1) == [0, 1, 2]
-    assert tensor_checksum(matrix_64, 5) == checksum(matrix_64[:, columns])
+    assert tensor_checksum(matrix_64, 5, torch.float32) == checksum(matrix_64[:, columns])
     seen = {column for version in range(60) for column in checked_columns(64, version)}
     assert seen == set(range(64))
 
@@ -57,6 +57,20 @@ def test_tensors_that_were_never_sent_or_are_not_held_differ():
 def test_names_of_the_engines_own_are_said_to_be_unchecked(capsys):
     compare({"a": 1, "experts.0": 2}, {"a": (["a"], 1), "w13": (["w13"], 9)}, 1)
     assert "keeps 1 of 2 weights, such as experts.0, under names of its own" in capsys.readouterr().err
+
+
+def test_weights_that_an_engine_keeps_in_float32_beside_its_type_are_compared_in_its_type(tiny_folder):
+    """As families with routers of experts do; a number without axes is compared, too."""
+    policy, sampler = open_tiny(tiny_folder), Faulty(str(tiny_folder), "none")
+    sampler.model.bfloat16().model.norm.float()
+    sampler.model.model.layers[0].scale = torch.nn.Parameter(torch.tensor(2.0))
+    weights = [*policy.weights(), ("model.layers.0.scale", torch.tensor(3.0))]
+    assert sampler.dtype == torch.bfloat16 and sampler.model.model.norm.weight.dtype == torch.float32
+    load_proven(sampler, weights, 1)
+    with torch.no_grad():
+        sampler.model.model.norm.weight += 1
+    with pytest.raises(RunStopped, match="1 of 27 tensors differ, such as model.norm.weight"):
+        compare({name: tensor_checksum(w, 1, torch.bfloat16) for name, w in weights}, sampler.weight_checksums(1), 1)
 
 
 # --- engines with a fault -------------------------------------------------------------------------------------------------

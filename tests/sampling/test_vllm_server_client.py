@@ -66,7 +66,7 @@ class Server(ThreadingHTTPServer):
             return {"results": [{}]}
         if body["method"] == "sampler_checksums":
             (version,) = body["args"]
-            held = {name: ([name], tensor_checksum(tensor, version)) for name, tensor in self.weights[-1].items()}
+            held = {name: ([name], tensor_checksum(tensor, version, tensor.dtype)) for name, tensor in self.weights[-1].items()}
             return {"results": [held]}
         return {"results": [self.facts]}
 
