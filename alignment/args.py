@@ -52,7 +52,8 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
             "a number above 0",
             lambda x: 0 < x < math.inf,
             "group_size prompts_per_rollout num_steps epochs_per_rollout batch_size learning_rate max_grad_norm advantage_eps"
-            " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout cliprange_high",
+            " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout rank_timeout"
+            " cliprange_high",
         ),
         ("at least 1", lambda x: x >= 1, "max_new_tokens num_samples sync_every kill_after cpus_per_run gpu_memory"),
         ("at least 2", lambda x: x >= 2, "max_seeds"),
@@ -67,6 +68,7 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
         ("0 (as in training) or more", _not_negative, "eval_max_new_tokens"),
         ("0 (any length) or more", _not_negative, "max_prompt_tokens"),
         ("0 (never) or more", _not_negative, "max_refills"),
+        ("0 (one a device) or more", _not_negative, "policy_ranks"),
         ("0 (none) or more", _not_negative, "beta"),
         ("0 (none) or above 1", lambda x: x == 0 or 1 < x < math.inf, "dual_clip"),
         ("from 0 (any) to 65535", lambda x: 0 <= x < 65536, "port"),
@@ -115,8 +117,11 @@ class Args:
     eval_device: str | None = None  # Device of the evaluation sampler; by default the last GPU but two.
     policy_devices: tuple[str, ...] = ()  # Devices the policy is split over; by default every GPU that no other role holds.
     policy_parallelism: str = "auto"
-    """How the policy uses its devices: single, layer_split (the hand-built device map), or a class of your own as
-    package.module:name; auto: layer_split where there are several."""
+    """How the policy uses its devices: single, layer_split (the hand-built device map), replicated (one process a device, each
+    with all weights), sharded (each with a part of them), or a class of your own as package.module:name; auto: single on one
+    device; on several, replicated where weights, gradients and moments fit on each, else sharded."""
+    policy_ranks: int = 0  # Processes, on each machine, of a replicated or sharded policy; 0: one for each policy device.
+    rank_timeout: float = 60.0  # Seconds after which a process of the policy that does not answer is lost, and the run stops.
     gpu_memory_utilization: float | None = None  # Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU.
     sampler_timeout: float = 3600.0  # Seconds after which a vLLM engine, or a reference server, without an answer is hung.
 

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_token, find_engine, named_engine, sampler_address
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
+from alignment.system.torchrun import ranks_here, was_restarted
 
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
 """Models that `alignment.data.embedded` builds, which need no download."""
@@ -35,6 +37,8 @@ def check(args: Args) -> Task:
         raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
     find_engine(args.sampler)
     check_parallelism(args.policy_parallelism)
+    if args.policy_ranks > 1 and args.policy_parallelism in ("single", "layer_split"):
+        raise UserError(f"--policy_ranks {args.policy_ranks}: a policy that is {args.policy_parallelism} is one process")
     if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
         raise UserError(f"--output_dir {args.output_dir}: is a file; name a folder")
     return task
@@ -62,7 +66,7 @@ def check_rl(args: RLArgs) -> None:
             check_model_path(args.model, "--model")
     check_test_split(task, args.dataset_path, args.max_problems)
     check_training_split(task, args.dataset_path)
-    roles_of(args)  # last, because it may load torch to count the GPUs
+    devices_of_ranks(args, roles_of(args).policy)  # last, because it may load torch to count the GPUs
 
 
 def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
@@ -115,8 +119,17 @@ def check_sft(args: SFTArgs) -> SFTInputs:
     kept = task.untested(shown, args.dataset_path)
     _say_left_out(len(shown), len(kept), "demonstrations")
     inputs = SFTInputs(task, problems, {"train": kept, "test": demonstrations("test")})
-    roles_of(args)
+    devices_of_ranks(args, roles_of(args).policy)
     return inputs
+
+
+def resumed_if_restarted(args: RLArgs) -> RLArgs:
+    """The arguments, with --resume where torchrun has started this command again and its run is there."""
+    if was_restarted() and not args.resume:
+        with suppress(UserError):
+            resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
+            return dataclasses.replace(args, resume=True)
+    return args
 
 
 def default_run_name(args: RLArgs) -> str:
@@ -148,6 +161,19 @@ def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
         policy_devices=args.policy_devices,
         vllm=named_engine(args.sampler).claims_gpu,
     )
+
+
+def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
+    """The device of each of this machine's ranks: --policy_ranks of the policy's devices, or of torchrun's processes; ranks
+    without GPUs share the CPU. Raises `UserError` where there are too few devices."""
+    number = ranks_here() or args.policy_ranks or len(devices)
+    if args.policy_ranks not in (0, number):
+        raise UserError(f"--policy_ranks {args.policy_ranks}: torchrun has started {number} processes here; leave the flag out")
+    if devices == ("cpu",):
+        return devices * number
+    if number > len(devices):
+        raise UserError(f"--policy_ranks {number}: the policy has {len(devices)} devices ({', '.join(devices)})")
+    return devices[:number]
 
 
 def engines_on_shared_gpu(args: RLArgs, roles: Roles) -> int:

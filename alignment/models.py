@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 
 from alignment.args import Args, configuration
-from alignment.checks import resolve_model, roles_of
+from alignment.checks import devices_of_ranks, resolve_model, roles_of
 from alignment.core.records import Problem, SamplingConfig
 from alignment.data.tasks import Task
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.policy.loading import compute_dtype, load_config
+from alignment.policy.memory import STATE_SHARE, total_bytes
+from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, engine_share, partition_layers
-from alignment.policy.policy import Policy, PolicyConfig, open_policy, policy_kind
+from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
 from alignment.rewards.reward import evaluation_reward
 from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
@@ -17,10 +19,23 @@ from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
 
 def make_policy(args: Args, base: str) -> Policy:
     """The policy that is trained from the folder `base`."""
-    devices = roles_of(args).policy
+    devices, kind = kind_of_policy(args, base)
     dtype = compute_dtype(args.dtype, devices[0])
-    config = configuration(PolicyConfig, args, model_path=base, devices=devices, dtype=dtype)
-    return open_policy(policy_kind(args.policy_parallelism, devices), config)
+    return open_policy(kind, configuration(PolicyConfig, args, model_path=base, devices=devices, dtype=dtype))
+
+
+def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
+    """The policy's devices, and its --policy_parallelism where that is "auto"."""
+    devices = roles_of(args).policy
+    if args.policy_parallelism in RANKED or args.policy_parallelism == "auto" and args.policy_ranks:
+        devices = devices_of_ranks(args, devices)
+
+    def fits_each() -> bool:
+        parameters = sum(ModelShape.from_config(load_config(base)).parameters.values())
+        state = parameters * OPTIMIZERS[getattr(args, "optimizer", "adamw")].device_bytes
+        return state <= STATE_SHARE * min(map(total_bytes, devices)) / (1 if "cuda" in devices[0] else len(devices))
+
+    return devices, policy_kind(args.policy_parallelism, devices, fits_each)
 
 
 def sampler_config(args: Args, base: str, device: str, engines: int = 1, **facts) -> SamplerConfig:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alignment.args import RLArgs, parse
-from alignment.checks import check_rl, run_config
+from alignment.checks import check_rl, resumed_if_restarted, run_config
 from alignment.runs.run import open_run
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
+from alignment.system.torchrun import is_follower
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +47,11 @@ def train(args: RLArgs, console: Console) -> Path:
 
 
 def main() -> None:
-    args = parse(RLArgs)
+    args = resumed_if_restarted(parse(RLArgs))
+    if is_follower():
+        from alignment.system.ranks import follow
+
+        return follow(args.rank_timeout)
     check_rl(args)
     train(args, make_console())
 

@@ -37,7 +37,7 @@ class LayerSplitPolicy(SingleDevicePolicy):
                 with autocast(self.devices[0], self.dtype):  # one for all of them, so that they share one cast of the weights
                     for number in numbers:
                         row_numbers = [rows[i] for i in pieces[number]]
-                        started[number] = MicroBatch(self.model, self.dtype, batch, row_numbers, objective)
+                        started[number] = MicroBatch(self, batch, row_numbers, objective)
             elif action == "head":
                 for number in numbers:
                     started[number].head()

@@ -15,6 +15,7 @@ MAX_TOKENS = 16384  # larger micro-batches are no faster on a CPU (benchmarks/RE
 MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight in our own decoding, at most
+STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
 BF16_FACTOR = 0.6  # activation bytes under bfloat16 autocast / in float32; more than 0.5, because norms stay in float32
 
 
@@ -51,6 +52,17 @@ def free_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
+def total_bytes(device: str) -> int:
+    """The memory of a GPU, or of the host."""
+    cuda = device.startswith("cuda")
+    return torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor, which may be sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 @dataclass(frozen=True)
 class Budget:
     """Tokens of a micro-batch, and whether they fit only with gradient checkpointing."""
@@ -69,10 +81,10 @@ def choose_micro_batch_tokens(
     of tokens of the longest row. If it does not fit, the budget asks for gradient checkpointing, which computes layers twice.
     """
     devices = [str(device) for device in devices_of(model)]
-    parameters = sum(parameter.numel() for parameter in model.parameters()) // len(devices)
+    parameters = sum(own_part(parameter).numel() for parameter in model.parameters()) // len(devices)
     states = [value for state in optimizer.state.values() for value in state.values()]
     moments = [value for value in states if torch.is_tensor(value) and value.ndim and str(value.device) in devices]
-    moment_bytes = sum(moment.nbytes for moment in moments) // len(devices)
+    moment_bytes = sum(own_part(moment).nbytes for moment in moments) // len(devices)
     # The weights are allocated already. (A device of a split policy needs fewer activations than all layers do.)
     to_allocate = parameters * (OPTIMIZERS[optimizer_name].device_bytes - 4) - moment_bytes
     free = min(free_bytes(device) for device in devices) - to_allocate

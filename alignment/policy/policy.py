@@ -28,6 +28,8 @@ class PolicyConfig:
     weight_decay: float = 0.0
     micro_batch_tokens: int = 0
     """Tokens of a micro-batch; 0: as many as fit the free memory (`Policy.choose_micro_batch_tokens`)."""
+    rank_timeout: float = 60.0
+    """Seconds after which a rank that does not answer is lost."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +111,21 @@ class Policy(Protocol):
 POLICIES: Mapping[str, str] = {
     "single": "alignment.policy.single_device:SingleDevicePolicy",
     "layer_split": "alignment.policy.layer_split:LayerSplitPolicy",
+    "replicated": "alignment.policy.ranked:ReplicatedPolicy",
+    "sharded": "alignment.policy.ranked:ShardedPolicy",
 }
 """--policy_parallelism -> the policy class; its constructor takes a `PolicyConfig`."""
+RANKED = ("replicated", "sharded")  # those of one process a device
 
 
-def policy_kind(parallelism: str, devices: Sequence[str]) -> str:
-    """--policy_parallelism, with "auto" replaced by a key of `POLICIES` that fits the number of devices."""
+def policy_kind(parallelism: str, devices: Sequence[str], fits_each: Callable[[], bool]) -> str:
+    """--policy_parallelism, with "auto" replaced by a key of `POLICIES`. `fits_each()` says whether each device could hold all
+    weights, gradients and moments."""
     if parallelism != "auto":
         return parallelism
-    return "single" if len(devices) == 1 else "layer_split"
+    if len(devices) == 1:
+        return "single"
+    return "replicated" if fits_each() else "sharded"
 
 
 def check_parallelism(parallelism: str) -> None:

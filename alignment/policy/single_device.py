@@ -1,6 +1,6 @@
 """A policy on one device. `LayerSplitPolicy` inherits from it and replaces the order of the micro-batches."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,11 +26,11 @@ class MicroBatch:
     backpropagates to the hidden states only, which frees the head's memory before the backward pass of the layers. Supervised
     objectives keep one graph from the weights to the loss instead."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, batch: Batch, rows: Sequence[int], objective: Objective):
-        self.model, self.dtype, self.rows, self.objective = model, dtype, rows, objective
+    def __init__(self, policy: "SingleDevicePolicy", batch: Batch, rows: Sequence[int], objective: Objective):
+        self.model, self.dtype, self.rows, self.objective = policy.model, policy.dtype, rows, objective
         self.part = take_rows(batch, rows)
-        with autocast(first_device(model), dtype):
-            self.hidden_NH = hidden_states(model, self.part.input_ids, self.part.response_mask)
+        with autocast(first_device(self.model), self.dtype):
+            self.hidden_NH = policy.run(hidden_states, self.part.input_ids, self.part.response_mask)
 
     def head(self) -> None:
         """Compute log-probs and loss, and backpropagate the loss to the hidden states."""
@@ -65,9 +65,16 @@ class SingleDevicePolicy:
         self.devices = config.devices
         self.dtype = getattr(torch, config.dtype)
         self.micro_batch_tokens = config.micro_batch_tokens
-        self.model: PreTrainedModel = load_model(config.model_path, config.devices, torch.float32)
+        self.model = self._load(config.model_path)
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
+
+    def _load(self, model_path: str) -> PreTrainedModel:
+        return load_model(model_path, self.devices, torch.float32)
+
+    def run(self, function: Callable, *arguments):
+        """`function` of the model and some arguments: a forward pass, or a part of one."""
+        return function(self.model, *arguments)
 
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
         self.model.eval()  # dropout would make the ratio to these differ from 1
@@ -78,7 +85,6 @@ class SingleDevicePolicy:
         if not rows:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            return
         split = self._split(batch, rows, objective.supervised)
         for micro_batch, piece in self._micro_batches(batch, rows, split, objective):
             yield micro_batch.result(packed_tokens([split[i] for i in piece]))
@@ -89,7 +95,7 @@ class SingleDevicePolicy:
         """Yield each micro-batch, after adding its gradient, with its indices into `rows`. A CPU may compute two at a time."""
 
         def compute(piece: Sequence[int]) -> MicroBatch:
-            micro_batch = MicroBatch(self.model, self.dtype, batch, [rows[i] for i in piece], objective)
+            micro_batch = MicroBatch(self, batch, [rows[i] for i in piece], objective)
             micro_batch.head()
             micro_batch.backward()
             return micro_batch
@@ -99,6 +105,8 @@ class SingleDevicePolicy:
 
     def _split(self, batch: Batch, rows: Sequence[int], with_last_label: bool) -> list[Row]:
         """The token ids of some rows, from which `cut_for_parallel` makes micro-batches."""
+        if not rows:
+            return []
         chosen = take_rows(batch, rows)
         split = split_rows(chosen.input_ids, chosen.response_mask)
         split = [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
@@ -152,15 +160,24 @@ class SingleDevicePolicy:
         self.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
+    def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the optimiser's state; each name begins with the number of its parameter."""
+        for index, values in self.optimizer.state_dict()["state"].items():
+            yield from ((f"{index}.{key}", tensor) for key, tensor in values.items())
+
     def save_optimizer(self, file: Path) -> None:
-        state = self.optimizer.state_dict()["state"]
-        tensors = {f"{index}.{key}": t.contiguous() for index, values in state.items() for key, t in values.items()}
+        tensors = {name: tensor.contiguous() for name, tensor in self.optimizer_tensors()}
         with full_disk_is_an_os_error(file):
             save_file(tensors, file)
 
     def load_optimizer(self, file: Path) -> None:
         state: dict[int, dict[str, torch.Tensor]] = {}
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for name, tensor in load_file(file).items():
             index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = tensor
+            state.setdefault(int(index), {})[key] = self.stored(parameters[int(index)], tensor)
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
+    def stored(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the optimiser's state for a parameter, as this policy keeps it."""
+        return tensor

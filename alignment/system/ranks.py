@@ -1,0 +1,241 @@
+"""Ranks: processes of torch.distributed that compute together, led by rank 0, which is the command itself.
+
+Rank 0 starts the others on its machine; behind torchrun they are there already, on one machine or several. Rank 0 alone reads
+arguments and data, decides, logs and writes. The others repeat its calls, each on its own copy or part of one object, so
+nothing but a computation can differ between ranks.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from alignment.system.errors import RunStopped, UserError
+from alignment.system.processes import ROOT, START_SECONDS, ChildProcess
+from alignment.system.registry import import_object
+from alignment.system.signals import SIGNALS
+from alignment.system.torchrun import VARIABLES
+
+BEAT_SECONDS = 1.0  # between two signs of life, and between two looks for those of others
+EVIDENCE_SECONDS = 3.0  # for the rank that failed to say why, after the connection to it broke
+FOREVER = timedelta(days=365)
+
+
+@functools.cache
+def lead(local_ranks: int, seconds: float) -> "Ranks":
+    """The ranks of this process, which is their rank 0: `local_ranks` on this machine, or those that torchrun has started. A
+    rank that gives no answer for so many `seconds` is lost. Raises `UserError` for ranks that run other code than rank 0."""
+    if "RANK" in os.environ:
+        ranks = Ranks(seconds)
+        for name in VARIABLES:  # engines that this process starts would take them for theirs
+            os.environ.pop(name, None)
+        return ranks
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"WORLD_SIZE": local_ranks, "LOCAL_WORLD_SIZE": local_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # --loss_type may name what only we can import
+    threads = max(1, torch.get_num_threads() // local_ranks)
+    torch.set_num_threads(threads)
+    shared = {**os.environ, "PYTHONPATH": path, "ALIGNMENT_RANK_TIMEOUT": str(seconds), "OMP_NUM_THREADS": str(threads)}
+    children = []
+    for rank in range(1, local_ranks):
+        own = {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        entry = "alignment.system.ranks:follow_child"
+        children.append(ChildProcess(f"rank {rank}", entry, {**shared, **own}, grace_seconds=0))
+    return Ranks(seconds, store, local_ranks, children)
+
+
+class Ranks:
+    """All ranks, as one of them sees them. Rank 0 has them `open` an object and `call` its methods; the others `follow`."""
+
+    def __init__(self, seconds: float, store=None, count: int = 0, children: list[ChildProcess] | None = None):
+        self.seconds, self.children, self.fault = seconds, children or [], ""
+        self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+        self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+        if store is None:
+            store, _, count = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
+        self.count, self.store = count, store
+        store.set(f"facts/{self.rank}", json.dumps(facts(self.is_local)))
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self.rank else ())  # `_watch` takes them
+        threading.Thread(target=self._watch, args=(store.clone(),), daemon=True).start()
+        self._meet()
+        backend, limit = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=seconds)
+        with self.faults():
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=count, timeout=limit)
+            # The others wait for a call as long as rank 0 samples; it waits for nobody longer than the limit.
+            self.calls = dist.new_group(backend="gloo", timeout=FOREVER if self.rank else limit)
+
+    def _meet(self) -> None:
+        """Wait until all ranks are there. Raises `RunStopped` for one that is lost, `UserError` for one with other facts."""
+        end = time.monotonic() + START_SECONDS
+        while missing := [rank for rank in range(self.count) if not self.store.check([f"facts/{rank}"])]:
+            if self.fault or time.monotonic() > end:
+                raise RunStopped(self.fault or f"rank {missing[0]} of {self.count} did not start within {START_SECONDS} s")
+            time.sleep(0.05)
+        leader = self.facts_of(0)
+        for other in range(1, self.count):
+            follower = self.facts_of(other)
+            for name in leader.keys() - {"machine"}:
+                if follower[name] != leader[name]:
+                    raise UserError(
+                        f"rank {other} on {follower['machine']} has other {name} than rank 0 on {leader['machine']}:"
+                        f" {follower[name][:80]}, not {leader[name][:80]}; start all by one command, from one checkout"
+                    )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether rank 0 has started the others, as children."""
+        return bool(self.children) or "ALIGNMENT_RANK_TIMEOUT" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+
+    def facts_of(self, rank: int) -> dict[str, str]:
+        """What a rank said of itself (`facts`)."""
+        return json.loads(self.store.get(f"facts/{rank}"))
+
+    def open(self, path: str, *arguments) -> object:
+        """Have every rank make an object of the class `path`, "module:name", which takes the ranks and then `arguments`."""
+        return self.call("", path, *arguments)
+
+    def call(self, method: str, *arguments) -> object:
+        """Have every rank call a method of its object, and return rank 0's result. The others exhaust an iterator that rank 0
+        iterates over. Raises `RunStopped` where a rank is lost, as every later call does."""
+        with self.faults():
+            dist.broadcast_object_list([(method, arguments, torch.initial_seed())], group=self.calls)
+            result = self._run(method, *arguments)
+        return self._guarded(result) if isinstance(result, Iterator) else result
+
+    def _guarded(self, results: Iterator) -> Iterator:
+        with self.faults():
+            yield from results
+
+    def _run(self, method: str, *arguments) -> object:
+        if method:
+            return getattr(self.object, method)(*arguments)
+        path, *rest = arguments
+        self.object = None  # frees the memory of the one before
+        self.object = import_object("--policy_parallelism", path)(self, *rest)
+        return self.object
+
+    def follow(self) -> None:
+        """Repeat rank 0's calls until it ends. Raises what a call raised, after telling rank 0 of it."""
+        while True:
+            message = [None]
+            try:
+                dist.broadcast_object_list(message, group=self.calls)
+            except RuntimeError:  # rank 0 has ended, well or not: its exit code tells
+                return
+            method, arguments, seed = message[0]
+            if torch.initial_seed() != seed:
+                torch.manual_seed(seed)
+            try:
+                result = self._run(method, *arguments)
+                if isinstance(result, Iterator):
+                    deque(result, maxlen=0)
+            except Exception as error:
+                text = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self.store.set(f"failed/{self.rank}", f"{type(error).__name__}: {text}")
+                raise
+
+    @contextmanager
+    def faults(self) -> Iterator[None]:
+        """Raise `RunStopped` where the block fails because another rank is lost, naming rank, machine and cause."""
+        if self.fault:
+            raise RunStopped(self.fault)
+        try:
+            yield
+        except RuntimeError as error:
+            if self.rank:
+                raise
+            end = time.monotonic() + EVIDENCE_SECONDS
+            while not (self.fault or self._failure()) and time.monotonic() < end:
+                time.sleep(0.1)
+            lost_connection = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+            self.fault = self.fault or self._failure() or (f"a rank was lost: {error}" if lost_connection else "")
+            for child in self.children:
+                child.kill()
+            if self.fault:
+                raise RunStopped(self.fault) from error
+            raise
+
+    def _failure(self) -> str:
+        """The line on the first rank that has said why it failed, or that is a dead child of this process; else empty."""
+        for rank in range(1, self.count):
+            if self.store.check([f"failed/{rank}"]):
+                return f"{self._name(rank)} failed: {self.store.get(f'failed/{rank}').decode()}"
+        for rank, child in enumerate(self.children, start=1):
+            if child.process.poll() is not None:
+                return f"{self._name(rank)} was lost: {child.exit_report()}"
+        return ""
+
+    def _name(self, rank: int) -> str:
+        machine = self.facts_of(rank)["machine"] if self.store.check([f"facts/{rank}"]) else "a machine that has not answered"
+        return f"rank {rank} of {self.count} on {machine}"
+
+    def _watch(self, store) -> None:
+        """Give a sign of life, look for those of the others, and hand signals on to rank 0, until the process ends."""
+        others = range(1, self.count) if self.rank == 0 else (0,)
+        seen = {rank: (b"", time.monotonic()) for rank in others}
+        for beat in range(sys.maxsize):
+            try:
+                store.set(f"beat/{self.rank}", str(beat))
+                for rank in others:
+                    value = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
+                    if value != seen[rank][0]:
+                        seen[rank] = (value, time.monotonic())
+                silent = [rank for rank, (_, at) in seen.items() if time.monotonic() - at > self.seconds]
+                if self.rank == 0 and store.check(["signal"]):
+                    os.kill(os.getpid(), int(store.get("signal")))
+                    store.delete_key("signal")
+            except RuntimeError:  # the store has gone, with the machine that kept it
+                silent = list(others)
+            if silent and self.rank:
+                os._exit(1)
+            if not self.fault and (silent or any(child.process.poll() is not None for child in self.children)):
+                self._end(silent)
+            if self.rank and (got := signal.sigtimedwait(SIGNALS, BEAT_SECONDS)):
+                store.set("signal", str(got.si_signo))
+            elif not self.rank:
+                time.sleep(BEAT_SECONDS)
+
+    def _end(self, silent: list[int]) -> None:
+        """Note which rank is lost, and kill the others that are children, so that a collective that waits for them fails."""
+        fault = f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)" if silent else ""
+        self.fault = fault or self._failure()
+        for child in self.children:
+            child.kill()
+
+
+def facts(local: bool) -> dict[str, str]:
+    """What must be the same on all ranks, and the machine's name: the package's code, torch, and the command's arguments,
+    unless rank 0 has started the others."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "alignment").rglob("*.py")):
+        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    arguments = "" if local else " ".join(sys.argv[1:])
+    return {
+        "machine": socket.gethostname(),
+        "code": digest.hexdigest()[:16],
+        "torch": torch.__version__,
+        "arguments": arguments,
+    }
+
+
+def follow(seconds: float) -> None:
+    """Be another rank than 0 until rank 0 ends."""
+    Ranks(seconds).follow()
+    os._exit(0)  # without waiting for connections that are gone
+
+
+def follow_child(descriptor: int) -> None:
+    """`follow`, as a child process of rank 0."""
+    follow(float(os.environ["ALIGNMENT_RANK_TIMEOUT"]))
