@@ -60,7 +60,7 @@ class Ranks:
     """All ranks, as one of them sees them. Rank 0 has them `open` an object and `call` its methods; the others `follow`."""
 
     def __init__(self, seconds: float, store=None, count: int = 0, children: list[ChildProcess] | None = None):
-        self.seconds, self.children, self.fault = seconds, children or [], ""
+        self.seconds, self.children, self.fault, self.opened = seconds, children or [], "", 0
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", count))
         if store is None:
@@ -78,11 +78,7 @@ class Ranks:
 
     def _meet(self) -> None:
         """Wait until all ranks are there. Raises `RunStopped` for one that is lost, `UserError` for one with other facts."""
-        end = time.monotonic() + START_SECONDS
-        while missing := [rank for rank in range(self.count) if not self.store.check([f"facts/{rank}"])]:
-            if self.fault or time.monotonic() > end:
-                raise RunStopped(self.fault or f"rank {missing[0]} of {self.count} did not start within {START_SECONDS} s")
-            time.sleep(0.05)
+        self._wait_for("facts")
         leader = self.facts_of(0)
         for other in range(1, self.count):
             follower = self.facts_of(other)
@@ -92,6 +88,14 @@ class Ranks:
                         f"rank {other} on {follower['machine']} has other {name} than rank 0 on {leader['machine']}:"
                         f" {follower[name][:80]}, not {leader[name][:80]}; start all by one command, from one checkout"
                     )
+
+    def _wait_for(self, key: str) -> None:
+        """Wait until every rank has written `key`. Raises `RunStopped` where one is lost or takes too long."""
+        end = time.monotonic() + START_SECONDS
+        while missing := [rank for rank in range(self.count) if not self.store.check([f"{key}/{rank}"])]:
+            if self.fault or time.monotonic() > end:
+                raise RunStopped(self.fault or f"{self._name(missing[0])} did not start within {START_SECONDS} s")
+            time.sleep(0.05)
 
     @property
     def is_local(self) -> bool:
@@ -104,7 +108,9 @@ class Ranks:
 
     def open(self, path: str, *arguments) -> object:
         """Have every rank make an object of the class `path`, "module:name", which takes the ranks and then `arguments`."""
-        return self.call("", path, *arguments)
+        opened = self.call("", path, *arguments)
+        self._wait_for(f"opened {self.opened}")  # loading a model may take longer than a call
+        return opened
 
     def call(self, method: str, *arguments) -> object:
         """Have every rank call a method of its object, and return rank 0's result. The others exhaust an iterator that rank 0
@@ -124,6 +130,8 @@ class Ranks:
         path, *rest = arguments
         self.object = None  # frees the memory of the one before
         self.object = import_object("--policy_parallelism", path)(self, *rest)
+        self.opened += 1
+        self.store.set(f"opened {self.opened}/{self.rank}", "")
         return self.object
 
     def follow(self) -> None:
@@ -143,7 +151,7 @@ class Ranks:
                     deque(result, maxlen=0)
             except Exception as error:
                 text = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self.store.set(f"failed/{self.rank}", f"{type(error).__name__}: {text}")
+                self.store.set(f"{'waited' if lost_connection(error) else 'failed'}/{self.rank}", f"{type(error).__name__}: {text}")
                 raise
 
     @contextmanager
@@ -159,8 +167,7 @@ class Ranks:
             end = time.monotonic() + EVIDENCE_SECONDS
             while not (self.fault or self._failure()) and time.monotonic() < end:
                 time.sleep(0.1)
-            lost_connection = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-            self.fault = self.fault or self._failure() or (f"a rank was lost: {error}" if lost_connection else "")
+            self.fault = self.fault or self._failure() or (self._silence() if lost_connection(error) else "")
             for child in self.children:
                 child.kill()
             if self.fault:
@@ -169,13 +176,21 @@ class Ranks:
 
     def _failure(self) -> str:
         """The line on the first rank that has said why it failed, or that is a dead child of this process; else empty."""
-        for rank in range(1, self.count):
+        for rank in self._unheard():
             if self.store.check([f"failed/{rank}"]):
                 return f"{self._name(rank)} failed: {self.store.get(f'failed/{rank}').decode()}"
-        for rank, child in enumerate(self.children, start=1):
-            if child.process.poll() is not None:
-                return f"{self._name(rank)} was lost: {child.exit_report()}"
+            if self.children and self.children[rank - 1].process.poll():  # 0: the connection to rank 0 broke before
+                return f"{self._name(rank)} was lost: {self.children[rank - 1].exit_report()}"
         return ""
+
+    def _silence(self) -> str:
+        """The line on the first rank that others have waited for in vain."""
+        names = [self._name(rank) for rank in self._unheard()] or ["another rank"]
+        return f"{names[0]} did not take part in a computation within {self.seconds:g} s (--rank_timeout), or has ended"
+
+    def _unheard(self) -> list[int]:
+        """The ranks but 0 that have not said that they wait for another one in vain."""
+        return [rank for rank in range(1, self.count) if not self.store.check([f"waited/{rank}"])]
 
     def _name(self, rank: int) -> str:
         machine = self.facts_of(rank)["machine"] if self.store.check([f"facts/{rank}"]) else "a machine that has not answered"
@@ -200,19 +215,22 @@ class Ranks:
                 silent = list(others)
             if silent and self.rank:
                 os._exit(1)
-            if not self.fault and (silent or any(child.process.poll() is not None for child in self.children)):
-                self._end(silent)
+            if self.rank == 0 and not self.fault:
+                self.fault = self._no_sign_of(silent) or self._failure()
+                for child in self.children if self.fault else ():
+                    child.kill()  # so that a collective that waits for them fails
             if self.rank and (got := signal.sigtimedwait(SIGNALS, BEAT_SECONDS)):
                 store.set("signal", str(got.si_signo))
             elif not self.rank:
                 time.sleep(BEAT_SECONDS)
 
-    def _end(self, silent: list[int]) -> None:
-        """Note which rank is lost, and kill the others that are children, so that a collective that waits for them fails."""
-        fault = f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)" if silent else ""
-        self.fault = fault or self._failure()
-        for child in self.children:
-            child.kill()
+    def _no_sign_of(self, silent: list[int]) -> str:
+        return f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)" if silent else ""
+
+
+def lost_connection(error: Exception) -> bool:
+    """Whether an error says that another rank does not answer: torch's, or one of gloo's, which have no type of their own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def facts(local: bool) -> dict[str, str]:
