@@ -23,7 +23,7 @@ from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_token, find_engine, named_engine, sampler_address
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
-from alignment.system.torchrun import ranks_here, was_restarted
+from alignment.system.torchrun import may_have_started_before, ranks_here
 
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
 """Models that `alignment.data.embedded` builds, which need no download."""
@@ -124,8 +124,8 @@ def check_sft(args: SFTArgs) -> SFTInputs:
 
 
 def resumed_if_restarted(args: RLArgs) -> RLArgs:
-    """The arguments, with --resume where torchrun has started this command again and its run is there."""
-    if was_restarted() and not args.resume:
+    """The arguments, with --resume where torchrun may have started this command before and its run is there."""
+    if may_have_started_before(bool(args.run_name)) and not args.resume:
         with suppress(UserError):
             resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
             return dataclasses.replace(args, resume=True)

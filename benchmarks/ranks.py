@@ -134,7 +134,9 @@ def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED):
         for kind in kinds:
             policy = open_policy(kind, config)
             found = {name: difference(want[name], value) for name, value in measured(policy)}
-            parts = {part: max(v for n, v in found.items() if part in n) for part in ("gradient", "loss", "norm", "after a step")}
+            parts = {
+                part: max(v for n, v in found.items() if part in n) for part in ("gradient", "loss", "norm", "after a step")
+            }
             same = dict(reopened(policy, config, ["single", *kinds], load_tokenizer(path)))
             worst = max(worst, *found.values(), *(0.0 if ok else 1.0 for ok in same.values()))
             name = max(found, key=lambda name: found[name])

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CHANGEABLE_ON_RESUME = frozenset(
-    """resume run_name num_steps save_interval keep_checkpoints sampler_timeout max_bad_steps max_grader_failures""".split()
+    """resume run_name num_steps save_interval keep_checkpoints sampler_timeout max_bad_steps max_grader_failures
+    policy_parallelism policy_ranks policy_devices rank_timeout""".split()
 )
 """Arguments that a resumed run may change."""
 

@@ -9,11 +9,14 @@ import functools
 import hashlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +55,7 @@ def lead(local_ranks: int, seconds: float) -> "Ranks":
     for rank in range(1, local_ranks):
         own = {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
         entry = "alignment.system.ranks:follow_child"
-        children.append(ChildProcess(f"rank {rank}", entry, {**shared, **own}, grace_seconds=0))
+        children.append(ChildProcess(f"process of rank {rank}", entry, {**shared, **own}, grace_seconds=0))
     return Ranks(seconds, store, local_ranks, children)
 
 
@@ -65,14 +68,21 @@ class Ranks:
         self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", count))
         if store is None:
             store, _, count = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
-        self.count, self.store = count, store
-        store.set(f"facts/{self.rank}", json.dumps(facts(self.is_local)))
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self.rank else ())  # `_watch` takes them
-        threading.Thread(target=self._watch, args=(store.clone(),), daemon=True).start()
+        self.count, self.store = count, store if self.is_local else self._join_round(store)
+        others = range(1, count) if self.rank == 0 else (0,)
+        self.signs = {rank: (b"", time.monotonic()) for rank in others}  # each one's last sign of life, and when it came
+        self.store.set(f"facts/{self.rank}", json.dumps(facts(self.is_local)))
+        self.signals, tell = os.pipe()  # to `_watch`: the main thread may be in a collective, where Python's handlers wait
+        if self.rank:
+            os.set_blocking(tell, False)
+            signal.set_wakeup_fd(tell)
+            for number in SIGNALS:
+                signal.signal(number, lambda *arguments: None)
+        threading.Thread(target=self._watch, args=(self.store.clone(),), daemon=True).start()
         self._meet()
         backend, limit = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=seconds)
         with self.faults():
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=count, timeout=limit)
+            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=count, timeout=limit)
             # The others wait for a call as long as rank 0 samples; it waits for nobody longer than the limit.
             self.calls = dist.new_group(backend="gloo", timeout=FOREVER if self.rank else limit)
 
@@ -88,6 +98,19 @@ class Ranks:
                         f"rank {other} on {follower['machine']} has other {name} than rank 0 on {leader['machine']}:"
                         f" {follower[name][:80]}, not {leader[name][:80]}; start all by one command, from one checkout"
                     )
+
+    def _join_round(self, store):
+        """The part of torchrun's store that belongs to this start of the command: torchrun keeps its store when it starts the
+        ranks again. Rank 0 names the round; the others join it when they see that its rank 0 lives."""
+        if self.rank == 0:
+            store.set("round", name := uuid.uuid4().hex)
+            return dist.PrefixStore(name, store)
+        while True:
+            found = dist.PrefixStore(store.get("round").decode(), store)
+            before = found.get("beat/0")
+            time.sleep(2 * BEAT_SECONDS)
+            if found.get("beat/0") != before:
+                return found
 
     def _wait_for(self, key: str) -> None:
         """Wait until every rank has written `key`. Raises `RunStopped` where one is lost or takes too long."""
@@ -151,7 +174,9 @@ class Ranks:
                     deque(result, maxlen=0)
             except Exception as error:
                 text = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self.store.set(f"{'waited' if lost_connection(error) else 'failed'}/{self.rank}", f"{type(error).__name__}: {text}")
+                self.store.set(
+                    f"{'waited' if lost_connection(error) else 'failed'}/{self.rank}", f"{type(error).__name__}: {text}"
+                )
                 raise
 
     @contextmanager
@@ -184,8 +209,8 @@ class Ranks:
         return ""
 
     def _silence(self) -> str:
-        """The line on the first rank that others have waited for in vain."""
-        names = [self._name(rank) for rank in self._unheard()] or ["another rank"]
+        """The line on the rank that others have waited for in vain: of several, that which gave a sign of life longest ago."""
+        names = [self._name(rank) for rank in sorted(self._unheard(), key=lambda rank: self.signs[rank][1])] or ["another rank"]
         return f"{names[0]} did not take part in a computation within {self.seconds:g} s (--rank_timeout), or has ended"
 
     def _unheard(self) -> list[int]:
@@ -198,31 +223,29 @@ class Ranks:
 
     def _watch(self, store) -> None:
         """Give a sign of life, look for those of the others, and hand signals on to rank 0, until the process ends."""
-        others = range(1, self.count) if self.rank == 0 else (0,)
-        seen = {rank: (b"", time.monotonic()) for rank in others}
+        seen = self.signs
         for beat in range(sys.maxsize):
             try:
                 store.set(f"beat/{self.rank}", str(beat))
-                for rank in others:
+                for rank in seen:
                     value = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
                     if value != seen[rank][0]:
                         seen[rank] = (value, time.monotonic())
-                silent = [rank for rank, (_, at) in seen.items() if time.monotonic() - at > self.seconds]
+                silent = [rank for rank, (value, at) in seen.items() if value and time.monotonic() - at > self.seconds]
                 if self.rank == 0 and store.check(["signal"]):
                     os.kill(os.getpid(), int(store.get("signal")))
                     store.delete_key("signal")
             except RuntimeError:  # the store has gone, with the machine that kept it
-                silent = list(others)
+                silent = list(seen)
             if silent and self.rank:
+                print(f"rank {self.rank} ends: {self._no_sign_of(silent)}", file=sys.stderr, flush=True)
                 os._exit(1)
             if self.rank == 0 and not self.fault:
                 self.fault = self._no_sign_of(silent) or self._failure()
                 for child in self.children if self.fault else ():
                     child.kill()  # so that a collective that waits for them fails
-            if self.rank and (got := signal.sigtimedwait(SIGNALS, BEAT_SECONDS)):
-                store.set("signal", str(got.si_signo))
-            elif not self.rank:
-                time.sleep(BEAT_SECONDS)
+            if select.select([self.signals], [], [], BEAT_SECONDS)[0]:
+                store.set("signal", str(os.read(self.signals, 1)[0]))
 
     def _no_sign_of(self, silent: list[int]) -> str:
         return f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)" if silent else ""
@@ -250,8 +273,15 @@ def facts(local: bool) -> dict[str, str]:
 
 def follow(seconds: float) -> None:
     """Be another rank than 0 until rank 0 ends."""
-    Ranks(seconds).follow()
-    os._exit(0)  # without waiting for connections that are gone
+    code = 1
+    try:
+        Ranks(seconds).follow()
+        code = 0
+    except Exception as error:
+        if not lost_connection(error):
+            traceback.print_exc()
+    finally:
+        os._exit(code)  # without waiting for connections that are gone
 
 
 def follow_child(descriptor: int) -> None:

@@ -12,9 +12,10 @@ def is_follower() -> bool:
     return int(os.environ.get("RANK", "0")) > 0
 
 
-def was_restarted() -> bool:
-    """Whether torchrun has started this command again, after a rank was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def may_have_started_before(named: bool) -> bool:
+    """Whether this command may have begun its run already: torchrun starts all ranks again after one is lost, of which only
+    the machine that lost it is told. So behind torchrun a run that is `named` goes on where it exists."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and (named or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0)
 
 
 def ranks_here() -> int:

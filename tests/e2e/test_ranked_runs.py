@@ -1,0 +1,99 @@
+"""Runs of several processes, started, resumed and stopped as a user does it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from alignment.runs.checkpoint import checkpoint_folder
+from alignment.system.files import read_jsonl
+from alignment.verify_resume import digests
+from tests.e2e.conftest import NAME, SMALL
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+SHARDED = ["--policy_parallelism", "sharded", "--policy_ranks", "2"]
+
+
+def command(warm: Path, *flags: str) -> list[str]:
+    return ["-m", "alignment.train_rl", *SMALL, "--output_dir", ".", "--sft_base", str(warm), "--keep_checkpoints", "0", *flags]
+
+
+def run(folder: Path, *arguments: str) -> None:
+    options = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, *arguments], **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def sharded(warm, tmp_path_factory) -> Path:
+    """The folder of an undisturbed run of two processes."""
+    output = tmp_path_factory.mktemp("sharded")
+    run(output, *command(warm, *SHARDED))
+    return output / NAME
+
+
+def cut_after_step_2(run: Path, output: Path) -> Path:
+    """A copy of the run as if it had been killed in its third step."""
+    cut = output / NAME
+    shutil.copytree(run, cut)
+    for part in ("final", checkpoint_folder(cut, 3).name, checkpoint_folder(cut, 4).name):
+        shutil.rmtree(cut / part, ignore_errors=True)
+    (cut / "summary.json").unlink()
+    return cut
+
+
+def assert_near(run: Path, other: Path) -> None:
+    """The same run but for the order of sums."""
+    weights, others = (load_file(folder / "final" / "model.safetensors") for folder in (run, other))
+    differences = torch.cat([(weights[name] - others[name]).flatten() for name in weights]).abs()
+    assert differences.mean() < 1e-7 and differences.max() < 1e-4
+    for record, near in zip(*(read_jsonl(folder / "metrics.jsonl") for folder in (run, other)), strict=True):
+        assert near["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4) and near["reward"] == record["reward"]
+
+
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(sharded, warm, tmp_path):
+    cut = cut_after_step_2(sharded, tmp_path)
+    run(tmp_path, *command(warm, *SHARDED, "--resume"))
+    assert digests(cut) == digests(sharded)
+
+
+def test_one_process_goes_on_with_a_run_of_two(sharded, warm, tmp_path):
+    cut = cut_after_step_2(sharded, tmp_path)
+    run(tmp_path, *command(warm, "--policy_parallelism", "single", "--resume"))
+    assert_near(cut, sharded)
+
+
+def test_two_machines_of_two_processes_go_on_with_a_run_of_two(sharded, warm, tmp_path):
+    """Two torchruns; a run that is named goes on by itself."""
+    cut = cut_after_step_2(sharded, tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+    torchrun += ["--rdzv_endpoint", f"127.0.0.1:{20000 + os.getpid() % 10000}", "--rdzv_id", "test"]
+    line = [*torchrun, *command(warm, "--policy_parallelism", "sharded")]
+    with subprocess.Popen(
+        [sys.executable, *line], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    ) as other:
+        run(tmp_path, *line)
+        assert other.wait(120) == 0
+    assert_near(cut, sharded)
+
+
+def test_a_killed_process_ends_the_run_with_its_name_and_nothing_is_left(sharded, warm, tmp_path):
+    cut = cut_after_step_2(sharded, tmp_path)
+    line = [sys.executable, *command(warm, *SHARDED, "--resume", "--num_steps", "500")]
+    with subprocess.Popen(
+        line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as started:
+        while started.poll() is None and not checkpoint_folder(cut, 3).exists():
+            time.sleep(0.1)
+        (follower,) = psutil.Process(started.pid).children()
+        follower.kill()
+        rest = started.stdout.read()
+    assert started.returncode == 1 and "error: rank 1 of 2 on " in rest and "killed by SIGKILL" in rest
+    assert "go on with: uv run -m alignment.train_rl" in rest and not psutil.pid_exists(follower.pid)

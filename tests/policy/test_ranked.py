@@ -1,0 +1,57 @@
+"""Policies of several processes: the same numbers as one process's. (Processes: `benchmarks.ranks`, run as a command.)"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alignment.core.tokens import packed_tokens
+from alignment.policy.policy import policy_kind
+from alignment.policy.replicated import deal
+
+ROOT = Path(__file__).parents[2]
+ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30).map(
+    lambda pairs: [((prompt,) * (prompt + 1), tuple(range(length))) for prompt, length in pairs]
+)
+
+
+@given(rows=ROWS, ranks=st.integers(1, 6))
+def test_rows_are_dealt_by_prompt_and_as_even_as_the_largest_group_lets(rows, ranks):
+    hands = deal(rows, ranks)
+    assert sorted(number for hand in hands for number in hand) == list(range(len(rows))) and len(hands) == ranks
+    prompts = [{rows[number][0] for number in hand} for hand in hands]
+    assert sum(map(len, prompts)) == len({prompt for prompt, _ in rows})  # no prompt has rows on two ranks
+    tokens = [packed_tokens([rows[number] for number in hand]) for hand in hands]
+    groups = [packed_tokens([row for row in rows if row[0] == prompt]) for prompt in {prompt for prompt, _ in rows}]
+    assert max(tokens) - min(tokens) <= max(groups, default=0)
+
+
+def test_rows_are_dealt_largest_group_first():
+    rows = [((1,), (1, 1)), ((2, 2), (1,)), ((1,), (1,) * 5), ((3,), (1,) * 3), ((2, 2), ())]  # 8, 3 and 4 tokens
+    assert deal(rows, 2) == [[0, 2], [1, 3, 4]]
+    assert deal(rows, 4) == [[0, 2], [3], [1, 4], []]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "devices", "fits", "kind"),
+    [
+        ("auto", ("cuda:0",), False, "single"),
+        ("auto", ("cuda:0", "cuda:1"), True, "replicated"),
+        ("auto", ("cpu", "cpu"), False, "sharded"),
+        ("layer_split", ("cuda:0", "cuda:1"), True, "layer_split"),
+    ],
+)
+def test_the_kind_of_policy(parallelism, devices, fits, kind):
+    assert policy_kind(parallelism, devices, lambda: fits) == kind
+
+
+def test_three_processes_have_the_gradients_and_checkpoints_of_one():
+    """Every loss and normalisation, a KL penalty, silent rows, ranks without rows, no rows at all, SFT; within 1e-5."""
+    command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", "3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
