@@ -43,7 +43,7 @@ class Shard(Replica):
     Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). Weights are gathered in fp32, layer by layer, and gradients summed."""
 
     def _load(self, model_path: str) -> PreTrainedModel:
-        model = load_model(model_path, ("cpu",), torch.float32)
+        model = load_model(model_path, ("cpu",), torch.float32, self._prepare)
         mesh = make_mesh(self.ranks, self.devices[0])
         self.root = Root(model)
         stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
@@ -110,17 +110,17 @@ class Shard(Replica):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters if p.requires_grad]
         return torch.cat([whole(gradient).flatten().cpu() for gradient in gradients])
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, whole(parameter.detach())) for name, parameter in self.model.named_parameters())
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return whole(tensor)
 
     def model_on(self, device: str, dtype: torch.dtype) -> None:
         return None
 
     def save(self, folder: Path, tokenizer) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.weights()}
+        adapters = self._adapter_tensors()
         if self.ranks.rank == 0:
-            self.model.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
+            self._write(folder, tokenizer, weights, adapters)
 
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, whole(tensor).cpu()) for name, tensor in super().optimizer_tensors())

@@ -34,6 +34,18 @@ class LocalReference:
         return self.model.log_probs(batch, distribution, micro_batch_tokens)
 
 
+class BaseReference:
+    """A `Reference` that is the policy without its LoRA adapters."""
+
+    restarts = 0
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+
+    def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
+        return self.policy.base_log_probs(batch, distribution)
+
+
 class References:
     """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` is the policy as it was when the
     rollout was sampled, on a device of its own; None where the policy itself serves, before its first update. `reference` is
