@@ -162,18 +162,15 @@ class LoRAArgs(Args):
     """What commands share that train, or plan it."""
 
     lora_rank: int = 0
-    """Rank of LoRA's adapters, which are trained instead of the weights (extra "lora"); 0: none. Final models and checkpoints
-    have the adapters merged, and by themselves in the folder adapter/."""
+    """Rank of LoRA's adapters, which are trained instead of the weights (extra "lora"); 0: none. Models are saved with adapters
+    merged, and adapters by themselves in adapter/."""
     lora_alpha: int | None = None  # Adapters count alpha / rank times; by default alpha is twice the rank.
     lora_targets: tuple[str, ...] = ()  # Linear layers that get adapters, such as q_proj v_proj; by default all but the head.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self, "lora_alpha", self.lora_rank > 0 or self.lora_alpha is None, "left out without --lora_rank")
-        _require(self, "lora_targets", self.lora_rank > 0 or not self.lora_targets, "left out without --lora_rank")
-
-    def _require_packages(self) -> None:
-        """Raise `UserError` where PEFT is wanted and not installed; plans need none."""
+        for name in ("lora_alpha", "lora_targets"):
+            _require(self, name, self.lora_rank > 0 or not getattr(self, name), "left out without --lora_rank")
         if self.lora_rank and not find_spec("peft"):
             raise UserError(f"--lora_rank {self.lora_rank} needs peft: start with `uv run --extra lora ...`")
 
@@ -206,7 +203,6 @@ class SFTArgs(LoRAArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_packages()
         _require(self, "sft_base", self.sft_base != "", "the folder to save the model to")
 
 
@@ -275,7 +271,6 @@ class RLArgs(LoRAArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_packages()
         _require(self, "sampling_temperature", self.sampling_temperature > 0, "a number above 0")
         raw_rewards = self.loss.weight == "raw_rewards"  # raises `UserError` for an unknown loss
         undefined = "with one sample a prompt the group's mean is the reward itself and its std is undefined"

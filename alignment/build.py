@@ -16,7 +16,7 @@ from alignment.evaluation.accuracy import Evaluator
 from alignment.models import evaluation, kind_of_policy, make_policy, make_sampler, sampler_config
 from alignment.policy.frozen import FrozenModel
 from alignment.policy.loading import compute_dtype, context_length, load_config, load_tokenizer, make_deterministic
-from alignment.policy.policy import ADAPTER, RANKED, Policy
+from alignment.policy.policy import RANKED, Policy
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
 from alignment.policy.reference_protocol import ServedModel, reference_token
 from alignment.rollouts.ahead import AheadConfig, AheadRollouts
@@ -32,11 +32,8 @@ from alignment.system.errors import RunStopped, UserError
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import printable
 from alignment.training.mismatch import sampler_mismatch
-from alignment.training.references import BaseReference, LocalReference, Reference, References
+from alignment.training.references import LocalReference, Reference, References
 from alignment.warm_start import warm_start
-
-PROBED = 8  # prompts that a sampler continues with random adapters
-NEARER = 2  # times nearer its log-probs must then be to the trainer's with these adapters than to those with the true ones
 
 
 def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluator, int]:
@@ -51,7 +48,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     if args.deterministic:
         make_deterministic()
     if run.checkpoint and args.lora_rank:
-        policy = make_policy(args, warm_start(args, run.console), str(run.checkpoint / ADAPTER))
+        policy = make_policy(args, warm_start(args, run.console), str(run.checkpoint / "adapter"))
     else:
         policy = make_policy(args, base)
     if run.checkpoint:
@@ -70,7 +67,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     check = None if shared else mismatch_check(args, policy, pad_id)
     if args.lora_rank:
         for sampler in {eval_sampler, getattr(rollouts, "sampler", eval_sampler)}:
-            check_adapters_arrive(args, policy, sampler, problems[:PROBED], pad_id)
+            check_adapters_arrive(args, policy, sampler, problems[:8], pad_id)
     evaluator = Evaluator(evaluation(args, task, problems), args.eval_interval, eval_sampler, run, policy, check)
     processes = (rollouts, references) if shared else (rollouts, references, eval_sampler)
     run.start(policy, tokenizer, rollouts, restarts=lambda: sum(process.restarts for process in processes))
@@ -100,7 +97,7 @@ def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> Refere
         run.console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
     reference = None
     if args.beta and policy_is_reference(args, roles):
-        reference = BaseReference(policy)
+        reference = LocalReference(policy)
     elif args.beta:
         reference = make_reference(args, run, warm_start(args, run.console) if run.step else base)
     return References(config, old_policy, reference, run.clock)
@@ -189,22 +186,17 @@ def mismatch_check(args: RLArgs, policy: Policy, pad_id: int) -> Callable[[Seque
 
 def check_adapters_arrive(args: RLArgs, policy: Policy, sampler: Sampler, problems: Sequence[Problem], pad_id: int) -> None:
     """Give a sampler the policy's weights with random LoRA adapters, and then the true ones. Raises `RunStopped` where its
-    log-probs do not move as the trainer's do: new adapters start at 0, so a step's check would miss for long that none came."""
+    log-probs do not move as the trainer's do: new adapters start at 0, so other checks would miss for long that none came."""
     sampling = dataclasses.replace(args.sampling, n=2, max_new_tokens=min(16, args.max_new_tokens), stop=())
-    policy.probe_adapters(True)
-    try:
+    distances = []  # of the sampler's log-probs with random adapters from the trainer's with the same, and with the true ones
+    for random in (True, False):
+        policy.probe_adapters(random)
         load_proven(sampler, policy.weights(), sampler.policy_version)
-        completions = sampler.sample([problem.prompt for problem in problems], sampling)
-        pairs = zip(problems, completions, strict=True)
-        groups = [Group(problem, tuple(drawn), ({"reward": 0.0},) * len(drawn)) for problem, drawn in pairs]
-        compared = policy, collate_groups(groups, args.rollout_config, pad_id), args.sampling.distribution, math.inf
-        random = sampler_mismatch(*compared)["sampler_mismatch"]
-    finally:
-        policy.probe_adapters(False)
-    load_proven(sampler, policy.weights(), sampler.policy_version)
-    true = sampler_mismatch(*compared)["sampler_mismatch"]
-    if not random * NEARER < true:
-        raise RunStopped(
-            f"the sampler does not follow the LoRA adapters: with random ones its log-probs are {random:.3g} nats a token from"
-            f" the trainer's with the same, and {true:.3g} from the trainer's without. Nothing was trained"
-        )
+        if random:
+            pairs = zip(problems, sampler.sample([problem.prompt for problem in problems], sampling), strict=True)
+            groups = [Group(problem, tuple(drawn), ({"reward": 0.0},) * len(drawn)) for problem, drawn in pairs]
+            rollout = collate_groups(groups, args.rollout_config, pad_id)
+        distances.append(sampler_mismatch(policy, rollout, args.sampling.distribution, math.inf)["sampler_mismatch"])
+    if not 2 * distances[0] < distances[1]:
+        numbers = "its log-probs are {:.3g} nats a token from the trainer's, and {:.3g} from the trainer's without them"
+        raise RunStopped(f"the sampler does not follow the LoRA adapters: with random ones {numbers.format(*distances)}")

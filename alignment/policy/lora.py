@@ -1,9 +1,7 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters beside frozen linear layers, as PEFT makes them. The one module
-that imports PEFT."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters beside frozen linear layers. The one module that imports PEFT."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,11 +11,7 @@ from alignment.policy.huggingface import Conv1D, PreTrainedModel
 from alignment.policy.policy import PolicyConfig
 from alignment.system.errors import UserError
 
-NAME = "default"  # of the adapters in PEFT's tables
-PROBE = 1.0  # norm of random adapters' products, as a multiple of their weights'
-
-Whole = Callable[[torch.Tensor], torch.Tensor]
-"""Gives a tensor with the parts that other ranks hold."""
+NAME, FILE = "default", "adapter_model.safetensors"  # PEFT's
 
 
 def target_layers(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
@@ -25,13 +19,14 @@ def target_layers(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     `UserError` for a target that names no linear layer, and for a head that is also the embedding."""
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
-    matches = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
-    if unmatched := [target for target, names in matches.items() if not names]:
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise UserError(f"--lora_targets {unmatched[0]}: no linear layer has this name; there are {known}")
     if not targets:
         return [name for name, module in linear.items() if module is not head]
-    chosen = {name for names in matches.values() for name in names}
+    chosen: set[str] = set()
+    for target in targets:
+        if not (matches := {name for name in linear if f".{name}".endswith(f".{target}")}):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise UserError(f"--lora_targets {target}: no linear layer has this name; there are {known}")
+        chosen |= matches
     if head.weight is model.get_input_embeddings().weight and any(linear[name] is head for name in chosen):
         raise UserError("--lora_targets names the output head, whose matrix is the embedding's: leave it out")
     return [name for name in linear if name in chosen]
@@ -42,82 +37,75 @@ def add_adapters(model: PreTrainedModel, config: PolicyConfig) -> None:
     products are 0."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = target_layers(model, config.lora_targets)
-    base = Path(config.model_path)
+    names, base = target_layers(model, config.lora_targets), Path(config.model_path)
     lora = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha or 2 * config.lora_rank,
-        target_modules=names,
+        r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, task_type="CAUSAL_LM", target_modules=names,
         fan_in_fan_out=isinstance(model.get_submodule(names[0]), Conv1D),
-        task_type="CAUSAL_LM",
         base_model_name_or_path=str(base.resolve() if base.exists() else base),
-    )
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         inject_adapter_in_model(lora, model)
-    if config.adapter:
-        saved = load_file(Path(config.adapter) / "adapter_model.safetensors")
-        with torch.no_grad():
-            for name, parameter in adapters(model):
-                parameter.copy_(saved[peft_name(name)])
+    saved = load_file(Path(config.adapter) / FILE) if config.adapter else {}
+    for name, parameter in adapters(model) if saved else ():
+        parameter.data.copy_(saved[name])
 
 
 def adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The (name, parameter) of each adapter's two matrices."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name)
+    """(name in PEFT's files, parameter) of each adapter's two matrices."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            yield f"base_model.model.{name.removesuffix(f'.{NAME}.weight')}.weight", parameter
 
 
-def peft_name(name: str) -> str:
-    """The name of a matrix in PEFT's files."""
-    return f"base_model.model.{name.removesuffix(f'.{NAME}.weight')}.weight"
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the parts of all ranks, where it is sharded; called on all of them."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def adapted_weight(layer: torch.nn.Module, whole: Whole = lambda tensor: tensor) -> torch.Tensor:
+def adapted_weight(layer: torch.nn.Module) -> torch.Tensor:
     """The weight of a linear layer, with its adapter where it has one: W + alpha / rank * B A. W itself does not change."""
-    weight = whole(layer.weight)
     if not hasattr(layer, "lora_A") or layer.disable_adapters:
-        return weight
+        return whole(layer.weight)
     product = whole(layer.lora_B[NAME].weight) @ whole(layer.lora_A[NAME].weight)
-    return weight + layer.scaling[NAME] * (product.T if layer.fan_in_fan_out else product)
+    return whole(layer.weight) + layer.scaling[NAME] * (product.T if layer.fan_in_fan_out else product)
 
 
 @torch.no_grad()
-def merged_weights(model: torch.nn.Module, whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor) of every weight as though it had no adapter, one at a time."""
     for name, parameter in model.named_parameters():
-        layer, wrapped, own = name.rpartition(".base_layer.")
-        if wrapped and own == "weight":
-            yield f"{layer}.weight", adapted_weight(model.get_submodule(layer), whole).detach()
+        layer, _, own = name.rpartition(".base_layer.")
+        if layer and own == "weight":
+            yield f"{layer}.weight", adapted_weight(model.get_submodule(layer)).detach()
         elif ".lora_" not in name:
             yield name.replace(".base_layer.", "."), whole(parameter.detach())
 
 
-@contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model compute what its base computes."""
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
-    try:
-        for layer in layers:
-            layer._disable_adapters = True  # PEFT's method would also change what is trained
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
+def disable_adapters(model: torch.nn.Module, off: bool) -> None:
+    """Have a model compute what its base computes, or go back."""
+    for layer in (module for module in model.modules() if hasattr(module, "lora_A")):
+        layer._disable_adapters = off  # PEFT's method would also change what is trained
 
 
-def probe_values(model: torch.nn.Module, whole: Whole) -> dict[str, torch.Tensor]:
-    """For each adapter's B, by name, random values on the CPU that give B A `PROBE` times the norm of W."""
-    generator, values = torch.Generator().manual_seed(0), {}
-    for name, parameter in adapters(model):
-        if ".lora_B." in name:
-            layer = model.get_submodule(name.partition(".lora_B.")[0])
-            norms = [whole(tensor.detach()).norm().item() for tensor in (layer.weight, layer.lora_A[NAME].weight)]
-            size = PROBE * norms[0] / (layer.scaling[NAME] * norms[1] * len(parameter) ** 0.5)
-            values[name] = size * torch.randn(parameter.shape, generator=generator)
-    return values
+@torch.no_grad()
+def probe(model: torch.nn.Module, on: bool, stored: Callable[[torch.nn.Parameter, torch.Tensor], torch.Tensor]) -> None:
+    """Make each B random, so that new adapters' products are as large as their weights; or put the trained one back.
+    `stored(parameter, tensor)` is a whole tensor as the policy keeps it."""
+    generator = torch.Generator().manual_seed(0)
+    for layer in (module for module in model.modules() if hasattr(module, "lora_A")):
+        b = layer.lora_B[NAME].weight
+        if on:
+            size = whole(layer.weight).norm().item() / layer.scaling[NAME] / (b.numel() / 3) ** 0.5  # |A| is (rank / 3) ** 0.5
+            layer.trained_b = b.clone()
+            b.copy_(stored(b, size * torch.randn(b.shape, generator=generator)))
+        else:
+            b.copy_(layer.trained_b)
 
 
-def save_adapters(model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write the adapters as a folder that PEFT loads on the base."""
-    dataclasses.replace(model.peft_config[NAME], inference_mode=True).save_pretrained(folder)
-    save_file({peft_name(name): tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+def save(model: PreTrainedModel, folder: Path, weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    """Write weights as a Hugging Face folder, and the tensors of `adapters` as a folder in it that PEFT loads on the base."""
+    model.save_pretrained(folder, state_dict=weights or None)
+    if tensors:
+        dataclasses.replace(model.peft_config[NAME], inference_mode=True).save_pretrained(folder / "adapter")
+        save_file(tensors, folder / "adapter" / FILE)

@@ -44,14 +44,14 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
 
 def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, held: list[str], device: str) -> dict[str, int]:
     """The larger of an update's and of sampling's bytes on one device; `held` are the policy's modules there."""
-    total, (everything, trained) = sum(shape.parameters.values()), shape.sizes(held)
+    total, trained = sum(shape.parameters.values()), shape.trained(held)
     inner = sum(shape.parameters[name] for name in (*shape.layers, shape.head))  # what autocast casts, but for norms
     samples = device in (roles.sample, roles.eval)
     engines = step.engines if roles.sample == roles.eval else 1
     frozen, vllm = step.frozen * (device == roles.reference), step.vllm
     copy = int((step.gpu_memory_utilization or engine_share(roles, device, engines)) * step.card) if vllm else 2 * total
     kept = {
-        "weights": 4 * everything,
+        "weights": 4 * sum(shape.parameters[name] for name in held),
         "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * trained,
         "sampler": engines * copy * samples,
         "reference": (2 * inner + 4 * (total - inner)) * frozen,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -154,7 +154,8 @@ class ModelShape:
     """The modules of a causal language model that a device map names, in forward order, and their sizes."""
 
     parameters: Mapping[str, int]
-    """Hugging Face module name -> number of its parameters. A tied head counts 0: its matrix is counted as the embedding."""
+    """Hugging Face module name -> number of its parameters, adapters included. A tied head counts 0: its matrix is counted as
+    the embedding."""
     layers: tuple[str, ...]
     head: str
     adapters: Mapping[str, int] | None = None
@@ -174,11 +175,11 @@ class ModelShape:
             return shape
         from alignment.policy.lora import target_layers
 
-        adapters = dict.fromkeys(shape.parameters, 0)
+        adapters = Counter[str]()
         for layer in target_layers(model, lora_targets):
-            owner = next(name for name in adapters if f"{layer}.".startswith(f"{name}."))
+            owner = next(name for name in shape.parameters if f"{layer}.".startswith(f"{name}."))
             adapters[owner] += lora_rank * sum(model.get_submodule(layer).weight.shape)
-        return replace(shape, adapters=adapters)
+        return replace(shape, parameters={name: n + adapters[name] for name, n in shape.parameters.items()}, adapters=adapters)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelShape:
@@ -207,17 +208,14 @@ class ModelShape:
         """Whether the head's matrix is the embedding's."""
         return self.parameters[self.head] == 0
 
-    def sizes(self, names: Iterable[str]) -> tuple[int, int]:
-        """The parameters of some modules, adapters included, and those of them that are trained."""
-        names = list(names)
-        own = sum(self.parameters[name] for name in names)
-        adapters = sum((self.adapters or {}).get(name, 0) for name in names)
-        return own + adapters, own if self.adapters is None else adapters
+    def trained(self, names: Collection[str]) -> int:
+        """The parameters of some modules that have gradients and moments."""
+        return sum((self.adapters or self.parameters)[name] for name in names)
 
-    def state_bytes(self, names: Iterable[str], optimizer: str) -> int:
+    def state_bytes(self, names: Collection[str], optimizer: str) -> int:
         """Bytes of some modules' weights in fp32, their gradients, and the moments beside them."""
-        everything, trained = self.sizes(names)
-        return 4 * everything + (OPTIMIZERS[optimizer].device_bytes - 4) * trained
+        weights = 4 * sum(self.parameters[name] for name in names)
+        return weights + (OPTIMIZERS[optimizer].device_bytes - 4) * self.trained(names)
 
 
 def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str]:
@@ -317,7 +315,7 @@ def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Sh
     reference = {} if roles.policy == (roles.reference,) else {"reference": roles.reference}
     copies = engines | reference
     everything, total = tuple(parameters), sum(parameters.values())
-    host_bytes = OPTIMIZERS[optimizer].host_bytes * shape.sizes(everything)[1]
+    host_bytes = OPTIMIZERS[optimizer].host_bytes * shape.trained(everything)
     moments = (Share("cpu", "moments", everything, host_bytes),) if host_bytes else ()
     others = (Share(device, role, everything, total * COPY_BYTES[role]) for role, device in copies.items())
     return (*policy, *moments, *others)

@@ -30,8 +30,7 @@ class PolicyConfig:
     """Tokens of a micro-batch; 0: as many as fit the free memory (`Policy.choose_micro_batch_tokens`)."""
     rank_timeout: float = 60.0
     """Seconds after which a rank that does not answer is lost."""
-    lora_rank: int = 0
-    """Above 0 the weights of `model_path` are frozen, and adapters of that rank are trained (`lora.py`)."""
+    lora_rank: int = 0  # Above 0 all weights are frozen, and adapters of that rank beside them are trained.
     lora_alpha: int | None = None
     lora_targets: tuple[str, ...] = ()
     seed: int = 0  # Of the adapters' initialisation.
@@ -111,7 +110,7 @@ class Policy(Protocol):
         value before the run was resumed, or 0. Returns a message for the user, or None."""
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write weights and tokenizer as a Hugging Face folder; adapters are merged, and in its folder `ADAPTER` too."""
+        """Write weights and tokenizer as a Hugging Face folder; adapters are merged, and in its folder "adapter" too."""
 
     def save_optimizer(self, file: Path) -> None:
         """Write the optimiser's state as safetensors."""
@@ -128,7 +127,6 @@ POLICIES: Mapping[str, str] = {
 }
 """--policy_parallelism -> the policy class; its constructor takes a `PolicyConfig`."""
 RANKED = ("replicated", "sharded")  # those of one process a device
-ADAPTER = "adapter"  # The folder, in a model's, that PEFT loads on the base.
 
 
 def policy_kind(parallelism: str, devices: Sequence[str], fits_each: Callable[[], bool]) -> str:

@@ -19,7 +19,7 @@ from alignment.policy.optimizers import make_optimizer
 from alignment.policy.packing import send
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.policy.plain_path import takes_plain_path, unshared
-from alignment.policy.policy import ADAPTER, MicroBatchResult, Objective, PolicyConfig
+from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.system.errors import UserError
 from alignment.system.files import full_disk_is_an_os_error
 
@@ -63,6 +63,8 @@ class MicroBatch:
 class SingleDevicePolicy:
     """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be loaded."""
 
+    base_digest = ""  # Of the frozen weights, with adapters.
+
     def __init__(self, config: PolicyConfig):
         self.policy_config = config
         self.devices = config.devices
@@ -76,8 +78,6 @@ class SingleDevicePolicy:
         return load_model(model_path, self.devices, torch.float32, self._prepare)
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        """Add the adapters that --lora_rank asks for to a model that is still whole."""
-        self.base_digest = ""
         if self.policy_config.lora_rank:
             self.base_digest = weights_digest(model, torch.float32)
             lora.add_adapters(model, self.policy_config)
@@ -91,16 +91,16 @@ class SingleDevicePolicy:
         return batch_log_probs(self.model, batch, distribution, self.micro_batch_tokens, self.dtype, rows)
 
     def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
-        with lora.without_adapters(self.model):
+        lora.disable_adapters(self.model, True)
+        try:
             return self.log_probs(batch, distribution)
-
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        finally:
+            lora.disable_adapters(self.model, False)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         self.model.train()
         if not rows:
-            for parameter in self._trained():
+            for parameter in filter(lambda each: each.requires_grad, self.model.parameters()):
                 parameter.grad = torch.zeros_like(parameter)
         split = self._split(batch, rows, objective.supervised)
         for micro_batch, piece in self._micro_batches(batch, rows, split, objective):
@@ -153,28 +153,18 @@ class SingleDevicePolicy:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradient(self) -> torch.Tensor:
-        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained())
-        return torch.cat([gradient.flatten().cpu() for gradient in gradients])
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with the parts that others hold."""
-        return tensor
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters() if p.requires_grad]
+        return torch.cat([lora.whole(gradient).flatten().cpu() for gradient in gradients])
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return lora.merged_weights(self.model, self.whole)
+        return lora.merged_weights(self.model)
 
-    @torch.no_grad()
     def probe_adapters(self, on: bool) -> None:
-        if on:
-            self._put_back = {name: parameter.clone() for name, parameter in lora.adapters(self.model)}
-        values = lora.probe_values(self.model, self.whole) if on else self._put_back
-        for name, parameter in lora.adapters(self.model):
-            if name in values:
-                parameter.copy_(self.stored(parameter, values[name]) if on else values[name])
+        lora.probe(self.model, on, self.stored)
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
-        readable = not self.policy_config.lora_rank and self.model.dtype == dtype  # samplers take merged weights
-        return self.model if self.devices == (device,) and readable else None
+        merged = not self.policy_config.lora_rank
+        return self.model if merged and self.devices == (device,) and self.model.dtype == dtype else None
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
         """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""
@@ -188,17 +178,8 @@ class SingleDevicePolicy:
         return "memory is short: activations are computed again in backward (gradient checkpointing)"
 
     def save(self, folder: Path, tokenizer) -> None:
-        weights = dict(self.weights()) if self.policy_config.lora_rank else None
-        self._write(folder, tokenizer, weights, self._adapter_tensors())
-
-    def _adapter_tensors(self) -> dict[str, torch.Tensor]:
-        return {name: self.whole(parameter.detach()).cpu() for name, parameter in lora.adapters(self.model)}
-
-    def _write(self, folder: Path, tokenizer, weights: dict | None, adapters: dict[str, torch.Tensor]) -> None:
-        self.model.save_pretrained(folder, state_dict=weights)
+        lora.save(self.model, folder, dict(self.weights()) if self.base_digest else {}, dict(lora.adapters(self.model)))
         tokenizer.save_pretrained(folder)
-        if adapters:
-            lora.save_adapters(self.model, adapters, folder / ADAPTER)
 
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the optimiser's state; each name begins with the number of its parameter."""

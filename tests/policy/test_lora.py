@@ -21,7 +21,7 @@ from alignment.policy.frozen import FrozenModel
 from alignment.policy.loading import load_model, load_tokenizer
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.placement import ModelShape, Roles, place
-from alignment.policy.policy import ADAPTER, Objective, PolicyConfig, open_policy
+from alignment.policy.policy import Objective, PolicyConfig, open_policy
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped, UserError
 
@@ -82,7 +82,7 @@ def test_a_merged_weight_worked_by_hand():
     layer = model[0]
     layer.lora_A["default"].weight.data = torch.tensor([[1.0, -1.0]])
     layer.lora_B["default"].weight.data = torch.tensor([[2.0], [0.5]])
-    merged = dict(lora.merged_weights(model, lambda tensor: tensor))
+    merged = dict(lora.merged_weights(model))
     assert list(merged) == ["0.weight", "0.bias"] and torch.equal(merged["0.bias"], bias)
     assert torch.equal(merged["0.weight"], torch.tensor([[7.0, -4.0], [4.5, 2.5]]))
     assert torch.equal(layer.base_layer.weight, weight)
@@ -109,8 +109,10 @@ def test_merged_log_probs_are_the_adapters_log_probs_and_peft_loads_them_on_the_
     assert (trained.base_log_probs(batch, NEAR) - ours).abs().max() > 0.01
     merged = FrozenModel(str(saved), "cpu", torch.float32).log_probs(batch, NEAR, 1000)
     assert (merged - ours).abs().max() < 1e-5
-    assert json.loads((saved / ADAPTER / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_folder)
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32), saved / ADAPTER)
+    assert json.loads((saved / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_folder)
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32), saved / "adapter"
+    )
     assert (plain_log_probs(loaded, batch) - ours)[batch.response_mask].abs().max() < 1e-5
 
 
@@ -124,7 +126,7 @@ def test_the_gradient_is_autograds_on_the_plain_model_with_peft(trained, saved, 
     ours = trained.gradient()
     trained.drop_gradient()
     base = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-    plain = PeftModel.from_pretrained(base, saved / ADAPTER, is_trainable=True)
+    plain = PeftModel.from_pretrained(base, saved / "adapter", is_trainable=True)
     (-plain_log_probs(plain, batch)[batch.response_mask].sum() / 100).backward()
     theirs = torch.cat([p.grad.flatten() for p in plain.parameters() if p.requires_grad])
     assert (ours - theirs).norm() < 1e-5 * theirs.norm()
@@ -141,14 +143,14 @@ def test_the_base_without_adapters_is_the_frozen_model_to_the_bit(trained, tiny_
 def test_a_resumed_policy_goes_on_from_the_adapter_to_the_bit(trained, saved, tiny_folder, batch, tmp_path):
     file = tmp_path / "optimizer.safetensors"
     trained.save_optimizer(file)
-    resumed = open_lora(tiny_folder, adapter=str(saved / ADAPTER))
+    resumed = open_lora(tiny_folder, adapter=str(saved / "adapter"))
     resumed.load_optimizer(file)
     straight = open_lora(tiny_folder)
     train_a_little(straight, batch, 3)
     train_a_little(resumed, batch, 1)
     for (name, one), (_, other) in zip(straight.weights(), resumed.weights(), strict=True):
         assert torch.equal(one, other), name
-    elsewhere = open_lora(saved, adapter=str(saved / ADAPTER))  # the merged weights would count the adapters twice
+    elsewhere = open_lora(saved, adapter=str(saved / "adapter"))  # the merged weights would count the adapters twice
     with pytest.raises(UserError, match="has changed since"):
         elsewhere.load_optimizer(file)
 
@@ -256,7 +258,7 @@ class Deaf:
 def test_a_sampler_must_follow_random_adapters_and_then_has_the_true_ones(trained, tiny_folder, sampler):
     args = dataclasses.replace(ARGS, lora_rank=4)
     problems = arithmetic.problems("train")[:4]
-    with pytest.raises(RunStopped, match="^the sampler does not follow the LoRA adapters: with random ones .* Nothing was tr"):
+    with pytest.raises(RunStopped, match="^the sampler does not follow the LoRA adapters: with random ones its"):
         build.check_adapters_arrive(args, trained, Deaf(sampler), problems, 1)
     before = {name: tensor.clone() for name, tensor in trained.weights()}
     build.check_adapters_arrive(args, trained, sampler, problems, 1)
@@ -284,6 +286,8 @@ def test_a_plan_counts_frozen_weights_once_and_adapters_with_their_moments():
     attention, mlp = 2 * (32 + 32) + 2 * (32 + 16), 3 * (32 + 48)  # inputs and outputs of q, o and k, v; of gate, up and down
     assert shape.adapters["model.layers.1"] == 4 * (attention + mlp) and sum(shape.adapters.values()) == 8 * (attention + mlp)
     shares = [share for share in place(shape, roles) if share.role == "policy"]
-    assert sum(share.bytes for share in shares) == 4 * sum(shape.parameters.values()) + 16 * 8 * (attention + mlp)
+    assert sum(share.bytes for share in shares) == 4 * sum(ModelShape.from_config(CONFIG).parameters.values()) + 16 * 8 * (
+        attention + mlp
+    )
     offloaded = next(share for share in place(shape, roles, "adamw_cpu_offload") if share.role == "moments")
     assert offloaded.bytes == 8 * 8 * (attention + mlp)
