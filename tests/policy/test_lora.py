@@ -101,6 +101,8 @@ def test_steps_change_no_bit_of_the_base_and_only_adapters_have_moments(trained,
     assert merged.keys() == base.keys() and not torch.equal(*(w["model.layers.0.mlp.up_proj.weight"] for w in (merged, base)))
     list(trained.accumulate(batch, [], Objective(negative_sum)))  # no rows: zeros
     assert trained.gradient().shape == (adapters,) and not trained.gradient().any()
+    assert sum(parameter.numel() for group in trained.optimizer.param_groups for parameter in group["params"]) == adapters
+    assert all(trained.model.get_parameter(name).grad is None for name in names)
     trained.drop_gradient()
 
 
