@@ -176,6 +176,11 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
     return devices[:number]
 
 
+def policy_is_reference(args: RLArgs, roles: Roles) -> bool:
+    """Whether the policy without its LoRA adapters serves as the reference model, which needs no copy then."""
+    return args.lora_rank > 0 and args.rollouts == "sync" and not args.reference_url and roles.reference in roles.policy
+
+
 def engines_on_shared_gpu(args: RLArgs, roles: Roles) -> int:
     """The engines that share one GPU's memory: with --rollouts async the rollouts have an engine beside the evaluation's."""
     return 1 + (args.rollouts == "async" and roles.sample == roles.eval)

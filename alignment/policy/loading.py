@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
@@ -98,10 +98,15 @@ def compute_dtype(name: str, device: str) -> str:
     return "bfloat16" if fast else "float32"
 
 
-def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) -> PreTrainedModel:
+def load_model(
+    model_path: str, devices: tuple[str, ...], dtype: torch.dtype, prepare: Callable[[PreTrainedModel], object] | None = None
+) -> PreTrainedModel:
     """Load a causal language model, whole on one device or split by layers over several, and choose its path by a self-check.
-    Raises `UserError` for weights that are missing or damaged, and for a model whose log-probs no path computes exactly."""
+    `prepare` may add modules while the model is on the CPU. Raises `UserError` for weights that are missing or damaged, and for
+    a model whose log-probs no path computes exactly."""
     model = _load_weights(model_path, dtype)
+    if prepare:
+        prepare(model)
     if len(devices) == 1:
         model = model.to(devices[0])
     else:

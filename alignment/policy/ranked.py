@@ -29,6 +29,9 @@ class RankedPolicy:
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
         return self.ranks.call("log_probs", batch, distribution, rows)
 
+    def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
+        return self.ranks.call("base_log_probs", batch, distribution)
+
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         yield from self.ranks.call("accumulate", batch, rows, objective)
 
@@ -49,6 +52,9 @@ class RankedPolicy:
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self.ranks.call("weights")
+
+    def probe_adapters(self, on: bool) -> None:
+        self.ranks.call("probe_adapters", on)
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
         return self._own.model_on(device, dtype)

@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, take_rows
+from alignment.policy import lora
 from alignment.policy.frozen import model_log_probs
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import load_model
+from alignment.policy.lora import whole
 from alignment.policy.policy import Objective
 from alignment.policy.replicated import Replica
 from alignment.policy.single_device import MicroBatch
@@ -43,7 +45,7 @@ class Shard(Replica):
     Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). Weights are gathered in fp32, layer by layer, and gradients summed."""
 
     def _load(self, model_path: str) -> PreTrainedModel:
-        model = load_model(model_path, ("cpu",), torch.float32)
+        model = load_model(model_path, ("cpu",), torch.float32, self._prepare)
         mesh = make_mesh(self.ranks, self.devices[0])
         self.root = Root(model)
         stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
@@ -105,21 +107,14 @@ class Shard(Replica):
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         return whole(super().clip_gradient(max_norm))
 
-    def gradient(self) -> torch.Tensor:
-        parameters = list(self.model.parameters())
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters if p.requires_grad]
-        return torch.cat([whole(gradient).flatten().cpu() for gradient in gradients])
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, whole(parameter.detach())) for name, parameter in self.model.named_parameters())
-
     def model_on(self, device: str, dtype: torch.dtype) -> None:
         return None
 
     def save(self, folder: Path, tokenizer) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.weights()}
+        adapters = {name: whole(tensor.detach()).cpu() for name, tensor in lora.adapters(self.model)}
         if self.ranks.rank == 0:
-            self.model.save_pretrained(folder, state_dict=weights)
+            lora.save(self.model, folder, weights, adapters)
             tokenizer.save_pretrained(folder)
 
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,11 +140,6 @@ def make_mesh(ranks: Ranks, device: str) -> DeviceMesh:
     if machines == 1:
         return init_device_mesh(kind, (ranks.count,), mesh_dim_names=("rank",))
     return init_device_mesh(kind, (machines, ranks.local_count), mesh_dim_names=("machine", "rank"))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with all ranks' parts; called on all of them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def zero(rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor) -> tuple[torch.Tensor, dict]:

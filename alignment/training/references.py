@@ -23,15 +23,17 @@ class Reference(Protocol):
 
 
 class LocalReference:
-    """A `Reference` in this process, on a device of its own or on the policy's."""
+    """A `Reference` in this process: a model on a device of its own or on the policy's, or the policy without its adapters."""
 
     restarts = 0
 
-    def __init__(self, model: FrozenModel):
+    def __init__(self, model: FrozenModel | Policy):
         self.model = model
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        return self.model.log_probs(batch, distribution, micro_batch_tokens)
+        if isinstance(self.model, FrozenModel):
+            return self.model.log_probs(batch, distribution, micro_batch_tokens)
+        return self.model.base_log_probs(batch, distribution)
 
 
 class References:
