@@ -239,13 +239,15 @@ def _checksums(engine, connection: Connection, version: int) -> Held:
 
 @torch.inference_mode()
 def held_checksums(worker, version: int) -> Held:
-    """The checksums of a worker's model. vLLM stacks some matrices, such as those of queries, keys and values."""
+    """The checksums of a worker's model. vLLM stacks some matrices, such as those of queries, keys and values. A tied output
+    embedding is the input's parameter, and is made of what that is made of."""
     model, dtype, held = worker.get_model(), worker.vllm_config.model_config.dtype, {}
+    known: dict[torch.nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules():
         path, _, last = prefix.rpartition(".")
         stacked = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         for name, parameter in module.named_parameters(recurse=False):
-            parts = [".".join(filter(None, (path, part, name))) for part in stacked]
+            parts = known.setdefault(parameter, [".".join(filter(None, (path, part, name))) for part in stacked])
             held[f"{prefix}.{name}"] = (parts, _held_checksum(module, name, parameter, version, dtype))
     return held
 
