@@ -122,7 +122,8 @@ def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str,
     # Threads that spin while they wait made sampling four times slower as soon as another process was busy.
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     forced = {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    own = {key: value for key, value in environment.items() if value != EXPANDABLE_SEGMENTS}  # vLLM has pools of its own
+    # vLLM has pools of its own. The variable stays, though empty: the worker, too, imports this package, which sets it.
+    own = {key: "" if value == EXPANDABLE_SEGMENTS else value for key, value in environment.items()}
     return {**defaults, **own, **forced}
 
 
