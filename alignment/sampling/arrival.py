@@ -86,8 +86,9 @@ def compare(sent: Mapping[str, tuple[int, int]], held: Held, version: int) -> No
     if wrong:
         raise RunStopped(
             f"after step {version} the sampler holds other weights than the trainer: {len(wrong)} of {len(held)} tensors"
-            f" differ, such as {wrong[0]}. They did not arrive, or were applied twice. Nothing is sampled with them; resume the"
-            " run to start the sampler again"
+            f" differ, such as {wrong[0]}. They did not arrive, or were applied twice. Nothing is sampled with them: resume the"
+            " run, and start the server again where --sampler_url names one. If it stops here once more, the engine keeps this"
+            " model's weights in another form: start a new run with --sampler transformers"
         )
 
 
