@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -54,9 +55,7 @@ class VLLMSampler:
         try:
             self._ask("start", torch.device(device).type, options, timeout=max(self._timeout, START_SECONDS))
         except RuntimeError as error:
-            # GPUs run another runner of vLLM's than CPUs, on which this sampler is tested.
-            fallback = ". VLLM_USE_V2_MODEL_RUNNER=0 chooses its older runner" if device.startswith("cuda") else ""
-            raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}{fallback}") from None
+            raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}") from None
         self._worker.clear_log()
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -160,8 +159,16 @@ def serve(descriptor: int) -> None:
         engine.llm_engine.engine_core.shutdown()
     except Exception as error:
         with suppress(OSError):  # the parent may be the one that broke off
-            connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}", None))
+            connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}{_runner_advice(error)}", None))
         raise  # so that the log tells where
+
+
+def _runner_advice(error: Exception) -> str:
+    """How to choose vLLM's older runner, where the last of vLLM's own functions that an error passed is the newer one's, which
+    GPUs run; it is none where memory ran out."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename]
+    in_runner = "/v1/worker/gpu/" in (files or [""])[-1] and "out of memory" not in str(error)
+    return ". VLLM_USE_V2_MODEL_RUNNER=0 chooses vLLM's older runner" if in_runner else ""
 
 
 def _start_engine(device_type: str, options: dict):
