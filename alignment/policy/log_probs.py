@@ -138,9 +138,10 @@ def logit_scale_and_cap(config) -> tuple[float, float | None]:
 
 
 def head_logits(model: torch.nn.Module, hidden_NH: torch.Tensor) -> torch.Tensor:
-    """The model's logits [N, V] after hidden states, without gradient of ours."""
-    scale, soft_cap = logit_scale_and_cap(model.config)
-    logits = soft_capped(model.get_output_embeddings()(hidden_NH), soft_cap)
+    """The logits [N, V] after hidden states that `head_log_probs` has, in fp32, for sampling."""
+    (scale, soft_cap), head = logit_scale_and_cap(model.config), model.get_output_embeddings()
+    logits = fp32_product(hidden_NH, head.weight.T)
+    logits = soft_capped(logits if getattr(head, "bias", None) is None else logits + head.bias, soft_cap)
     return logits if scale == 1 else logits * scale
 
 

@@ -53,7 +53,7 @@ def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> 
     if not hasattr(sampler, "weight_checksums"):
         sampler.load_weights(named_tensors, version)
         return
-    sent: dict[str, int] = {}
+    sent: dict[str, tuple[int, int]] = {}
     sampler.load_weights(with_checksums(named_tensors, sampler.dtype, version, sent), version)
     if not sent:
         raise RunStopped(f"the sampler took none of the weights of step {version}. Nothing is sampled with the old ones")
@@ -62,23 +62,23 @@ def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> 
 
 
 def with_checksums(
-    named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: dict[str, int]
+    named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: dict[str, tuple[int, int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. Enters the checksum of each one, cast to `dtype`, in `checksums` as it passes."""
+    """The same tensors. Enters two checksums of each one, cast to `dtype`, in `checksums` as it passes: its own and that of its
+    transpose, as which an engine may keep it (vLLM does so with GPT-2's)."""
     for name, tensor in named_tensors:
-        checksums[name] = tensor_checksum(tensor, version, dtype)
+        transpose = tensor.mT if tensor.ndim > 1 else tensor
+        checksums[name] = tensor_checksum(tensor, version, dtype), tensor_checksum(transpose, version, dtype)
         yield name, tensor
 
 
-def compare(sent: Mapping[str, int], held: Held, version: int) -> None:
-    """Compare the checksums of the weights that were sent, by name, with those that an engine holds. An output embedding that
-    was not sent is the input's. Raises `RunStopped` for tensors that differ or were never sent."""
-    tied = {"lm_head.weight": sent[name] for name in sent if name.endswith("embed_tokens.weight")}
-    known = {**tied, **sent}
-    parts_of = {name: parts for name, (parts, _) in held.items()}
-    unsent = [name for name, parts in parts_of.items() if not known.keys() >= set(parts)]
-    unheld = sent.keys() - {part for parts in parts_of.values() for part in parts}
-    wrong = [name for name, (parts, value) in held.items() if name not in unsent and value != _sum(known[p] for p in parts)]
+def compare(sent: Mapping[str, tuple[int, int]], held: Held, version: int) -> None:
+    """Compare the checksums of the weights that were sent and of their transposes, by name, with those that an engine holds.
+    Raises `RunStopped` for tensors that differ or were never sent."""
+    unsent = [name for name, (parts, _) in held.items() if not sent.keys() >= set(parts)]
+    unheld = sent.keys() - {part for parts, _ in held.values() for part in parts}
+    known = {name: parts for name, (parts, _) in held.items() if name not in unsent}
+    wrong = [name for name in known if held[name][1] not in map(_sum, zip(*map(sent.get, known[name]), strict=True))]
     if unsent and unheld:
         report_unchecked(len(unheld), len(sent), min(unheld))
     elif unsent or unheld:
@@ -86,8 +86,9 @@ def compare(sent: Mapping[str, int], held: Held, version: int) -> None:
     if wrong:
         raise RunStopped(
             f"after step {version} the sampler holds other weights than the trainer: {len(wrong)} of {len(held)} tensors"
-            f" differ, such as {wrong[0]}. They did not arrive, or were applied twice. Nothing is sampled with them; resume the"
-            " run to start the sampler again"
+            f" differ, such as {wrong[0]}. They did not arrive, or were applied twice. Nothing is sampled with them: resume the"
+            " run, and start the server again where --sampler_url names one. If it stops here once more, the engine keeps this"
+            " model's weights in another form: start a new run with --sampler transformers"
         )
 
 

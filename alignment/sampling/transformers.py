@@ -215,15 +215,15 @@ class _SharedDecoding:
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [lines, vocabulary] after one more token of each line."""
         with attention_by_layout(self.model, self.prefix):
-            logits = self.model(
+            hidden = self.model.get_decoder()(
                 input_ids=tokens[:, None],
                 position_ids=self.positions[:, None],
                 past_key_values=self.cache,
                 use_cache=True,
                 layout=self.prefix,
-            ).logits[:, -1]
+            ).last_hidden_state[:, -1]
         self.positions = self.positions + 1
-        return logits
+        return head_logits(self.model, hidden)
 
 
 class _OwnDecoding:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -54,9 +55,7 @@ class VLLMSampler:
         try:
             self._ask("start", torch.device(device).type, options, timeout=max(self._timeout, START_SECONDS))
         except RuntimeError as error:
-            # GPUs run another runner of vLLM's than CPUs, on which this sampler is tested.
-            fallback = ". VLLM_USE_V2_MODEL_RUNNER=0 chooses its older runner" if device.startswith("cuda") else ""
-            raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}{fallback}") from None
+            raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}") from None
         self._worker.clear_log()
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -122,7 +121,8 @@ def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str,
     # Threads that spin while they wait made sampling four times slower as soon as another process was busy.
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     forced = {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    own = {key: value for key, value in environment.items() if value != EXPANDABLE_SEGMENTS}  # vLLM has pools of its own
+    # vLLM has pools of its own. The variable stays, though empty: the worker, too, imports this package, which sets it.
+    own = {key: "" if value == EXPANDABLE_SEGMENTS else value for key, value in environment.items()}
     return {**defaults, **own, **forced}
 
 
@@ -159,8 +159,16 @@ def serve(descriptor: int) -> None:
         engine.llm_engine.engine_core.shutdown()
     except Exception as error:
         with suppress(OSError):  # the parent may be the one that broke off
-            connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}", None))
+            connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}{_runner_advice(error)}", None))
         raise  # so that the log tells where
+
+
+def _runner_advice(error: Exception) -> str:
+    """How to choose vLLM's older runner, where the last of vLLM's own functions that an error passed is the newer one's, which
+    GPUs run; it is none where memory ran out."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename]
+    in_runner = "/v1/worker/gpu/" in (files or [""])[-1] and "out of memory" not in str(error)
+    return ". VLLM_USE_V2_MODEL_RUNNER=0 chooses vLLM's older runner" if in_runner else ""
 
 
 def _start_engine(device_type: str, options: dict):
@@ -239,13 +247,15 @@ def _checksums(engine, connection: Connection, version: int) -> Held:
 
 @torch.inference_mode()
 def held_checksums(worker, version: int) -> Held:
-    """The checksums of a worker's model. vLLM stacks some matrices, such as those of queries, keys and values."""
+    """The checksums of a worker's model. vLLM stacks some matrices, such as those of queries, keys and values. A tied output
+    embedding is the input's parameter, and is made of what that is made of."""
     model, dtype, held = worker.get_model(), worker.vllm_config.model_config.dtype, {}
+    known: dict[torch.nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules():
         path, _, last = prefix.rpartition(".")
         stacked = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         for name, parameter in module.named_parameters(recurse=False):
-            parts = [".".join(filter(None, (path, part, name))) for part in stacked]
+            parts = known.setdefault(parameter, [".".join(filter(None, (path, part, name))) for part in stacked])
             held[f"{prefix}.{name}"] = (parts, _held_checksum(module, name, parameter, version, dtype))
     return held
 

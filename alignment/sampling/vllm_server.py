@@ -41,11 +41,11 @@ from safetensors.torch import save_file
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held
+from alignment.sampling.arrival import Held, load_proven
 from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_token, encode_prompts, sampler_address
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
-from alignment.system.errors import UserError, os_error
+from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.files import full_disk_is_an_os_error, json_object
 
 CONNECT_SECONDS = 10
@@ -96,11 +96,16 @@ class VLLMServerSampler:
         self._refuse_unfit(shape, dtype, _command(model_path, dtype, self.context))
         try:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
-            self._reload(load_weights(model_path, self.dtype), max(self._timeout, START_SECONDS))
+            self._timeout = max(config.timeout, START_SECONDS)
+            load_proven(self, load_weights(model_path, self.dtype), config.policy_version)
+            self._timeout = config.timeout
+        except RunStopped as error:
+            raise UserError(f"--sampler_url: {error}") from None
         except SamplerLost as error:
             raise UserError(
                 f"--sampler_url: {error}. It has to see {self._weights_folder}, where weights are written: let both machines"
-                " have that folder under the same name, and the server's user read it"
+                " have that folder under the same name, and the server's user read it. If it runs an older version of this"
+                " package, start it again"
             ) from None
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -130,7 +135,16 @@ class VLLMServerSampler:
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the weights. `SHARD_BYTES` of them are in memory at a time, and all of them in `weights_folder` until the
         server has read them."""
-        self._reload(named_tensors, self._timeout)
+        # A new name each time: another machine may remember for a while what an old one had in it.
+        with tempfile.TemporaryDirectory(
+            dir=self._weights_folder, prefix=".sampler_weights.", suffix=".tmp", ignore_cleanup_errors=True
+        ) as folder:
+            os.chmod(folder, 0o755)  # the server may have a user of its own
+            _write_shards(Path(folder), named_tensors, self.dtype)
+            until = time.monotonic() + self._timeout
+            self._call("sampler_reload", until, folder)
+            self._loaded = folder
+        self._drop_cached_prefixes(until)
         self.policy_version = version
 
     def weight_checksums(self, version: int) -> Held | None:
@@ -145,18 +159,6 @@ class VLLMServerSampler:
 
     def close(self) -> None:
         """Nothing: the server is its operator's, and nothing is left in `weights_folder` between calls."""
-
-    def _reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]], seconds: float) -> None:
-        # A new name each time: another machine may remember for a while what an old one had in it.
-        with tempfile.TemporaryDirectory(
-            dir=self._weights_folder, prefix=".sampler_weights.", suffix=".tmp", ignore_cleanup_errors=True
-        ) as folder:
-            os.chmod(folder, 0o755)  # the server may have a user of its own
-            _write_shards(Path(folder), named_tensors, self.dtype)
-            until = time.monotonic() + seconds
-            self._call("sampler_reload", until, folder)
-            self._loaded = folder
-        self._drop_cached_prefixes(until)
 
     def _drop_cached_prefixes(self, until: float) -> None:
         """Cached keys and values would be the old weights', and would make a result depend on earlier calls. Refused while
@@ -366,8 +368,8 @@ class SamplerWorker:
         return {}
 
     def sampler_checksums(self, version: int) -> dict:
-        """Checksums of the weights that it holds."""
-        return held_checksums(self, version)
+        """Checksums of the weights that it holds; none where it holds a part of them, which nobody compares."""
+        return held_checksums(self, version) if self.vllm_config.parallel_config.world_size == 1 else {}
 
 
 def _read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollout_helpers import open_tiny
 
 from alignment.policy.loading import load_model, load_tokenizer
-from alignment.sampling.arrival import COLUMNS, checked_columns, checksum, compare, load_proven, tensor_checksum
+from alignment.sampling.arrival import COLUMNS, checked_columns, checksum, compare, load_proven, tensor_checksum, with_checksums
 from alignment.sampling.restarts import RestartingSampler
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
@@ -39,23 +39,37 @@ def test_other_columns_of_a_matrix_are_checked_at_each_version():
 
 
 def test_stacked_and_tied_tensors_are_compared_by_their_parts():
-    sent = {"a.q.weight": 3, "a.k.weight": 2**63 - 1, "embed_tokens.weight": 7}
+    sent = {"a.q.weight": (3, 30), "a.k.weight": (2**63 - 1, 40), "wte.weight": (7, 8)}
     stacked = (["a.q.weight", "a.k.weight"], 3 + (2**63 - 1) - 2**64)
-    tied = (["embed_tokens.weight"], 7), (["lm_head.weight"], 7)
-    compare(sent, {"a.qk.weight": stacked, "embed_tokens.weight": tied[0], "lm_head.weight": tied[1]}, 1)
+    embedding = (["wte.weight"], 7)
+    compare(sent, {"a.qk.weight": stacked, "wte.weight": embedding, "lm_head.weight": embedding}, 1)
     with pytest.raises(RunStopped, match="1 of 2 tensors differ, such as lm_head.weight"):
-        compare({"embed_tokens.weight": 7}, {"embed_tokens.weight": tied[0], "lm_head.weight": (["lm_head.weight"], 8)}, 1)
+        compare({"wte.weight": (7, 8)}, {"wte.weight": embedding, "lm_head.weight": (["wte.weight"], 9)}, 1)
+
+
+def test_an_engine_may_keep_the_transpose():
+    matrix_35 = torch.arange(15.0).view(3, 5)
+    checksums = {}
+    assert [name for name, _ in with_checksums([("a", matrix_35), ("b", matrix_35[0])], torch.float32, 1, checksums)] == [
+        "a",
+        "b",
+    ]
+    of_transpose = tensor_checksum(matrix_35.T.contiguous(), 1, torch.float32)
+    assert checksums["a"] == (tensor_checksum(matrix_35, 1, torch.float32), of_transpose)
+    compare({"a": (1, 10), "b": (2, 20)}, {"ab": (["a", "b"], 30)}, 1)
+    with pytest.raises(RunStopped, match="such as ab"):  # a part of one and a part of the other are neither
+        compare({"a": (1, 10), "b": (2, 20)}, {"ab": (["a", "b"], 21)}, 1)
 
 
 def test_tensors_that_were_never_sent_or_are_not_held_differ():
     with pytest.raises(RunStopped, match="such as b"):
-        compare({"a": 1}, {"a": (["a"], 1), "b": (["b"], 2)}, 1)
+        compare({"a": (1, 1)}, {"a": (["a"], 1), "b": (["b"], 2)}, 1)
     with pytest.raises(RunStopped, match="such as b"):
-        compare({"a": 1, "b": 2}, {"a": (["a"], 1)}, 1)
+        compare({"a": (1, 1), "b": (2, 2)}, {"a": (["a"], 1)}, 1)
 
 
 def test_names_of_the_engines_own_are_said_to_be_unchecked(capsys):
-    compare({"a": 1, "experts.0": 2}, {"a": (["a"], 1), "w13": (["w13"], 9)}, 1)
+    compare({"a": (1, 1), "experts.0": (2, 2)}, {"a": (["a"], 1), "w13": (["w13"], 9)}, 1)
     assert "keeps 1 of 2 weights, such as experts.0, under names of its own" in capsys.readouterr().err
 
 
@@ -70,7 +84,8 @@ def test_weights_that_an_engine_keeps_in_float32_beside_its_type_are_compared_in
     with torch.no_grad():
         sampler.model.model.norm.weight += 1
     with pytest.raises(RunStopped, match="1 of 27 tensors differ, such as model.norm.weight"):
-        compare({name: tensor_checksum(w, 1, torch.bfloat16) for name, w in weights}, sampler.weight_checksums(1), 1)
+        sent = {name: (tensor_checksum(w, 1, torch.bfloat16),) for name, w in weights}
+        compare(sent, sampler.weight_checksums(1), 1)
 
 
 # --- engines with a fault -------------------------------------------------------------------------------------------------
@@ -117,7 +132,8 @@ def test_a_fault_of_one_transfer_stops_the_run_in_that_step(fault, share, restar
         return
     total = len(list(policy.weights()))
     number = total if share == "all" else 1
-    with pytest.raises(RunStopped, match=f"after step 2 .*: {number} of {total} tensors differ, such as model"):
+    differ = f"after step 2 .*: {number} of {total} tensors differ, such as model"
+    with pytest.raises(RunStopped, match=f"{differ}.* start a new run with --sampler transformers$"):
         load_proven(sampler, policy.weights(), 2)
 
 

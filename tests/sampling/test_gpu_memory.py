@@ -1,6 +1,9 @@
 """A GPU's memory as an engine finds it, on a machine without one: stand-ins for torch's allocator and for an engine."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -12,6 +15,7 @@ from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import SamplerConfig, SamplerEngine
 from alignment.sampling.vllm import worker_environment
 from alignment.system.errors import UserError
+from alignment.system.processes import ROOT
 
 GIB = 2**30
 UUID = "GPU-8f2bd1a5-6e3c-4b8e-9d0a-1c2f3a4b5c6d"
@@ -94,8 +98,14 @@ def test_gpus_that_vllm_cannot_name_are_refused(entry):
         worker_environment("cuda:0", {"CUDA_VISIBLE_DEVICES": entry})
 
 
-def test_the_trainers_allocator_setting_is_not_the_engines():
-    ours = worker_environment("cpu", {"PYTORCH_ALLOC_CONF": EXPANDABLE_SEGMENTS})
-    assert "PYTORCH_ALLOC_CONF" not in ours
-    users = worker_environment("cpu", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"})
-    assert users["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
+@pytest.mark.parametrize(
+    ("trainers", "engines"), [(EXPANDABLE_SEGMENTS, ""), ("max_split_size_mb:512", "max_split_size_mb:512")]
+)
+def test_the_trainers_allocator_setting_is_not_the_engines(trainers, engines):
+    """In a process that imports what the worker imports, this package among it."""
+    environment = worker_environment("cpu", {**os.environ, "PYTORCH_ALLOC_CONF": trainers})
+    code = "import os, alignment.sampling.vllm; print(os.environ['PYTORCH_ALLOC_CONF'])"
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert process.stdout == f"{engines}\n"

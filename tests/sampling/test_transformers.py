@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment.core.records import SamplingConfig
+from alignment.policy import log_probs
 from alignment.sampling import transformers as module
 from alignment.sampling.transformers import TransformersSampler, draw
 from alignment.system.errors import UserError
@@ -184,12 +185,13 @@ def test_the_same_prompt_twice_is_two_groups(sampler):
 
 def test_whoever_asks_is_told_of_each_response_that_ends_when_it_ends(sampler, monkeypatch):
     sampling = SamplingConfig(n=4, max_new_tokens=20, stop=("7", "12"), seed=3)
-    told, steps, forward = [], [], sampler.model.forward
-    monkeypatch.setattr(sampler.model, "forward", lambda **how: steps.append(1) or forward(**how))
+    told, steps, decoder = [], [], sampler.model.get_decoder()
+    forward = decoder.forward
+    monkeypatch.setattr(decoder, "forward", lambda **how: steps.append(1) or forward(**how))
     drawn = sampler.sample(PROMPTS, sampling, lambda number, text: told.append((number, text, len(steps))))
     ended = [(i, c.text, len(c.token_ids)) for i, group in enumerate(drawn) for c in group if c.finish_reason == "stop"]
-    # One forward pass a token, the first token's in the prefill apart; rows that have ended are told of once.
-    assert sorted((i, text, forwards + 1) for i, text, forwards in told) == sorted(ended)
+    # One forward pass a token, the first token's in the prefill; rows that have ended are told of once.
+    assert sorted(told) == sorted(ended)
     assert 0 < len(told) < 12
 
 
@@ -203,3 +205,18 @@ def test_rows_may_end_with_their_first_token(sampler):
     (again,) = sampler.sample(PROMPTS[:1], sampling)
     assert [c.token_ids[0] for c in again] == firsts
     assert [len(c.token_ids) == 1 for c in again] == [first in sampler._eos for first in firsts]
+
+
+def test_log_probs_in_bfloat16_are_the_trainers_for_the_same_hidden_states(model, tokenizer, monkeypatch):
+    """With products as GPUs give them, in fp32: where sampling rounds the logits to bfloat16, log-probs are 0.013 off."""
+    monkeypatch.setattr(log_probs, "fp32_product", lambda left, right: left.float() @ right.float())
+    sampler, hidden = TransformersSampler(model.bfloat16(), tokenizer, context=256), []
+    sampler._eos = set()
+    hook = model.get_decoder().register_forward_hook(lambda module, arguments, outputs: hidden.append(outputs[0]))
+    (drawn,) = sampler.sample(PROMPTS[:1], SamplingConfig(n=4, max_new_tokens=8, stop=(), seed=1))
+    hook.remove()
+    hidden_LTH = torch.stack([hidden[0][0, -1].expand(4, -1), *(states[:, -1] for states in hidden[1:])], dim=1)
+    tokens_LT = torch.tensor([completion.token_ids for completion in drawn])
+    mask_LT = torch.ones_like(tokens_LT, dtype=torch.bool)
+    trainers_LT = log_probs.head_log_probs(model, hidden_LTH.flatten(0, 1), tokens_LT, mask_LT)["log_probs"]
+    torch.testing.assert_close(torch.tensor([c.log_probs for c in drawn]), trainers_LT, rtol=0, atol=1e-5)

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from alignment.sampling import vllm_server
 from alignment.sampling.arrival import tensor_checksum
 from alignment.sampling.restarts import RestartingSampler
 from alignment.sampling.sampler import SamplerConfig, SamplerLost
-from alignment.sampling.vllm_server import SHAPE, Guard, VLLMServerSampler
+from alignment.sampling.vllm_server import SHAPE, Guard, SamplerWorker, VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 
 PROMPTS = ["User: What is 2 + 3?\nAssistant: <think>", "User: What is 6 * 2?\nAssistant: <think>"]
@@ -255,6 +256,42 @@ def test_weights_that_the_server_does_not_see(connect, server):
     server.answers["/collective_rpc"] = blind
     with pytest.raises(UserError, match="not to be seen on host. It has to see .*weights, .* under the same name"):
         connect()
+
+
+OLDER = {
+    "without checksums": (
+        lambda held: (500, b'{"error": {"message": "no attribute \'sampler_checksums\'"}}'),
+        "no attribute 'sampler_checksums'.* start it again",
+    ),
+    "with a tied head as a weight of its own": (
+        lambda held: (200, json.dumps({"results": [held | {"lm_head.weight": [["lm_head.weight"], 7]}]}).encode()),
+        "1 of 27 tensors differ, such as lm_head.weight.* start the server again",
+    ),
+}
+
+
+@pytest.mark.parametrize(("checksums", "message"), OLDER.values(), ids=OLDER)
+def test_a_server_that_runs_an_older_version_is_refused_before_anything_is_sampled(checksums, message, connect, server):
+    def older(handler) -> tuple[int, bytes]:
+        body = server.requests[-1][1]
+        answer = server.answer(handler.path, body)
+        is_asked = body["method"] == "sampler_checksums"
+        return checksums(answer["results"][0]) if is_asked else (200, json.dumps(answer).encode())
+
+    server.answers["/collective_rpc"] = older
+    with pytest.raises(UserError, match=f"^--sampler_url: .*{message}") as refused:
+        connect()
+    assert refused.value.code == 2
+
+
+def test_workers_that_hold_parts_of_the_weights_give_no_checksums(connect, server):
+    """The answer of 16 workers of a large model would be longer than an answer may be."""
+    worker = SamplerWorker()
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=16))
+    assert worker.sampler_checksums(1) == {}
+    sampler = connect()
+    server.answers["/collective_rpc"] = 200, json.dumps({"results": [{}] * 16}).encode()
+    assert sampler.weight_checksums(1) is None
 
 
 def test_the_key_goes_nowhere_else(connect, server, monkeypatch):

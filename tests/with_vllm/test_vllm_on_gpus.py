@@ -2,9 +2,13 @@
 
 import ast
 import importlib.util
+import os
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
+
+from alignment.sampling import vllm
 
 FOLDER = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 
@@ -57,3 +61,27 @@ def test_the_second_runner_refuses_nothing_that_the_sampler_sets():
 def test_the_older_runner_can_be_chosen():
     source = (FOLDER / "config/vllm.py").read_text()
     assert "use_v2_model_runner = envs.VLLM_USE_V2_MODEL_RUNNER" in source
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "advised"),
+    [
+        ("v1/worker/gpu/model_runner.py", "no kernel for this", True),
+        ("v1/worker/gpu/model_runner.py", "CUDA out of memory. Tried to allocate", False),
+        ("v1/worker/gpu_worker.py", "Free memory on device is less than", False),
+        ("v1/worker/gpu_model_runner.py", "an error of the older runner", False),
+        ("model_executor/model_loader/weight_utils.py", "no such weights", False),
+    ],
+)
+def test_the_older_runner_is_advised_where_the_newer_one_fails(file, error, advised, monkeypatch):
+    assert (FOLDER / file).is_file()
+    scope = {"error": RuntimeError(error)}
+    exec(compile("def of_torch(): raise error", "/torch/library.py", "exec"), scope)
+    exec(compile("def start(*arguments): of_torch()", FOLDER / file, "exec"), scope)
+    monkeypatch.setattr(vllm, "_start_engine", scope["start"])
+    ours, workers = Pipe()
+    ours.send(("start", ()))
+    with pytest.raises(RuntimeError):
+        vllm.serve(os.dup(workers.fileno()))
+    failure, _ = ours.recv()
+    assert failure.startswith(f"RuntimeError: {error}") and ("VLLM_USE_V2_MODEL_RUNNER=0" in failure) is advised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 
 from alignment.core.records import SamplingConfig
 from alignment.sampling import vllm
@@ -11,7 +12,7 @@ from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import find_engine
 from alignment.sampling.vllm import worker_environment
 from alignment.system.errors import RunStopped, UserError
-from tests.with_vllm.conftest import CONTEXT, WORDS, tiny_llama
+from tests.with_vllm.conftest import CONTEXT, VOCABULARY, WORDS, tiny_llama
 
 PROMPTS = [" ba ce di", " fo", " gu ha je ki lo mu na pe qi"]
 LONG_PROMPT = "".join(WORDS[index % 7 * 11 + index % 5] for index in range(300))  # over two KV blocks of 128
@@ -182,3 +183,39 @@ def test_weights_that_do_not_arrive_are_noticed_at_once(fault, sampler, policy, 
     finally:
         monkeypatch.undo()
         load_proven(sampler, policy.named_parameters(), 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        (GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=CONTEXT), "h.1.attn.c_proj.weight"),
+        (BloomConfig(hidden_size=64, n_layer=2, n_head=2), "h.1.self_attention.query_key_value.weight"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_weights_that_vllm_transposes_reorders_and_ties_are_proven(
+    config, lost, start_sampler, tokenizer, tmp_path, monkeypatch
+):
+    """GPT-2's matrices are kept transposed, Bloom's queries, keys and values in another order, and neither calls its input
+    embedding `embed_tokens`."""
+    config.update({"vocab_size": len(VOCABULARY), "eos_token_id": 0, "bos_token_id": 0})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine = start_sampler(str(tmp_path))
+    try:
+        for version in range(3):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight += 1e-6 * torch.randn(weight.shape).sign()
+            load_proven(engine, model.named_parameters(), version)
+        for completion in flat(engine.sample(PROMPTS, OPEN_END)):
+            assert (torch.tensor(completion.log_probs) - expected_log_probs(model, completion)).abs().max() < 1e-3
+        with torch.no_grad():
+            model.get_parameter(f"transformer.{lost}").mul_(1 + 1e-6)
+        send, is_kept = vllm.send_tensors, lambda pair: not pair[0].endswith(lost)
+        monkeypatch.setattr(vllm, "send_tensors", lambda pipe, tensors, dtype: send(pipe, filter(is_kept, tensors), dtype))
+        with pytest.raises(RunStopped, match=f"1 of .* tensors differ, such as transformer.{lost}"):
+            load_proven(engine, model.named_parameters(), 3)
+    finally:
+        engine.close()
