@@ -37,6 +37,7 @@ def check(args: Args) -> Task:
         raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
     find_engine(args.sampler)
     check_parallelism(args.policy_parallelism)
+    refuse_sharded_8bit(args, args.policy_parallelism)
     if args.policy_ranks > 1 and args.policy_parallelism in ("single", "layer_split"):
         raise UserError(f"--policy_ranks {args.policy_ranks}: a policy that is {args.policy_parallelism} is one process")
     if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
@@ -179,6 +180,12 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
 def policy_is_reference(args: RLArgs, roles: Roles) -> bool:
     """Whether the policy without its LoRA adapters serves as the reference model, which needs no copy then."""
     return args.lora_rank > 0 and args.rollouts == "sync" and not args.reference_url and roles.reference in roles.policy
+
+
+def refuse_sharded_8bit(args: Args, kind: str) -> None:
+    """Raise `UserError` for 8-bit moments, whose parts of several processes cannot be saved, in a sharded policy."""
+    if kind == "sharded" and getattr(args, "optimizer", "") == "adamw_8bit":
+        raise UserError("--optimizer adamw_8bit: a sharded policy takes adamw or adamw_cpu_offload")
 
 
 def engines_on_shared_gpu(args: RLArgs, roles: Roles) -> int:

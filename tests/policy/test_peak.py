@@ -25,7 +25,7 @@ from alignment.policy.packing import ATTENTION
 from alignment.policy.peak import SPARE, peak_bytes
 from alignment.policy.placement import ModelShape, assign_roles
 from alignment.policy.policy import Objective
-from alignment.policy.single_device import MicroBatch
+from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 from tests.policy.published_shapes import qwen2
 
 SMOLLM2 = LlamaConfig(
@@ -95,7 +95,9 @@ def counted(config, prompt: int, response: int, rows: int, top_p: float) -> int:
     batch = collate([list(range(prompt))] * rows, [[7] * response] * rows, 0)
     objective = Objective(lambda rows, log_probs, mask: ((log_probs * mask).sum(), {}), Distribution(1.0, top_p, 0))
     with BytesHeld([*model.parameters(), *(p.grad for p in model.parameters()), *moments]) as held:
-        micro_batch = MicroBatch(model.train(), torch.bfloat16, batch, range(rows), objective)
+        policy = object.__new__(SingleDevicePolicy)
+        policy.model, policy.dtype = model.train(), torch.bfloat16
+        micro_batch = MicroBatch(policy, batch, range(rows), objective)
         micro_batch.head()
         micro_batch.backward()
     return held.peak
