@@ -94,9 +94,10 @@ class Ranks:
             follower = self.facts_of(other)
             for name in leader.keys() - {"machine"}:
                 if follower[name] != leader[name]:
+                    theirs, ours = (only(one[name], two[name]) for one, two in ((follower, leader), (leader, follower)))
                     raise UserError(
-                        f"rank {other} on {follower['machine']} has other {name} than rank 0 on {leader['machine']}:"
-                        f" {follower[name][:80]}, not {leader[name][:80]}; start all by one command, from one checkout"
+                        f"rank {other} on {follower['machine']} has other {name} than rank 0 on {leader['machine']}: {theirs}"
+                        f" instead of {ours}; start all by one command, from one checkout"
                     )
 
     def _join_round(self, store):
@@ -235,10 +236,10 @@ class Ranks:
                 if self.rank == 0 and store.check(["signal"]):
                     os.kill(os.getpid(), int(store.get("signal")))
                     store.delete_key("signal")
-            except RuntimeError:  # the store has gone, with the machine that kept it
+            except RuntimeError:  # the machine that kept the store has gone
                 silent = list(seen)
             if silent and self.rank:
-                print(f"rank {self.rank} ends: {self._no_sign_of(silent)}", file=sys.stderr, flush=True)
+                print(f"rank {self.rank} ends: rank 0, or what connects the ranks, does not answer", file=sys.stderr, flush=True)
                 os._exit(1)
             if self.rank == 0 and not self.fault:
                 self.fault = self._no_sign_of(silent) or self._failure()
@@ -249,6 +250,11 @@ class Ranks:
 
     def _no_sign_of(self, silent: list[int]) -> str:
         return f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)" if silent else ""
+
+
+def only(text: str, other: str) -> str:
+    """The words of a text that another one lacks."""
+    return " ".join(word for word in text.split() if word not in other.split())[:80] or "nothing"
 
 
 def lost_connection(error: Exception) -> bool:
