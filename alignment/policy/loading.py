@@ -14,8 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from alignment.policy.huggingface import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 from alignment.policy.packing import ATTENTION, Packing
 from alignment.policy.placement import ModelShape, partition_layers
-from alignment.policy.plain_path import OWN_ATTENTION
-from alignment.policy.self_check import choose_path
+from alignment.policy.plain_path import OWN_ATTENTION, take_plain_path
+from alignment.policy.self_check import choose_path, once
 from alignment.system.errors import UserError
 
 logging.set_verbosity_error()
@@ -106,7 +106,8 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) ->
         model = model.to(devices[0])
     else:
         model = spread(model, partition_layers(ModelShape.of(model), devices))
-    choose_path(model)
+    if once("path", model, functools.partial(choose_path, model)):
+        take_plain_path(model)
     return model
 
 
