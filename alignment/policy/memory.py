@@ -41,8 +41,7 @@ def key_value_bytes(config, itemsize: int) -> int:
 def release_memory() -> None:
     """Give back what torch keeps of a GPU's memory that nothing uses any more: others take it for used."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def free_bytes(device: str) -> int:
