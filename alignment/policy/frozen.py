@@ -77,6 +77,5 @@ def batch_log_probs(
 def model_log_probs(model: PreTrainedModel, batch: Batch, distribution: Distribution, dtype: torch.dtype) -> torch.Tensor:
     """`get_response_log_probs` of a batch that is still on the CPU, with matrix products in `dtype`."""
     with autocast(first_device(model), dtype):
-        numbers = vars(distribution)
-        outputs = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=batch.response_mask, **numbers)
-    return outputs["log_probs"]
+        told = {"response_mask": batch.response_mask, **vars(distribution)}
+        return get_response_log_probs(model, batch.input_ids, batch.labels, **told)["log_probs"]

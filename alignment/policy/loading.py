@@ -105,10 +105,8 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, pr
     What autocast would cast is loaded in the type `products` (None: `dtype`). Raises `UserError` for weights that are missing
     or damaged, and for a model whose log-probs no path computes exactly."""
     model = _load_weights(model_path, dtype, products)
-    if len(devices) == 1:
-        model = model.to(devices[0])
-    else:
-        model = spread(model, partition_layers(ModelShape.of(model), devices))
+    whole = len(devices) == 1
+    model = model.to(devices[0]) if whole else spread(model, partition_layers(ModelShape.of(model), devices))
     if once("path", model, functools.partial(choose_path, model)):
         take_plain_path(model)
     return model
@@ -116,12 +114,12 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, pr
 
 def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | None = None) -> PreTrainedModel:
     """A model on the CPU, with our attention where its family can have another than its own."""
-    config = load_config(model_path)
-    attention = ATTENTION if has_exchangeable_attention(config) else OWN_ATTENTION
-    family = AutoModelForCausalLM._model_mapping[type(config)]
+    family = AutoModelForCausalLM._model_mapping[type(load_config(model_path))]
+    # The newer families look their attention up in transformers' table.
+    attention = ATTENTION if family._supports_attention_backend else OWN_ATTENTION
 
-    def make(model, *arguments, **options):  # each weight is loaded in the type that it is made with
-        family.__init__(model, *arguments, **options)
+    def make(model, config):  # each weight is loaded in the type that it is made with
+        family.__init__(model, config)
         for parameter in cast_by_autocast(model):
             parameter.data = parameter.data.to(products or dtype)
 
@@ -136,21 +134,13 @@ def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | N
     return model
 
 
-def has_exchangeable_attention(config) -> bool:
-    """Whether a family's modules look their attention up in transformers' table, as all of its newer ones do."""
-    return AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend
-
-
 def load_weights(model_path: str, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
     """Every weight of a model, on the CPU, by its name; tied weights once. Raises `UserError` as `load_model` does."""
     return _load_weights(model_path, dtype).named_parameters()
 
 
 def spread(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:
-    """Put each module on its device, and have it move its inputs there.
-
-    Done here rather than by `from_pretrained(device_map=...)`, which takes a map with both GPUs and "cpu" to mean weights
-    that wait on the CPU and visit a GPU at each use; such weights cannot be trained."""
+    """Put each module on its device, and have it move its inputs there: see `partition_layers` for why accelerate does not."""
     for name, device in device_map.items():
         model.get_submodule(name).to(device)
     return move_activations(model, device_map)

@@ -53,7 +53,7 @@ class InFloat32(TorchFunctionMode):
     tenths of a nat in a deep model."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        widen = lambda tensor: tensor.float() if tensor.is_floating_point() else tensor
+        widen = lambda tensor: tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
         args, kwargs = tree_map_only(torch.Tensor, widen, (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -81,8 +81,8 @@ def disagreement(own: torch.Tensor, compute: Callable[[], torch.Tensor]) -> str:
         difference = float((compute() - own).abs().mean())
     except Exception as error:  # of any kind: a model that does not take what it is given
         return f"fail: {(str(error) or type(error).__name__).splitlines()[0]}"
-    differs = f"differ by {difference:.2g} nats a token from those of the model's own forward pass"
-    return "" if difference <= TOLERANCE else differs
+    agrees = difference <= TOLERANCE
+    return "" if agrees else f"differ by {difference:.2g} nats a token from those of the model's own forward pass"
 
 
 @contextmanager
@@ -105,9 +105,7 @@ def once(name: str, model: torch.nn.Module, check: Callable[[], bool]) -> bool:
     the weights makes no difference, since a check computes in fp32."""
     kinds = [device.type for device in {parameter.device for parameter in model.parameters()}]
     key = str((name, model.name_or_path, model.config._attn_implementation, kinds, model.config.to_dict() | {"dtype": None}))
-    if key not in OUTCOMES:
-        OUTCOMES[key] = check()
-    return OUTCOMES[key]
+    return OUTCOMES[key] if key in OUTCOMES else OUTCOMES.setdefault(key, check())
 
 
 def choose_path(model: torch.nn.Module) -> bool:
