@@ -45,7 +45,7 @@ class Shard(Replica):
     Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). Weights are gathered in fp32, layer by layer, and gradients summed."""
 
     def _load(self, model_path: str) -> PreTrainedModel:
-        model = load_model(model_path, ("cpu",), torch.float32, self._prepare)
+        model = load_model(model_path, ("cpu",), torch.float32, prepare=self._prepare)
         mesh = make_mesh(self.ranks, self.devices[0])
         self.root = Root(model)
         stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]

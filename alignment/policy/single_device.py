@@ -75,7 +75,7 @@ class SingleDevicePolicy:
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
 
     def _load(self, model_path: str) -> PreTrainedModel:
-        return load_model(model_path, self.devices, torch.float32, self._prepare)
+        return load_model(model_path, self.devices, torch.float32, prepare=self._prepare)
 
     def _prepare(self, model: PreTrainedModel) -> None:
         if self.policy_config.lora_rank:

@@ -239,7 +239,7 @@ class Ranks:
             except RuntimeError:  # the machine that kept the store has gone
                 silent = list(seen)
             if silent and self.rank:
-                print(f"rank {self.rank} ends: rank 0, or what connects the ranks, does not answer", file=sys.stderr, flush=True)
+                print(f"rank {self.rank} ends: rank 0, or what connects the ranks, is lost", file=sys.stderr, flush=True)
                 os._exit(1)
             if self.rank == 0 and not self.fault:
                 self.fault = self._no_sign_of(silent) or self._failure()
