@@ -1,19 +1,24 @@
 """A policy whose work ranks of torch.distributed share (`system/ranks.py`): rank 0's side of it."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
-import torch
-
-from alignment.core.records import Batch, Distribution
-from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
+from alignment.policy.policy import PolicyConfig
 from alignment.system.ranks import lead
+
+
+def on_all_ranks(method: str) -> Callable:
+    """A method that calls the one of this name on every rank's part, and returns rank 0's result."""
+    return lambda self, *arguments: self.ranks.call(method, *arguments)
+
+
+def on_rank_0(method: str) -> Callable:
+    """A method that calls the one of this name on rank 0's part: one that needs no other rank, and works after one is lost."""
+    return lambda self, *arguments: getattr(self._own, method)(*arguments)
 
 
 class RankedPolicy:
     """A `Policy` of several ranks, one for each of its devices. `part` names the class of what each rank holds, whose methods
-    have the names and arguments of `Policy`'s and are called on every rank. Raises `RunStopped` where a rank is lost."""
+    have the names and arguments of `Policy`'s. Raises `RunStopped` where a rank is lost."""
 
     part: str
 
@@ -26,65 +31,21 @@ class RankedPolicy:
     def micro_batch_tokens(self) -> int:
         return self._own.micro_batch_tokens
 
-    def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
-        return self.ranks.call("log_probs", batch, distribution, rows)
-
-    def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
-        return self.ranks.call("base_log_probs", batch, distribution)
-
-    def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
-        yield from self.ranks.call("accumulate", batch, rows, objective)
-
-    def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
-        yield from self.ranks.call("supervised_log_probs", batch)
-
-    def clip_gradient(self, max_norm: float) -> torch.Tensor:
-        return self.ranks.call("clip_gradient", max_norm)
-
-    def step(self, learning_rate: float) -> None:
-        self.ranks.call("step", learning_rate)
-
-    def drop_gradient(self) -> None:
-        self.ranks.call("drop_gradient")
-
-    def gradient(self) -> torch.Tensor:
-        return self.ranks.call("gradient")
-
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.ranks.call("weights")
-
-    def probe_adapters(self, on: bool) -> None:
-        self.ranks.call("probe_adapters", on)
-
-    def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
-        return self._own.model_on(device, dtype)
-
-    def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
-        return self.ranks.call("choose_micro_batch_tokens", longest, previous)
-
-    def save(self, folder: Path, tokenizer) -> None:
-        self.ranks.call("save", folder, tokenizer)
-
-    def save_optimizer(self, file: Path) -> None:
-        self.ranks.call("save_optimizer", file)
-
-    def load_optimizer(self, file: Path) -> None:
-        self.ranks.call("load_optimizer", file)
+    model_on = on_rank_0("model_on")
+    log_probs, base_log_probs = on_all_ranks("log_probs"), on_all_ranks("base_log_probs")
+    accumulate, supervised_log_probs = on_all_ranks("accumulate"), on_all_ranks("supervised_log_probs")
+    clip_gradient, step = on_all_ranks("clip_gradient"), on_all_ranks("step")
+    drop_gradient, gradient = on_all_ranks("drop_gradient"), on_all_ranks("gradient")
+    choose_micro_batch_tokens, probe_adapters = on_all_ranks("choose_micro_batch_tokens"), on_all_ranks("probe_adapters")
+    weights, load_optimizer = on_all_ranks("weights"), on_all_ranks("load_optimizer")
+    save, save_optimizer = on_all_ranks("save"), on_all_ranks("save_optimizer")
 
 
 class ReplicatedPolicy(RankedPolicy):
     """Every rank holds the weights, gradient and moments; ranks share the rows, and sum their gradients."""
 
     part = "alignment.policy.replicated:Replica"
-
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self._own.weights()
-
-    def save(self, folder: Path, tokenizer) -> None:
-        self._own.save(folder, tokenizer)  # also after another rank was lost
-
-    def save_optimizer(self, file: Path) -> None:
-        self._own.save_optimizer(file)
+    weights, save, save_optimizer = on_rank_0("weights"), on_rank_0("save"), on_rank_0("save_optimizer")
 
 
 class ShardedPolicy(RankedPolicy):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -21,7 +21,6 @@ from alignment.policy.lora import whole
 from alignment.policy.policy import Objective
 from alignment.policy.replicated import Replica
 from alignment.policy.single_device import MicroBatch
-from alignment.system.ranks import Ranks
 
 ONE_TOKEN = Batch(
     torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
@@ -46,7 +45,10 @@ class Shard(Replica):
 
     def _load(self, model_path: str) -> PreTrainedModel:
         model = load_model(model_path, ("cpu",), torch.float32, prepare=self._prepare)
-        mesh = make_mesh(self.ranks, self.devices[0])
+        if (device := torch.device(self.devices[0])).type == "cuda":
+            torch.cuda.set_device(device)
+        here, machines = self.ranks.local_count, self.ranks.count // self.ranks.local_count
+        mesh = init_device_mesh(device.type, (machines, here) if machines > 1 else (here,))
         self.root = Root(model)
         stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
         for module in (*(layer for stack in stacks for layer in stack), self.root):
@@ -130,16 +132,6 @@ class Shard(Replica):
         if tensor.ndim == 0:
             return tensor
         return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def make_mesh(ranks: Ranks, device: str) -> DeviceMesh:
-    """The ranks as machines x ranks of a machine, or as one axis where there is one machine."""
-    kind, machines = torch.device(device).type, ranks.count // ranks.local_count
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    if machines == 1:
-        return init_device_mesh(kind, (ranks.count,), mesh_dim_names=("rank",))
-    return init_device_mesh(kind, (machines, ranks.local_count), mesh_dim_names=("machine", "rank"))
 
 
 def zero(rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor) -> tuple[torch.Tensor, dict]:

@@ -32,6 +32,7 @@ from alignment.system.signals import SIGNALS
 from alignment.system.torchrun import VARIABLES
 
 BEAT_SECONDS = 1.0  # between two signs of life, and between two looks for those of others
+FACTS = ("code", "torch", "arguments")
 EVIDENCE_SECONDS = 3.0  # for the rank that failed to say why, after the connection to it broke
 FOREVER = timedelta(days=365)
 
@@ -65,13 +66,13 @@ class Ranks:
     def __init__(self, seconds: float, store=None, count: int = 0, children: list[ChildProcess] | None = None):
         self.seconds, self.children, self.fault, self.opened = seconds, children or [], "", 0
         self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-        self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+        self.local_count, by_torchrun = int(os.environ.get("LOCAL_WORLD_SIZE", count)), "TORCHELASTIC_RUN_ID" in os.environ
         if store is None:
             store, _, count = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
-        self.count, self.store = count, store if self.is_local else self._join_round(store)
+        self.count, self.store = count, self._join_round(store) if by_torchrun else store
         others = range(1, count) if self.rank == 0 else (0,)
         self.signs = {rank: (b"", time.monotonic()) for rank in others}  # each one's last sign of life, and when it came
-        self.store.set(f"facts/{self.rank}", json.dumps(facts(self.is_local)))
+        self.store.set(f"facts/{self.rank}", json.dumps(facts(sys.argv[1:] if by_torchrun else [])))
         self.signals, tell = os.pipe()  # to `_watch`: the main thread may be in a collective, where Python's handlers wait
         if self.rank:
             os.set_blocking(tell, False)
@@ -89,16 +90,13 @@ class Ranks:
     def _meet(self) -> None:
         """Wait until all ranks are there. Raises `RunStopped` for one that is lost, `UserError` for one with other facts."""
         self._wait_for("facts")
-        leader = self.facts_of(0)
-        for other in range(1, self.count):
-            follower = self.facts_of(other)
-            for name in leader.keys() - {"machine"}:
-                if follower[name] != leader[name]:
-                    theirs, ours = (only(one[name], two[name]) for one, two in ((follower, leader), (leader, follower)))
-                    raise UserError(
-                        f"rank {other} on {follower['machine']} has other {name} than rank 0 on {leader['machine']}: {theirs}"
-                        f" instead of {ours}; start all by one command, from one checkout"
-                    )
+        leader, *followers = (json.loads(self.store.get(f"facts/{rank}")) for rank in range(self.count))
+        for rank, follower in enumerate(followers, start=1):
+            if other := [f"{name} {only(follower[name], leader[name])}" for name in FACTS if follower[name] != leader[name]]:
+                raise UserError(
+                    f"rank {rank} on {follower['machine']} is not as rank 0 on {leader['machine']}: it has {', '.join(other)};"
+                    " start all by one command, from one checkout"
+                )
 
     def _join_round(self, store):
         """The part of torchrun's store that belongs to this start of the command: torchrun keeps its store when it starts the
@@ -120,15 +118,6 @@ class Ranks:
             if self.fault or time.monotonic() > end:
                 raise RunStopped(self.fault or f"{self._name(missing[0])} did not start within {START_SECONDS} s")
             time.sleep(0.05)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether rank 0 has started the others, as children."""
-        return bool(self.children) or "ALIGNMENT_RANK_TIMEOUT" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
-
-    def facts_of(self, rank: int) -> dict[str, str]:
-        """What a rank said of itself (`facts`)."""
-        return json.loads(self.store.get(f"facts/{rank}"))
 
     def open(self, path: str, *arguments) -> object:
         """Have every rank make an object of the class `path`, "module:name", which takes the ranks and then `arguments`."""
@@ -174,10 +163,9 @@ class Ranks:
                 if isinstance(result, Iterator):
                     deque(result, maxlen=0)
             except Exception as error:
-                text = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self.store.set(
-                    f"{'waited' if lost_connection(error) else 'failed'}/{self.rank}", f"{type(error).__name__}: {text}"
-                )
+                text = str(error).strip().partition("\n")[0]
+                kind = "waited" if lost_connection(error) else "failed"
+                self.store.set(f"{kind}/{self.rank}", f"{type(error).__name__}: {text}")
                 raise
 
     @contextmanager
@@ -219,37 +207,39 @@ class Ranks:
         return [rank for rank in range(1, self.count) if not self.store.check([f"waited/{rank}"])]
 
     def _name(self, rank: int) -> str:
-        machine = self.facts_of(rank)["machine"] if self.store.check([f"facts/{rank}"]) else "a machine that has not answered"
+        known = self.store.check([f"facts/{rank}"])
+        machine = json.loads(self.store.get(f"facts/{rank}"))["machine"] if known else "a machine that has not answered"
         return f"rank {rank} of {self.count} on {machine}"
 
     def _watch(self, store) -> None:
         """Give a sign of life, look for those of the others, and hand signals on to rank 0, until the process ends."""
-        seen = self.signs
         for beat in range(sys.maxsize):
             try:
                 store.set(f"beat/{self.rank}", str(beat))
-                for rank in seen:
+                for rank in self.signs:
                     value = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
-                    if value != seen[rank][0]:
-                        seen[rank] = (value, time.monotonic())
-                silent = [rank for rank, (value, at) in seen.items() if value and time.monotonic() - at > self.seconds]
+                    if value != self.signs[rank][0]:
+                        self.signs[rank] = (value, time.monotonic())
+                silent = [rank for rank, (value, at) in self.signs.items() if value and time.monotonic() - at > self.seconds]
                 if self.rank == 0 and store.check(["signal"]):
                     os.kill(os.getpid(), int(store.get("signal")))
                     store.delete_key("signal")
             except RuntimeError:  # the machine that kept the store has gone
-                silent = list(seen)
+                silent = list(self.signs)
             if silent and self.rank:
                 print(f"rank {self.rank} ends: rank 0, or what connects the ranks, is lost", file=sys.stderr, flush=True)
                 os._exit(1)
             if self.rank == 0 and not self.fault:
-                self.fault = self._no_sign_of(silent) or self._failure()
+                no_sign = (
+                    f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)"
+                    if silent
+                    else ""
+                )
+                self.fault = no_sign or self._failure()
                 for child in self.children if self.fault else ():
                     child.kill()  # so that a collective that waits for them fails
             if select.select([self.signals], [], [], BEAT_SECONDS)[0]:
                 store.set("signal", str(os.read(self.signals, 1)[0]))
-
-    def _no_sign_of(self, silent: list[int]) -> str:
-        return f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)" if silent else ""
 
 
 def only(text: str, other: str) -> str:
@@ -262,19 +252,13 @@ def lost_connection(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
-def facts(local: bool) -> dict[str, str]:
-    """What must be the same on all ranks, and the machine's name: the package's code, torch, and the command's arguments,
-    unless rank 0 has started the others."""
+def facts(arguments: list[str]) -> dict[str, str]:
+    """This machine's name, and what must be the same on all ranks (`FACTS`)."""
     digest = hashlib.sha256()
     for file in sorted((ROOT / "alignment").rglob("*.py")):
         digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    arguments = "" if local else " ".join(sys.argv[1:])
-    return {
-        "machine": socket.gethostname(),
-        "code": digest.hexdigest()[:16],
-        "torch": torch.__version__,
-        "arguments": arguments,
-    }
+    values = (digest.hexdigest()[:16], torch.__version__, " ".join(arguments))
+    return {"machine": socket.gethostname(), **dict(zip(FACTS, values, strict=True))}
 
 
 def follow(seconds: float) -> None:
