@@ -55,7 +55,7 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
             " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout rank_timeout"
             " cliprange_high",
         ),
-        ("at least 1", lambda x: x >= 1, "lora_alpha max_new_tokens num_samples sync_every kill_after cpus_per_run gpu_memory"),
+        ("at least 1", lambda x: x >= 1, "max_new_tokens num_samples sync_every kill_after cpus_per_run gpu_memory"),
         ("at least 2", lambda x: x >= 2, "max_seeds"),
         ("at least 2, to have a variance", lambda x: x >= 2, "prompts"),
         ("from 0 to 1", lambda x: 0 <= x <= 1, "max_grader_failures min_consistency"),
@@ -69,7 +69,7 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
         ("0 (any length) or more", _not_negative, "max_prompt_tokens"),
         ("0 (never) or more", _not_negative, "max_refills"),
         ("0 (one a device) or more", _not_negative, "policy_ranks"),
-        ("0 (none) or more", _not_negative, "beta lora_rank"),
+        ("0 (none) or more", _not_negative, "beta"),
         ("0 (none) or above 1", lambda x: x == 0 or 1 < x < math.inf, "dual_clip"),
         ("from 0 (any) to 65535", lambda x: 0 <= x < 65536, "port"),
         ("from 1 to 65536", lambda x: 0 < x <= 1 << 16, "max_upload_mib max_pending"),
@@ -158,25 +158,7 @@ class EvaluateArgs(Args):
 
 
 @dataclass(frozen=True)
-class LoRAArgs(Args):
-    """What commands share that train, or plan it."""
-
-    lora_rank: int = 0
-    """Rank of LoRA's adapters, which are trained instead of the weights (extra "lora"); 0: none. Models are saved with adapters
-    merged, and adapters by themselves in adapter/."""
-    lora_alpha: int | None = None  # Adapters count alpha / rank times; by default alpha is twice the rank.
-    lora_targets: tuple[str, ...] = ()  # Linear layers that get adapters, such as q_proj v_proj; by default all but the head.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("lora_alpha", "lora_targets"):
-            _require(self, name, self.lora_rank > 0 or not getattr(self, name), "left out without --lora_rank")
-        if self.lora_rank and not find_spec("peft"):
-            raise UserError(f"--lora_rank {self.lora_rank} needs peft: start with `uv run --extra lora ...`")
-
-
-@dataclass(frozen=True)
-class PlanArgs(LoRAArgs):
+class PlanArgs(Args):
     """Show which role and which layers would sit on which device."""
 
     num_gpus: int | None = None  # GPUs to plan for; by default those of this machine.
@@ -185,7 +167,7 @@ class PlanArgs(LoRAArgs):
 
 
 @dataclass(frozen=True)
-class SFTArgs(LoRAArgs):
+class SFTArgs(Args):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to --sft_base."""
 
     num_steps: int = 1000  # Optimiser steps.
@@ -207,7 +189,7 @@ class SFTArgs(LoRAArgs):
 
 
 @dataclass(frozen=True)
-class RLArgs(LoRAArgs):
+class RLArgs(Args):
     """Train the policy by policy gradients on verifiable rewards."""
 
     loss_type: str = "grpo_clip"
@@ -421,7 +403,7 @@ class SweepOptions:
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
 NOT_SWEPT = frozenset(
     """preset output_dir run_name resume auto_sft policy_devices sample_device reference_model_device eval_device
-    gpu_memory_utilization lora_targets""".split()
+    gpu_memory_utilization""".split()
 )
 
 

@@ -1,13 +1,11 @@
 """Builds the objects of the `train_rl` loop from its arguments. Only commands and builders know the arguments object."""
 
-import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from alignment.args import RLArgs
-from alignment.checks import engines_on_shared_gpu, policy_is_reference, roles_of
+from alignment.checks import engines_on_shared_gpu, roles_of
 from alignment.core.records import Endless, Group, Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
@@ -25,10 +23,9 @@ from alignment.rollouts.source import RolloutSource, open_source
 from alignment.rollouts.sync import Rollouts, SyncRollouts
 from alignment.runs.checkpoint import OPTIMIZER, load_rollouts
 from alignment.runs.run import Run
-from alignment.sampling.arrival import load_proven
 from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import SAMPLERS, Sampler, SamplerConfig, encode_prompts, engine_name, find_engine
-from alignment.system.errors import RunStopped, UserError
+from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import printable
 from alignment.training.mismatch import sampler_mismatch
@@ -47,14 +44,11 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     longest = longest_row(args, source, problems, base, tokenizer)
     if args.deterministic:
         make_deterministic()
-    if run.checkpoint and args.lora_rank:
-        policy = make_policy(args, warm_start(args, run.console), str(run.checkpoint / "adapter"))
-    else:
-        policy = make_policy(args, base)
+    policy = make_policy(args, base)
     if run.checkpoint:
         policy.load_optimizer(run.checkpoint / OPTIMIZER)
     run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
-    references = make_references(args, run, base, policy)
+    references = make_references(args, run, base)
     eval_sampler = make_eval_sampler(args, run, base, tokenizer, policy)
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):
@@ -65,9 +59,6 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
         rollouts = make_rollouts(args, run, base, source, policy, eval_sampler)
     pad_id, shared = pad_token_id(tokenizer), getattr(rollouts, "sampler", None) is eval_sampler
     check = None if shared else mismatch_check(args, policy, pad_id)
-    if args.lora_rank:
-        for sampler in {eval_sampler, getattr(rollouts, "sampler", eval_sampler)}:
-            check_adapters_arrive(args, policy, sampler, problems[:8], pad_id)
     evaluator = Evaluator(evaluation(args, task, problems), args.eval_interval, eval_sampler, run, policy, check)
     processes = (rollouts, references) if shared else (rollouts, references, eval_sampler)
     run.start(policy, tokenizer, rollouts, restarts=lambda: sum(process.restarts for process in processes))
@@ -86,7 +77,7 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
 # --- references -----------------------------------------------------------------------------------------------------------
 
 
-def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:
+def make_references(args: RLArgs, run: Run, base: str) -> References:
     """The sources of old and reference log-probs. The reference model is the model that the run started from."""
     config, roles, old_policy = args.update_config, roles_of(args), None
     ranked = kind_of_policy(args, base)[1] in RANKED  # ranks share a pass, which is faster than one device's
@@ -96,9 +87,7 @@ def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> Refere
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
     reference = None
-    if args.beta and policy_is_reference(args, roles):
-        reference = LocalReference(policy)
-    elif args.beta:
+    if args.beta:
         reference = make_reference(args, run, warm_start(args, run.console) if run.step else base)
     return References(config, old_policy, reference, run.clock)
 
@@ -182,21 +171,3 @@ def mismatch_check(args: RLArgs, policy: Policy, pad_id: int) -> Callable[[Seque
         sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
 
     return check
-
-
-def check_adapters_arrive(args: RLArgs, policy: Policy, sampler: Sampler, problems: Sequence[Problem], pad_id: int) -> None:
-    """Give a sampler the policy's weights with random LoRA adapters, and then the true ones. Raises `RunStopped` where its
-    log-probs do not move as the trainer's do: new adapters start at 0, so other checks would miss for long that none came."""
-    sampling = dataclasses.replace(args.sampling, n=2, max_new_tokens=min(16, args.max_new_tokens), stop=())
-    distances = []  # of the sampler's log-probs with random adapters from the trainer's with the same, and with the true ones
-    for random in (True, False):
-        policy.probe_adapters(random)
-        load_proven(sampler, policy.weights(), sampler.policy_version)
-        if random:
-            pairs = zip(problems, sampler.sample([problem.prompt for problem in problems], sampling), strict=True)
-            groups = [Group(problem, tuple(drawn), ({"reward": 0.0},) * len(drawn)) for problem, drawn in pairs]
-            rollout = collate_groups(groups, args.rollout_config, pad_id)
-        distances.append(sampler_mismatch(policy, rollout, args.sampling.distribution, math.inf)["sampler_mismatch"])
-    if not 2 * distances[0] < distances[1]:
-        numbers = "its log-probs are {:.3g} nats a token from the trainer's, and {:.3g} from the trainer's without them"
-        raise RunStopped(f"the sampler does not follow the LoRA adapters: with random ones {numbers.format(*distances)}")

@@ -177,11 +177,6 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
     return devices[:number]
 
 
-def policy_is_reference(args: RLArgs, roles: Roles) -> bool:
-    """Whether the policy without its LoRA adapters serves as the reference model, which needs no copy then."""
-    return args.lora_rank > 0 and args.rollouts == "sync" and not args.reference_url and roles.reference in roles.policy
-
-
 def refuse_sharded_8bit(args: Args, kind: str) -> None:
     """Raise `UserError` for 8-bit moments, whose parts of several processes cannot be saved, in a sharded policy."""
     if kind == "sharded" and getattr(args, "optimizer", "") == "adamw_8bit":

@@ -9,6 +9,7 @@ from alignment.data.tasks import Task
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.policy.loading import compute_dtype, load_config
 from alignment.policy.memory import STATE_SHARE, total_bytes
+from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
 from alignment.rewards.reward import evaluation_reward
@@ -16,11 +17,11 @@ from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
 
 
-def make_policy(args: Args, base: str, adapter: str = "") -> Policy:
-    """The policy that is trained from the folder `base`, with the LoRA adapters of the folder `adapter`, where there is one."""
+def make_policy(args: Args, base: str) -> Policy:
+    """The policy that is trained from the folder `base`."""
     devices, kind = kind_of_policy(args, base)
-    facts = {"devices": devices, "dtype": compute_dtype(args.dtype, devices[0]), "adapter": adapter}
-    return open_policy(kind, configuration(PolicyConfig, args, model_path=base, **facts))
+    dtype = compute_dtype(args.dtype, devices[0])
+    return open_policy(kind, configuration(PolicyConfig, args, model_path=base, devices=devices, dtype=dtype))
 
 
 def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
@@ -30,8 +31,8 @@ def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
         devices = devices_of_ranks(args, devices)
 
     def fits_each() -> bool:
-        shape = ModelShape.from_config(load_config(base), getattr(args, "lora_rank", 0), getattr(args, "lora_targets", ()))
-        state = shape.state_bytes(shape.parameters, getattr(args, "optimizer", "adamw"))
+        parameters = sum(ModelShape.from_config(load_config(base)).parameters.values())
+        state = parameters * OPTIMIZERS[getattr(args, "optimizer", "adamw")].device_bytes
         return state <= STATE_SHARE * min(map(total_bytes, devices)) / (1 if "cuda" in devices[0] else len(devices))
 
     kind = policy_kind(args.policy_parallelism, devices, fits_each)

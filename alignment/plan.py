@@ -6,7 +6,7 @@ uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 import dataclasses
 
 from alignment.args import Args, PlanArgs, RLArgs, configuration, from_preset, parse
-from alignment.checks import engines_on_shared_gpu, policy_is_reference, resolve_model, roles_of
+from alignment.checks import engines_on_shared_gpu, resolve_model, roles_of
 from alignment.policy.placement import ModelShape, Roles, place
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import run_command
@@ -22,10 +22,9 @@ def main() -> None:
     from alignment.policy.loading import compute_dtype, load_config
 
     config = load_config(resolve_model(args.model, args.output_dir))
-    run = from_preset(RLArgs, args.preset)
-    optimizer, rank, targets = args.optimizer or run.optimizer, args.lora_rank or run.lora_rank, args.lora_targets
-    shape = ModelShape.from_config(config, rank, targets or run.lora_targets)
+    shape = ModelShape.from_config(config)
     rows = []
+    optimizer = args.optimizer or from_preset(RLArgs, args.preset).optimizer
     itemsize = 4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2
     for share in sorted(place(shape, roles, optimizer, itemsize), key=lambda share: share.device):
         first = next(name for name, parameters in shape.parameters.items() if parameters)
@@ -39,8 +38,9 @@ def main() -> None:
         f"GB: weights, and for the policy gradients and the moments of {optimizer}; activations and caches come on top"
     )
     if args.gpu_memory:
+        run = from_preset(RLArgs, args.preset)
         shared = {field.name: getattr(args, field.name) for field in dataclasses.fields(Args)}
-        run = dataclasses.replace(run, **shared, optimizer=optimizer, lora_rank=rank)
+        run = dataclasses.replace(run, **shared, optimizer=optimizer)
         from alignment.policy.peak import SPARE, peak_bytes
 
         step = step_shape(run, roles, args.gpu_memory * 1e9, engine_name(args.sampler) == "vllm")
@@ -60,8 +60,7 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
         StepShape, args, card=int(card), prompt=prompt, rows=max(args.rollout_size, problems), vllm=vllm,
         sampled=max(args.rollout_size * longest[0], problems * longest[1]),
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
-        frozen=(args.beta > 0 and not args.reference_url and not policy_is_reference(args, roles))
-        + (args.needs_old_policy and roles.policy != (roles.reference,)),
+        frozen=(args.beta > 0 and not args.reference_url) + (args.needs_old_policy and roles.policy != (roles.reference,)),
         engines=engines_on_shared_gpu(args, roles),
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ MAY_IMPORT = {
 }  # fmt: skip
 # Beside the commands and `args`: what builds objects from arguments, and the names of the field.
 TOP_LEVEL = {"args", "build", "models", "checks", "warm_start", "grpo", "drgrpo_grader", "tokens", "log_probs"}
-ARGUMENT_CLASSES = {"RLArgs", "SFTArgs", "Args", "LoRAArgs", "EvaluateArgs", "SweepOptions"}
+ARGUMENT_CLASSES = {"RLArgs", "SFTArgs", "Args", "EvaluateArgs", "SweepOptions"}
 TAKES_ARGUMENTS = {"alignment.ablation.design"}  # a design consists of arguments
 MOST_PARAMETERS = 6
 # Names of the field, whose signatures are older than this code; and `attention`, which transformers calls.
@@ -46,9 +46,7 @@ CALLED = {"parameters", "named_parameters", "get_output_embeddings"}
 READ = {"grad", "lm_head"}
 # Our own decoding loop runs a model layer by layer: its own one, or one that `Policy.model_on` lends it to be read.
 READS_WEIGHTS = {"alignment.sampling.transformers", "alignment.sampling.vllm"}  # engines with weights of their own
-ONLY_IMPORTERS = {
-    "vllm": {"alignment.sampling.vllm"}, "torchao": {"alignment.policy.adamw_8bit"}, "peft": {"alignment.policy.lora"},
-}  # fmt: skip
+ONLY_IMPORTERS = {"vllm": {"alignment.sampling.vllm"}, "torchao": {"alignment.policy.adamw_8bit"}}
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "parse_latex", "loads", "load"}
 READERS = {"json", "safetensors", "tomllib", "re"}  # their functions of these names run nothing
 

@@ -93,5 +93,4 @@ if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(sys.modules) and
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402, F401
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache  # noqa: E402, F401
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402, F401
-from transformers.pytorch_utils import Conv1D  # noqa: E402, F401
 from transformers.utils import logging  # noqa: E402, F401

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
@@ -100,19 +100,11 @@ def compute_dtype(name: str, device: str) -> str:
     return "bfloat16" if fast else "float32"
 
 
-def load_model(
-    model_path: str,
-    devices: tuple[str, ...],
-    dtype: torch.dtype,
-    products: torch.dtype | None = None,
-    prepare: Callable[[PreTrainedModel], object] = lambda model: None,
-) -> PreTrainedModel:
+def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, products: torch.dtype | None = None):
     """Load a causal language model, whole on one device or split by layers over several, and choose its path by a self-check.
-    What autocast would cast is loaded in the type `products` (None: `dtype`). `prepare` may add modules while the model is on
-    the CPU. Raises `UserError` for weights that are missing or damaged, and for a model whose log-probs no path computes
-    exactly."""
+    What autocast would cast is loaded in the type `products` (None: `dtype`). Raises `UserError` for weights that are missing
+    or damaged, and for a model whose log-probs no path computes exactly."""
     model = _load_weights(model_path, dtype, products)
-    prepare(model)
     whole = len(devices) == 1
     model = model.to(devices[0]) if whole else spread(model, partition_layers(ModelShape.of(model), devices))
     if once("path", model, functools.partial(choose_path, model)):

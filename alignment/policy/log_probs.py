@@ -4,7 +4,6 @@ import torch
 
 from alignment.core.records import Distribution
 from alignment.core.tokens import split_rows
-from alignment.policy.lora import adapted_weight
 from alignment.policy.packing import attention_by_layout, pack, send, soft_capped
 from alignment.policy.plain_path import padded_logits, takes_plain_path
 
@@ -113,7 +112,7 @@ def head_log_probs(
     else:
         scale, soft_cap = logit_scale_and_cap(model.config)
         numbers = (distribution.temperature / scale, *numbers[1:])
-        weight_VH = adapted_weight(head)
+        weight_VH = head.weight
         if getattr(head, "bias", None) is not None:  # a bias is the weight of one more input, which is always 1
             hidden_NH = torch.nn.functional.pad(hidden_NH, (0, 1), value=1.0)
             weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)

@@ -79,12 +79,12 @@ def choose_micro_batch_tokens(
     of tokens of the longest row. If it does not fit, the budget asks for gradient checkpointing, which computes layers twice.
     """
     devices = [str(device) for device in devices_of(model)]
-    trained = sum(own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad) // len(devices)
+    parameters = sum(own_part(parameter).numel() for parameter in model.parameters()) // len(devices)
     states = [value for state in optimizer.state.values() for value in state.values()]
     moments = [value for value in states if torch.is_tensor(value) and value.ndim and str(value.device) in devices]
     moment_bytes = sum(own_part(moment).nbytes for moment in moments) // len(devices)
     # The weights are allocated already. (A device of a split policy needs fewer activations than all layers do.)
-    to_allocate = trained * (OPTIMIZERS[optimizer_name].device_bytes - 4) - moment_bytes
+    to_allocate = parameters * (OPTIMIZERS[optimizer_name].device_bytes - 4) - moment_bytes
     release_memory()
     free = min(free_bytes(device) for device in devices) - to_allocate
     available = int(ACTIVATION_SHARE * max(free, 0))

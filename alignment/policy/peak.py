@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from alignment.policy.layer_split import IN_FLIGHT
 from alignment.policy.log_probs import LOGITS_IN_MEMORY
 from alignment.policy.memory import ACTIVATION_SHARE, BF16_FACTOR, CACHE_BYTES, MAX_TOKENS, activation_bytes, key_value_bytes
 from alignment.policy.optimizers import OPTIMIZERS
@@ -44,26 +43,23 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
 
 def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, held: list[str], device: str) -> dict[str, int]:
     """The larger of an update's and of sampling's bytes on one device; `held` are the policy's modules there."""
-    total, trained = sum(shape.parameters.values()), shape.trained(held)
+    total, parameters = sum(shape.parameters.values()), sum(shape.parameters[name] for name in held)
     samples = device in (roles.sample, roles.eval)
     engines = step.engines if roles.sample == roles.eval else 1
     frozen, vllm = step.frozen * (device == roles.reference), step.vllm
     copy = int((step.gpu_memory_utilization or engine_share(roles, device, engines)) * step.card) if vllm else 2 * total
     kept = {
-        "weights": 4 * sum(shape.parameters[name] for name in held),
-        "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * trained,
+        "weights": 4 * parameters,
+        "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * parameters,
         "sampler": engines * copy * samples,
         "reference": shape.frozen_bytes(2) * frozen,
         "context": CONTEXT_BYTES * (bool(held or frozen or not vllm) + engines * (samples and vllm)),
     }
-    update = {**kept, "gradients": 4 * trained}
+    update = {**kept, "gradients": 4 * parameters}
     if held:
         update |= _activations(shape, config, step, held, step.card - sum(update.values()))
-        if shape.adapters is not None and len(roles.policy) > 1:  # micro-batches in flight share casts of trained weights only
-            update["casts"] *= IN_FLIGHT * len(roles.policy)
     if shape.head in held or frozen:
-        head_is_trained = shape.adapters is None or shape.adapters[shape.head] > 0
-        update["logits"] = head_bytes(config, step, trained=shape.head in held and head_is_trained)
+        update["logits"] = head_bytes(config, step, trained=shape.head in held)
     moments = [update]
     if samples and not vllm:
         all_rows = step.sampled * key_value_bytes(config, 2)

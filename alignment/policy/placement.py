@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -150,34 +150,21 @@ class ModelShape:
     """The modules of a causal language model that a device map names, in forward order, and their sizes."""
 
     parameters: Mapping[str, int]
-    """Hugging Face module name -> number of its parameters, adapters included. A tied head counts 0: its matrix is counted as
-    the embedding."""
+    """Hugging Face module name -> number of its parameters. A tied head counts 0: its matrix is counted as the embedding."""
     layers: tuple[str, ...]
     head: str
-    adapters: Mapping[str, int] | None = None
-    """Module name -> parameters of its LoRA adapters, which alone are trained; None: all parameters are."""
     cast: int = 0
     """How many parameters are among `cast_by_autocast`."""
 
     @classmethod
-    def from_config(cls, config: Any, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
-        """Count a model that has no weights. Raises `UserError` as `of` does, and for targets that name no linear layer."""
+    def from_config(cls, config: Any) -> ModelShape:
+        """Count a model that has no weights. Raises `UserError` as `of` does."""
         import torch  # here, as transformers below: both take seconds, and arguments are checked before
 
         from alignment.policy.huggingface import AutoModelForCausalLM
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        shape = cls.of(model)
-        if not lora_rank:
-            return shape
-        from alignment.policy.lora import target_layers
-
-        adapters = Counter[str]()
-        for layer in target_layers(model, lora_targets):
-            owner = next(name for name in shape.parameters if f"{layer}.".startswith(f"{name}."))
-            adapters[owner] += lora_rank * sum(model.get_submodule(layer).weight.shape)
-        return replace(shape, parameters={name: n + adapters[name] for name, n in shape.parameters.items()}, adapters=adapters)
+            return cls.of(AutoModelForCausalLM.from_config(config))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelShape:
@@ -206,15 +193,6 @@ class ModelShape:
     def is_tied(self) -> bool:
         """Whether the head's matrix is the embedding's."""
         return self.parameters[self.head] == 0
-
-    def trained(self, names: Collection[str]) -> int:
-        """The parameters of some modules that have gradients and moments."""
-        return sum((self.adapters or self.parameters)[name] for name in names)
-
-    def state_bytes(self, names: Collection[str], optimizer: str) -> int:
-        """Bytes of some modules' weights in fp32, their gradients, and the moments beside them."""
-        weights = 4 * sum(self.parameters[name] for name in names)
-        return weights + (OPTIMIZERS[optimizer].device_bytes - 4) * self.trained(names)
 
     def frozen_bytes(self, itemsize: int) -> int:
         """Bytes of a model that only computes log-probs: `itemsize` for each number that autocast casts, 4 for others."""
@@ -316,18 +294,21 @@ def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw", itemsize: i
     """The policy's share of each of its devices, the moments that `optimizer` keeps on the CPU, then one whole copy for each
     other role, with products of numbers of `itemsize` bytes. Eval on the sampler's device runs in the sampler's engine, so the
     two hold one copy, under the role "sample+eval"."""
+    entry = OPTIMIZERS[optimizer]
     parameters = shape.parameters
     held: dict[str, list[str]] = {}
     for name, device in partition_layers(shape, roles.policy).items():
         held.setdefault(device, []).append(name)
-    policy = (Share(device, "policy", tuple(names), shape.state_bytes(names, optimizer)) for device, names in held.items())
+    policy = (
+        Share(device, "policy", tuple(names), entry.device_bytes * sum(parameters[name] for name in names))
+        for device, names in held.items()
+    )
     engines = {"sample+eval": roles.sample} if roles.sample == roles.eval else {"sample": roles.sample, "eval": roles.eval}
     # A policy that sits whole on the reference's device is the old policy itself, until its first update.
     reference = {} if roles.policy == (roles.reference,) else {"reference": roles.reference}
     copies = engines | reference
     everything, total = tuple(parameters), sum(parameters.values())
-    host_bytes = OPTIMIZERS[optimizer].host_bytes * shape.trained(everything)
-    moments = (Share("cpu", "moments", everything, host_bytes),) if host_bytes else ()
+    moments = (Share("cpu", "moments", everything, total * entry.host_bytes),) if entry.host_bytes else ()
     sizes = dict.fromkeys(copies, total * itemsize) | {"reference": shape.frozen_bytes(itemsize)}
     others = (Share(device, role, everything, sizes[role]) for role, device in copies.items())
     return (*policy, *moments, *others)

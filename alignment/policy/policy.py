@@ -30,11 +30,6 @@ class PolicyConfig:
     """Tokens of a micro-batch; 0: as many as fit the free memory (`Policy.choose_micro_batch_tokens`)."""
     rank_timeout: float = 60.0
     """Seconds after which a rank that does not answer is lost."""
-    lora_rank: int = 0  # Above 0 all weights are frozen, and adapters of that rank beside them are trained.
-    lora_alpha: int | None = None
-    lora_targets: tuple[str, ...] = ()
-    seed: int = 0  # Of the adapters' initialisation.
-    adapter: str = ""  # Folder of adapters to go on from; empty: new ones.
 
 
 @dataclass(frozen=True)
@@ -75,9 +70,6 @@ class Policy(Protocol):
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Log-probs [B, T] of a batch's responses, on the CPU, without gradient. Prompts, padding and other rows are 0."""
 
-    def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
-        """`log_probs` of the model without its adapters; called with `lora_rank` only."""
-
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         """Add the gradient of some rows of a batch, micro-batch by micro-batch. Without rows the gradient is zeros."""
 
@@ -97,20 +89,17 @@ class Policy(Protocol):
         """The gradient of all trained weights as one flat tensor [D] on the CPU, zeros for weights without a gradient."""
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every weight, unsharded, with adapters merged; tied weights once."""
-
-    def probe_adapters(self, on: bool) -> None:
-        """Replace the adapters by random ones, or put the trained ones back; called with `lora_rank` only."""
+        """(name, tensor) of every weight, unsharded; tied weights once."""
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
-        """The policy's model, for reading only, if all of it is on `device` in `dtype` without adapters; else None."""
+        """The policy's model, for reading only, if all of it is on `device` in `dtype`; else None."""
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
         """Set `micro_batch_tokens`, if it is 0, from the free memory. `longest`: tokens of the longest row; `previous`: the
         value before the run was resumed, or 0. Returns a message for the user, or None."""
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write weights and tokenizer as a Hugging Face folder; adapters are merged, and in its folder "adapter" too."""
+        """Write weights and tokenizer as a Hugging Face folder."""
 
     def save_optimizer(self, file: Path) -> None:
         """Write the optimiser's state as safetensors."""

@@ -32,11 +32,10 @@ class RankedPolicy:
         return self._own.micro_batch_tokens
 
     model_on = on_rank_0("model_on")
-    log_probs, base_log_probs = on_all_ranks("log_probs"), on_all_ranks("base_log_probs")
     accumulate, supervised_log_probs = on_all_ranks("accumulate"), on_all_ranks("supervised_log_probs")
     clip_gradient, step = on_all_ranks("clip_gradient"), on_all_ranks("step")
     drop_gradient, gradient = on_all_ranks("drop_gradient"), on_all_ranks("gradient")
-    choose_micro_batch_tokens, probe_adapters = on_all_ranks("choose_micro_batch_tokens"), on_all_ranks("probe_adapters")
+    log_probs, choose_micro_batch_tokens = on_all_ranks("log_probs"), on_all_ranks("choose_micro_batch_tokens")
     weights, load_optimizer = on_all_ranks("weights"), on_all_ranks("load_optimizer")
     save, save_optimizer = on_all_ranks("save"), on_all_ranks("save_optimizer")
 

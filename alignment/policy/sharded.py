@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, take_rows
-from alignment.policy import lora
 from alignment.policy.frozen import model_log_probs
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import load_model
-from alignment.policy.lora import whole
 from alignment.policy.policy import Objective
 from alignment.policy.replicated import Replica
 from alignment.policy.single_device import MicroBatch
@@ -44,7 +42,7 @@ class Shard(Replica):
     Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). Weights are gathered in fp32, layer by layer, and gradients summed."""
 
     def _load(self, model_path: str) -> PreTrainedModel:
-        model = load_model(model_path, ("cpu",), torch.float32, prepare=self._prepare)
+        model = load_model(model_path, ("cpu",), torch.float32)
         if (device := torch.device(self.devices[0])).type == "cuda":
             torch.cuda.set_device(device)
         here, machines = self.ranks.local_count, self.ranks.count // self.ranks.local_count
@@ -109,14 +107,21 @@ class Shard(Replica):
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         return whole(super().clip_gradient(max_norm))
 
+    def gradient(self) -> torch.Tensor:
+        parameters = list(self.model.parameters())
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters if p.requires_grad]
+        return torch.cat([whole(gradient).flatten().cpu() for gradient in gradients])
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, whole(parameter.detach())) for name, parameter in self.model.named_parameters())
+
     def model_on(self, device: str, dtype: torch.dtype) -> None:
         return None
 
     def save(self, folder: Path, tokenizer) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.weights()}
-        adapters = {name: whole(tensor.detach()).cpu() for name, tensor in lora.adapters(self.model)}
         if self.ranks.rank == 0:
-            lora.save(self.model, folder, weights, adapters)
+            self.model.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
 
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,6 +137,11 @@ class Shard(Replica):
         if tensor.ndim == 0:
             return tensor
         return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with all ranks' parts; called on all of them."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def zero(rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor) -> tuple[torch.Tensor, dict]:

@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, split_rows, take_rows
-from alignment.policy import lora
-from alignment.policy.frozen import batch_log_probs, model_log_probs, weights_digest
+from alignment.policy.frozen import batch_log_probs, model_log_probs
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import head_log_probs, hidden_states
@@ -20,7 +18,6 @@ from alignment.policy.packing import send
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.policy.plain_path import takes_plain_path, unshared
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.system.errors import UserError
 from alignment.system.files import full_disk_is_an_os_error
 
 
@@ -51,7 +48,7 @@ class MicroBatch:
 
     def backward(self) -> None:
         """Backpropagate from the hidden states to the weights."""
-        if not self.objective.supervised and self.hidden_NH.requires_grad:  # adapters may be beside the head alone
+        if not self.objective.supervised:
             self.hidden_NH.backward(self.head_input_NH.grad)
         del self.hidden_NH, self.head_input_NH
 
@@ -63,8 +60,6 @@ class MicroBatch:
 class SingleDevicePolicy:
     """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be loaded."""
 
-    base_digest = ""  # Of the frozen weights, with adapters.
-
     def __init__(self, config: PolicyConfig):
         self.policy_config = config
         self.devices = config.devices
@@ -75,12 +70,7 @@ class SingleDevicePolicy:
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
 
     def _load(self, model_path: str) -> PreTrainedModel:
-        return load_model(model_path, self.devices, torch.float32, prepare=self._prepare)
-
-    def _prepare(self, model: PreTrainedModel) -> None:
-        if self.policy_config.lora_rank:
-            self.base_digest = weights_digest(model, torch.float32)
-            lora.add_adapters(model, self.policy_config)
+        return load_model(model_path, self.devices, torch.float32)
 
     def run(self, function: Callable, *arguments):
         """`function` of the model and some arguments: a forward pass, or a part of one."""
@@ -90,17 +80,10 @@ class SingleDevicePolicy:
         self.model.eval()  # dropout would make the ratio to these differ from 1
         return batch_log_probs(self.model, batch, distribution, self.micro_batch_tokens, self.dtype, rows)
 
-    def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
-        lora.disable_adapters(self.model, True)
-        try:
-            return self.log_probs(batch, distribution)
-        finally:
-            lora.disable_adapters(self.model, False)
-
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         self.model.train()
         if not rows:
-            for parameter in filter(lambda each: each.requires_grad, self.model.parameters()):
+            for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         split = self._split(batch, rows, objective.supervised)
         for micro_batch, piece in self._micro_batches(batch, rows, split, objective):
@@ -153,18 +136,14 @@ class SingleDevicePolicy:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradient(self) -> torch.Tensor:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters() if p.requires_grad]
-        return torch.cat([lora.whole(gradient).flatten().cpu() for gradient in gradients])
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in trained])
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return lora.merged_weights(self.model)
-
-    def probe_adapters(self, on: bool) -> None:
-        lora.probe(self.model, on, self.stored)
+        return self.model.named_parameters()
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
-        merged = not self.policy_config.lora_rank
-        return self.model if merged and self.devices == (device,) and self.model.dtype == dtype else None
+        return self.model if self.devices == (device,) and self.model.dtype == dtype else None
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
         """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""
@@ -178,7 +157,7 @@ class SingleDevicePolicy:
         return "memory is short: activations are computed again in backward (gradient checkpointing)"
 
     def save(self, folder: Path, tokenizer) -> None:
-        lora.save(self.model, folder, dict(self.weights()) if self.base_digest else {}, dict(lora.adapters(self.model)))
+        self.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,12 +168,9 @@ class SingleDevicePolicy:
     def save_optimizer(self, file: Path) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer_tensors()}
         with full_disk_is_an_os_error(file):
-            save_file(tensors, file, {"base": self.base_digest} if self.base_digest else None)
+            save_file(tensors, file)
 
     def load_optimizer(self, file: Path) -> None:
-        with safe_open(file, "pt") as saved:
-            if (saved.metadata() or {}).get("base", "") != self.base_digest:
-                raise UserError(f"--resume: {self.policy_config.model_path} has changed since, and the adapters are beside it")
         state: dict[int, dict[str, torch.Tensor]] = {}
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for name, tensor in load_file(file).items():

@@ -23,17 +23,15 @@ class Reference(Protocol):
 
 
 class LocalReference:
-    """A `Reference` in this process: a model on a device of its own or on the policy's, or the policy without its adapters."""
+    """A `Reference` in this process, on a device of its own or on the policy's."""
 
     restarts = 0
 
-    def __init__(self, model: FrozenModel | Policy):
+    def __init__(self, model: FrozenModel):
         self.model = model
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        if isinstance(self.model, FrozenModel):
-            return self.model.log_probs(batch, distribution, micro_batch_tokens)
-        return self.model.base_log_probs(batch, distribution)
+        return self.model.log_probs(batch, distribution, micro_batch_tokens)
 
 
 class References:
