@@ -19,13 +19,14 @@ TEST_PROBLEMS = 1319  # where --max_problems takes all: GSM8K's
 def main() -> None:
     args = parse(PlanArgs)
     roles = roles_of(args, args.num_gpus)
-    from alignment.policy.loading import load_config
+    from alignment.policy.loading import compute_dtype, load_config
 
     config = load_config(resolve_model(args.model, args.output_dir))
     shape = ModelShape.from_config(config)
     rows = []
     optimizer = args.optimizer or from_preset(RLArgs, args.preset).optimizer
-    for share in sorted(place(shape, roles, optimizer), key=lambda share: share.device):
+    itemsize = 4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2
+    for share in sorted(place(shape, roles, optimizer, itemsize), key=lambda share: share.device):
         first = next(name for name, parameters in shape.parameters.items() if parameters)
         ends = ("embeddings",) * (first in share.modules) + ("head",) * (shape.head in share.modules)
         layers = (f"{share.layers[0]}-{share.layers[-1]}",) if share.layers else ()

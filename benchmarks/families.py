@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from alignment.core.records import Batch, SamplingConfig
 from alignment.core.tokens import collate
-from alignment.policy.loading import has_exchangeable_attention
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.packing import ATTENTION
 from alignment.policy.plain_path import OWN_ATTENTION, own_attention
@@ -50,7 +49,8 @@ def family_config(name: str) -> PretrainedConfig:
 def family_model(name: str, std: float = 0.3) -> PreTrainedModel:
     """A model of a family with weights so large that windows, caps and scales make a difference."""
     config = family_config(name)
-    attention = ATTENTION if has_exchangeable_attention(config) else OWN_ATTENTION
+    has_table = AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend
+    attention = ATTENTION if has_table else OWN_ATTENTION
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():

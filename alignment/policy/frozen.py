@@ -20,7 +20,7 @@ class FrozenModel:
     would cast for a product is kept in `dtype`, and all else, such as norms and embeddings, in float32."""
 
     def __init__(self, model_path: str, device: str, dtype: torch.dtype):
-        self.model = keep_in(load_model(model_path, ("cpu",), torch.float32), dtype).to(device)
+        self.model = load_model(model_path, (device,), torch.float32, dtype)
         self.dtype = dtype
 
     def log_probs(
@@ -37,15 +37,6 @@ class FrozenModel:
 
     def weights_digest(self) -> str:
         return weights_digest(self.model, self.dtype)
-
-
-def keep_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast the weights of linear layers to `dtype`, except of an output head that is also the embedding."""
-    embedding = model.get_input_embeddings().weight
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
-            module.to(dtype)
-    return model
 
 
 def weights_digest(model: torch.nn.Module, dtype: torch.dtype) -> str:
@@ -86,6 +77,5 @@ def batch_log_probs(
 def model_log_probs(model: PreTrainedModel, batch: Batch, distribution: Distribution, dtype: torch.dtype) -> torch.Tensor:
     """`get_response_log_probs` of a batch that is still on the CPU, with matrix products in `dtype`."""
     with autocast(first_device(model), dtype):
-        numbers = vars(distribution)
-        outputs = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=batch.response_mask, **numbers)
-    return outputs["log_probs"]
+        told = {"response_mask": batch.response_mask, **vars(distribution)}
+        return get_response_log_probs(model, batch.input_ids, batch.labels, **told)["log_probs"]

@@ -8,19 +8,21 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from alignment.policy.huggingface import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 from alignment.policy.packing import ATTENTION, Packing
-from alignment.policy.placement import ModelShape, partition_layers
-from alignment.policy.plain_path import OWN_ATTENTION
-from alignment.policy.self_check import choose_path
+from alignment.policy.placement import ModelShape, cast_by_autocast, partition_layers
+from alignment.policy.plain_path import OWN_ATTENTION, take_plain_path
+from alignment.policy.self_check import choose_path, once
 from alignment.system.errors import UserError
 
 logging.set_verbosity_error()
 hub_logging.set_verbosity_error()  # it retries without a connection; our own message says what comes of that
 logging.disable_progress_bar()  # loading a model is a matter of seconds; its bars would break up our own
+for kind in ("cpu", "cuda"):  # autocast would leave the product of a mixture's experts in float32
+    torch.library.register_autocast("aten::_grouped_mm", kind, torch.bfloat16)
 
 
 def make_deterministic() -> None:
@@ -98,24 +100,32 @@ def compute_dtype(name: str, device: str) -> str:
     return "bfloat16" if fast else "float32"
 
 
-def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype) -> PreTrainedModel:
+def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, products: torch.dtype | None = None):
     """Load a causal language model, whole on one device or split by layers over several, and choose its path by a self-check.
-    Raises `UserError` for weights that are missing or damaged, and for a model whose log-probs no path computes exactly."""
-    model = _load_weights(model_path, dtype)
-    if len(devices) == 1:
-        model = model.to(devices[0])
-    else:
-        model = spread(model, partition_layers(ModelShape.of(model), devices))
-    choose_path(model)
+    What autocast would cast is loaded in the type `products` (None: `dtype`). Raises `UserError` for weights that are missing
+    or damaged, and for a model whose log-probs no path computes exactly."""
+    model = _load_weights(model_path, dtype, products)
+    whole = len(devices) == 1
+    model = model.to(devices[0]) if whole else spread(model, partition_layers(ModelShape.of(model), devices))
+    if once("path", model, functools.partial(choose_path, model)):
+        take_plain_path(model)
     return model
 
 
-def _load_weights(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | None = None) -> PreTrainedModel:
     """A model on the CPU, with our attention where its family can have another than its own."""
-    config = load_config(model_path)
-    attention = ATTENTION if has_exchangeable_attention(config) else OWN_ATTENTION
+    family = AutoModelForCausalLM._model_mapping[type(load_config(model_path))]
+    # The newer families look their attention up in transformers' table.
+    attention = ATTENTION if family._supports_attention_backend else OWN_ATTENTION
+
+    def make(model, config):  # each weight is loaded in the type that it is made with
+        family.__init__(model, config)
+        for parameter in cast_by_autocast(model):
+            parameter.data = parameter.data.to(products or dtype)
+
+    family_in_types = type(family.__name__, (family,), {"__module__": family.__module__, "__init__": make})
     model, report = _load(
-        AutoModelForCausalLM.from_pretrained, model_path, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        family_in_types.from_pretrained, model_path, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
     # transformers would fill these in at random and go on.
     absent = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
@@ -124,21 +134,13 @@ def _load_weights(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def has_exchangeable_attention(config) -> bool:
-    """Whether a family's modules look their attention up in transformers' table, as all of its newer ones do."""
-    return AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend
-
-
 def load_weights(model_path: str, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
     """Every weight of a model, on the CPU, by its name; tied weights once. Raises `UserError` as `load_model` does."""
     return _load_weights(model_path, dtype).named_parameters()
 
 
 def spread(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:
-    """Put each module on its device, and have it move its inputs there.
-
-    Done here rather than by `from_pretrained(device_map=...)`, which takes a map with both GPUs and "cpu" to mean weights
-    that wait on the CPU and visit a GPU at each use; such weights cannot be trained."""
+    """Put each module on its device, and have it move its inputs there: see `partition_layers` for why accelerate does not."""
     for name, device in device_map.items():
         model.get_submodule(name).to(device)
     return move_activations(model, device_map)
@@ -171,10 +173,7 @@ def _note_positions(copies: Copies, devices: Sequence[str], module: torch.nn.Mod
 
 
 def _move_inputs(copies: Copies, device: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    from accelerate.utils import recursively_apply  # here, because it takes seconds to import and one device needs none of it
-
-    move = functools.partial(_moved, copies, device)
-    return recursively_apply(move, args), recursively_apply(move, kwargs)
+    return tree_map_only(torch.Tensor, functools.partial(_moved, copies, device), (args, kwargs))
 
 
 def _moved(copies: Copies, device: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -192,22 +191,18 @@ def _compute_elsewhere(
     copies: Copies, replicas: Mapping[str, torch.nn.Module], module: torch.nn.Module, args: tuple, kwargs: dict, outputs
 ) -> None:
     """Compute a rotary embedding on the other devices too, from positions that are there; hidden states tell it only a type."""
-    from accelerate.utils import recursively_apply
-
     for device, replica in replicas.items():
-        there = functools.partial(_stand_in, copies, device)
-        elsewhere = replica(*recursively_apply(there, args), **recursively_apply(there, kwargs))
+        args_there, kwargs_there = tree_map_only(torch.Tensor, functools.partial(_stand_in, copies, device), (args, kwargs))
+        elsewhere = replica(*args_there, **kwargs_there)
         for output, other in zip(tree_leaves(outputs), tree_leaves(elsewhere), strict=True):
             copies.setdefault(output, {})[device] = other
 
 
 def _stand_in(copies: Copies, device: str, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's copy; for one of floating point, one of its type and shape without its values."""
-    return (
-        tensor.new_empty(1, device=device).expand(tensor.shape)
-        if tensor.is_floating_point()
-        else _moved(copies, device, tensor)
-    )
+    if tensor.is_floating_point():
+        return tensor.new_empty(1, device=device).expand(tensor.shape)
+    return _moved(copies, device, tensor)
 
 
 def devices_of(model: PreTrainedModel) -> list[torch.device]:

@@ -41,13 +41,11 @@ def key_value_bytes(config, itemsize: int) -> int:
 def release_memory() -> None:
     """Give back what torch keeps of a GPU's memory that nothing uses any more: others take it for used."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def free_bytes(device: str) -> int:
-    """Free memory of a GPU, or of the host. Releases what torch keeps unused first."""
-    release_memory()
+    """Free memory of a GPU, or of the host. On a GPU what torch keeps unused is not among it: see `release_memory`."""
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
@@ -75,6 +73,7 @@ def choose_micro_batch_tokens(
     moment_bytes = sum(moment.nbytes for moment in moments) // len(devices)
     # The weights are allocated already. (A device of a split policy needs fewer activations than all layers do.)
     to_allocate = parameters * (OPTIMIZERS[optimizer_name].device_bytes - 4) - moment_bytes
+    release_memory()
     free = min(free_bytes(device) for device in devices) - to_allocate
     available = int(ACTIVATION_SHARE * max(free, 0))
     factor = 1 if dtype == torch.float32 else BF16_FACTOR

@@ -44,7 +44,6 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
 def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, held: list[str], device: str) -> dict[str, int]:
     """The larger of an update's and of sampling's bytes on one device; `held` are the policy's modules there."""
     total, parameters = sum(shape.parameters.values()), sum(shape.parameters[name] for name in held)
-    inner = sum(shape.parameters[name] for name in (*shape.layers, shape.head))  # what autocast casts, but for norms
     samples = device in (roles.sample, roles.eval)
     engines = step.engines if roles.sample == roles.eval else 1
     frozen, vllm = step.frozen * (device == roles.reference), step.vllm
@@ -53,7 +52,7 @@ def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, 
         "weights": 4 * parameters,
         "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * parameters,
         "sampler": engines * copy * samples,
-        "reference": (2 * inner + 4 * (total - inner)) * frozen,
+        "reference": shape.frozen_bytes(2) * frozen,
         "context": CONTEXT_BYTES * (bool(held or frozen or not vllm) + engines * (samples and vllm)),
     }
     update = {**kept, "gradients": 4 * parameters}

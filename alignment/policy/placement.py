@@ -19,10 +19,6 @@ from alignment.system.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-COPY_BYTES = {"sample": 2, "eval": 2, "sample+eval": 2, "reference": 4}
-"""Bytes a parameter takes in each copy that only runs forward: bf16 to sample from, fp32 for the reference, whose
-log-probs must be the policy's own."""
-
 FLAGS = {
     "policy": "--policy_devices",
     "sample": "--sample_device",
@@ -157,6 +153,8 @@ class ModelShape:
     """Hugging Face module name -> number of its parameters. A tied head counts 0: its matrix is counted as the embedding."""
     layers: tuple[str, ...]
     head: str
+    cast: int = 0
+    """How many parameters are among `cast_by_autocast`."""
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
@@ -188,12 +186,25 @@ class ModelShape:
             raise UserError(
                 f"model_type {model.config.model_type!r} is no embedding, list of layers and head, so it cannot be placed"
             )
-        return cls(parameters, tuple(names[layer] for layer in stacks[0]), names[model.get_output_embeddings()])
+        cast = sum(parameter.numel() for parameter in cast_by_autocast(model))
+        return cls(parameters, tuple(names[layer] for layer in stacks[0]), names[model.get_output_embeddings()], cast)
 
     @property
     def is_tied(self) -> bool:
         """Whether the head's matrix is the embedding's."""
         return self.parameters[self.head] == 0
+
+    def frozen_bytes(self, itemsize: int) -> int:
+        """Bytes of a model that only computes log-probs: `itemsize` for each number that autocast casts, 4 for others."""
+        return 4 * sum(self.parameters.values()) - (4 - itemsize) * self.cast
+
+
+def cast_by_autocast(model: PreTrainedModel) -> list[Any]:
+    """The parameters that autocast casts for a product and that nothing else reads: of linear layers and GPT-2's, but for a
+    head that is the embedding, and stacks of experts' matrices. Subclasses of these layers may compute otherwise."""
+    of_kinds = [(type(module).__name__, own) for module in model.modules() for own in module.parameters(recurse=False)]
+    cast = [own for kind, own in of_kinds if kind in ("Linear", "Conv1D") or (own.ndim == 3 and not kind.startswith("Conv"))]
+    return [own for own in cast if own is not model.get_input_embeddings().weight]
 
 
 def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str]:
@@ -279,10 +290,10 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
             yield "backward", number
 
 
-def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Share, ...]:
+def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw", itemsize: int = 2) -> tuple[Share, ...]:
     """The policy's share of each of its devices, the moments that `optimizer` keeps on the CPU, then one whole copy for each
-    other role. Eval on the sampler's device runs in the sampler's engine, so the two hold one copy, under the role
-    "sample+eval"."""
+    other role, with products of numbers of `itemsize` bytes. Eval on the sampler's device runs in the sampler's engine, so the
+    two hold one copy, under the role "sample+eval"."""
     entry = OPTIMIZERS[optimizer]
     parameters = shape.parameters
     held: dict[str, list[str]] = {}
@@ -298,5 +309,6 @@ def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw") -> tuple[Sh
     copies = engines | reference
     everything, total = tuple(parameters), sum(parameters.values())
     moments = (Share("cpu", "moments", everything, total * entry.host_bytes),) if entry.host_bytes else ()
-    others = (Share(device, role, everything, total * COPY_BYTES[role]) for role, device in copies.items())
+    sizes = dict.fromkeys(copies, total * itemsize) | {"reference": shape.frozen_bytes(itemsize)}
+    others = (Share(device, role, everything, sizes[role]) for role, device in copies.items())
     return (*policy, *moments, *others)

@@ -16,7 +16,7 @@ from alignment.policy.memory import CACHE_BYTES, key_value_bytes
 from alignment.policy.packing import attention_by_layout, pack
 from alignment.policy.plain_path import own_attention, takes_plain_path
 from alignment.policy.policy import Policy
-from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, own_log_probs, random_pieces, say
+from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces, say
 from alignment.sampling.arrival import Held, tensor_checksum
 from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError
@@ -390,13 +390,13 @@ def open_transformers(config: SamplerConfig, tokenizer, policy: Policy | None = 
     model = policy.model_on(config.device, dtype) if policy is not None else None
     model = load_model(config.model_path, (config.device,), dtype) if model is None else model
     sampler = TransformersSampler(model, tokenizer, context_length(model.config), config.policy_version)
-    choose_decoding(sampler)
+    sampler.plain_path = once("decoding", model, lambda: choose_decoding(sampler))
     return sampler
 
 
-def choose_decoding(sampler: TransformersSampler) -> None:
+def choose_decoding(sampler: TransformersSampler) -> bool:
     """Have a sampler take the plain path if lines that share a prompt do not get the log-probs of the model's own forward pass.
-    Raises `UserError` where the plain path is no better."""
+    Returns whether it does. Raises `UserError` where the plain path is no better."""
     family = sampler.model.config.model_type
     with checking(sampler.model):
         if not sampler.plain_path and (reason := _decoding_disagreement(sampler)):
@@ -404,14 +404,13 @@ def choose_decoding(sampler: TransformersSampler) -> None:
             sampler.plain_path = True
         if sampler.plain_path and (reason := _decoding_disagreement(sampler)):
             raise UserError(f"--model: {family} cannot be sampled from: log-probs of tokens drawn {reason}; try --sampler vllm")
+    return sampler.plain_path
 
 
 def _decoding_disagreement(sampler: TransformersSampler) -> str:
     """`disagreement` over two rows of each of two prompts."""
-    sampling, prompts = (
-        SamplingConfig(n=2, max_new_tokens=CHECK_TOKENS, stop=()),
-        random_pieces(sampler.model, PROMPT_TOKENS[:2]),
-    )
+    sampling = SamplingConfig(n=2, max_new_tokens=CHECK_TOKENS, stop=())
+    prompts = random_pieces(sampler.model, PROMPT_TOKENS[:2])
     uniforms = torch.rand(4, CHECK_TOKENS, generator=torch.Generator().manual_seed(0)).to(sampler.model.device)
     waves = [[0], [1]] if sampler.plain_path else [[0, 1]]
 
@@ -423,4 +422,4 @@ def _decoding_disagreement(sampler: TransformersSampler) -> str:
         drawn = torch.tensor([value for row in rows for value in row.log_probs])
         return torch.where(own.isfinite(), drawn - own, 0.0)  # damaged weights are the run's to notice
 
-    return disagreement(sampler.model, torch.zeros(()), difference)
+    return disagreement(torch.zeros(()), difference)

@@ -31,6 +31,7 @@ from tests.policy.published_shapes import qwen2_1_5b
 QWEN_1_5B = ModelShape.from_config(qwen2_1_5b())
 EMBEDDING, LAYER, NORM = 233_373_696, 46_797_824, 1536
 ALL = EMBEDDING + 28 * LAYER + NORM  # 1,543,714,304
+REFERENCE = 2 * ALL + 2 * (EMBEDDING + 57 * NORM)  # the tied embedding and the norms in fp32: 3.55 GB
 
 
 def gpus(count: int) -> tuple[str, ...]:
@@ -466,7 +467,9 @@ def test_eight_gpus_by_hand():
     assert layers == list(range(28))
     assert sum(share.bytes for share in shares[:5]) == 16 * ALL  # 24.7 GB
     assert max(share.bytes for share in shares[:5]) == 16 * 7 * LAYER
-    assert [share.bytes for share in shares[5:]] == [2 * ALL, 2 * ALL, 4 * ALL]  # 3.1 GB, and 6.2 in fp32
+    assert [share.bytes for share in shares[5:]] == [2 * ALL, 2 * ALL, REFERENCE]  # 3.1 GB
+    in_float32 = place(QWEN_1_5B, assign_roles(8), itemsize=4)
+    assert [share.bytes for share in in_float32[5:]] == [4 * ALL] * 3 and in_float32[:5] == shares[:5]
     assert shares[5].layers == tuple(range(28))
 
 
@@ -484,9 +487,9 @@ def test_sampler_and_eval_on_one_gpu_are_one_copy():
         ("cuda:1", "sample+eval"),
         ("cuda:1", "reference"),
     ]
-    assert bytes_by_device(shares) == {"cuda:0": 16 * ALL, "cuda:1": (2 + 4) * ALL}
+    assert bytes_by_device(shares) == {"cuda:0": 16 * ALL, "cuda:1": 2 * ALL + REFERENCE}
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(1))) == {"cuda:0": (16 + 2) * ALL}  # the policy is the reference
-    three = {"cuda:0": 16 * ALL, "cuda:2": 2 * ALL, "cuda:1": (2 + 4) * ALL}  # reference and eval share cuda:1
+    three = {"cuda:0": 16 * ALL, "cuda:2": 2 * ALL, "cuda:1": 2 * ALL + REFERENCE}  # reference and eval share cuda:1
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(3))) == three
 
 

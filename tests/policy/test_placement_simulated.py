@@ -2,27 +2,37 @@
 
 A fake tensor has a shape, a dtype and a device and no data, and every operation checks that its inputs share a device.
 So a forward pass of the true model shows whether each activation is moved to where the weights it meets are placed.
-Backward needs a real device and is not covered here.
+torch's engine runs no backward over fake GPUs: it asks the driver for each one's streams (GraphTask::stash_current_streams).
+It does over fake CPUs with numbers, which refuse to meet as well, so "cpu:1" to "cpu:5" stand for GPUs where gradients are
+computed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import traceback
+from collections import Counter
 
 import pytest
 import torch
 from accelerate import dispatch_model
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from alignment.core.records import Distribution
+from alignment.policy.layer_split import LayerSplitPolicy
 from alignment.policy.loading import autocast, move_activations
 from alignment.policy.packing import ATTENTION, attention_by_layout, pack, send
 from alignment.policy.placement import ModelShape, assign_roles, partition_layers
+from alignment.policy.policy import Objective
+from alignment.training.update import update
 from benchmarks.families import FAMILIES, family_config
 from tests.policy.published_shapes import llama_1b, qwen2_1_5b, qwen3_0_6b
+from tests.policy.test_layer_split import ARGS, made_up_rollout
 
 pytestmark = [
     pytest.mark.skipif(
@@ -163,25 +173,31 @@ def test_one_module_on_the_wrong_device_is_caught(planted: str):
 
 
 class Traffic(TorchDispatchMode):
-    """Notes copies between GPUs, types of products with weights, and reads that make the host wait for a GPU."""
+    """Notes copies between GPUs, types of products with weights, and reads that make the host wait for a GPU. `fake` makes what
+    is sent to a GPU or made there; the host's own tensors are real. GPUs are devices with a number."""
 
     READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select")
 
-    def __init__(self):
+    def __init__(self, fake: FakeTensorMode | None = None):
         super().__init__()
+        self.fake = fake or contextlib.nullcontext()
         self.copies: list[tuple[str, str, tuple[int, ...]]] = []
         self.products: set[torch.dtype] = set()
         self.waits: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+        to = (kwargs or {}).get("device")
+        with contextlib.nullcontext() if to is None or to.index is None else self.fake:
+            result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         tensors = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor)]
-        gpus = [str(tensor.device) for tensor in tensors if tensor.is_cuda]
+        gpus = [str(tensor.device) for tensor in tensors if tensor.device.index is not None]
         if name == "copy_" and len(set(gpus)) > 1:
             self.copies.append((gpus[1], gpus[0], tuple(tensors[1].shape)))
         elif name == "_to_copy" and gpus and str(result.device) != gpus[0]:
-            (self.copies if result.is_cuda else self.waits).append((gpus[0], str(result.device), tuple(result.shape)))
+            (self.waits if result.device.index is None else self.copies).append(
+                (gpus[0], str(result.device), tuple(result.shape))
+            )
         if gpus and name in ("mm", "addmm"):  # attention's own products are of three axes, and in fp32 where tensors are fake
             self.products.add(tensors[0].dtype)
         if gpus and name in self.READS:
@@ -189,19 +205,25 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def packed_forward(config: PretrainedConfig, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, dict]:
-    """The policy's own forward pass of 3 rows, 2 of them of one prompt, under bf16 autocast; what it copied, and the map."""
+def packed_model(config: PretrainedConfig, device_map: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+    """The fake model as the policy has it: with our attention and our moves."""
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
+    monkeypatch.setattr("torch.cuda._lazy_init", lambda: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # needs a driver
+    model = fake_model(config, device_map)
+    model.config._attn_implementation = ATTENTION
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.get_input_embeddings().weight
+    return move_activations(model, device_map)
+
+
+def packed_forward(config: PretrainedConfig, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, dict]:
+    """The policy's own forward pass of 3 rows, 2 of them of one prompt, under bf16 autocast; what it copied, and the map."""
     device_map = partition_layers(ModelShape.from_config(config), devices)
     packing = pack([((1, 2, 3, 4), (5, 6, 7, 8, 9)), ((1, 2, 3, 4), (9, 8, 7, 6, 5)), ((9, 8, 7), (6, 5, 4, 3, 2, 1))])
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_model(config, device_map)
-        model.config._attn_implementation = ATTENTION
-        if config.tie_word_embeddings:
-            model.lm_head.weight = model.get_input_embeddings().weight
-        move_activations(model, device_map)
+        model = packed_model(config, device_map, monkeypatch)
         with Traffic() as traffic, autocast("cuda:0", torch.bfloat16), attention_by_layout(model, packing):
             ids, positions = (send(ids, torch.device("cuda:0")) for ids in (packing.input_ids_1N, packing.position_ids_1N))
             model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing)
@@ -221,4 +243,64 @@ def test_hidden_states_alone_are_copied_between_gpus(config: PretrainedConfig, c
     assert [(source, target) for source, target, _ in traffic.copies] == list(itertools.pairwise(path))
     assert {shape for *_, shape in traffic.copies} == {(1, tokens, config.hidden_size)}
     assert traffic.products == {torch.bfloat16}
+    assert not traffic.waits
+
+
+def split_policy(config: PretrainedConfig, devices: tuple[str, ...], monkeypatch) -> tuple[LayerSplitPolicy, FakeTensorMode]:
+    """A policy with fake weights, all of whose code is the real one's, and the mode that makes what it is sent."""
+    fake, device_map = FakeTensorMode(allow_non_fake_inputs=True), partition_layers(ModelShape.from_config(config), devices)
+    policy = LayerSplitPolicy.__new__(LayerSplitPolicy)
+    with fake:
+        policy.model = packed_model(config, device_map, monkeypatch)
+    policy.config, policy.devices, policy.dtype, policy.micro_batch_tokens = (
+        config,
+        devices,
+        torch.bfloat16,
+        100,
+    )  # four responses a micro-batch
+    return policy, fake
+
+
+SHORT = copy.deepcopy(QWEN3_06B)
+SHORT.num_hidden_layers, SHORT.layer_types = 5, SHORT.layer_types[:5]
+FIVE_CPUS = tuple(f"cpu:{index}" for index in range(1, 6))
+
+
+@pytest.mark.parametrize("config", [QWEN_1_5B, LLAMA_1B, QWEN3_06B], ids=["qwen2", "llama", "qwen3"])
+def test_forward_and_backward_cross_each_boundary_once(config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch):
+    """A micro-batch's hidden states go from GPU to GPU and to the head's, and their gradients the same way back; nothing else
+    is copied, no product is in fp32, and nothing is read."""
+    policy, fake = split_policy(config, FIVE_CPUS, monkeypatch)
+    rollout = made_up_rollout()
+    objective = Objective(lambda rows, log_probs, mask: ((log_probs * mask).sum(), {}), Distribution())
+    with Traffic(fake) as traffic:
+        micro_batches = len(list(policy.accumulate(rollout.batch, range(8), objective)))
+    device_map = partition_layers(ModelShape.from_config(config), FIVE_CPUS)
+    path = list(dict.fromkeys(device for name, device in device_map.items() if name != "lm_head"))
+    forward = [*itertools.pairwise(path), (path[-1], device_map["lm_head"])]
+    assert micro_batches == 2 and len(forward) == {4: 4, 5: 5}[len(path)]
+    expected = Counter({pair: micro_batches for pair in forward}) + Counter({pair[::-1]: micro_batches for pair in forward})
+    assert Counter((source, target) for source, target, _ in traffic.copies) == expected
+    assert {shape[-1] for *_, shape in traffic.copies} == {config.hidden_size}
+    assert traffic.products == {torch.bfloat16} and not traffic.waits
+    assert all(parameter.grad.device == parameter.device for parameter in policy.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_update_reads_nothing_of_a_gpu_before_it_asks_whether_its_gradient_is_finite(kind: str, monkeypatch):
+    """A read of a fake tensor raises an error; the first one is that of `is_finite`. Over fake GPUs backward is left out."""
+    policy, fake = split_policy(SHORT, FIVE if kind == "cuda" else FIVE_CPUS, monkeypatch)
+    if kind == "cuda":
+
+        def give_gradients(tensor: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+            for parameter in policy.model.parameters():
+                parameter.grad = parameter.detach()
+
+        monkeypatch.setattr(torch.Tensor, "backward", give_gradients)
+    with Traffic(fake) as traffic, pytest.raises(DataDependentOutputException) as error:
+        update(policy, made_up_rollout(), ARGS.update_config, 1)
+    assert [frame.name for frame in traceback.extract_tb(error.tb) if "/alignment/" in frame.filename] == [
+        "update",
+        "is_finite",
+    ]
     assert not traffic.waits

@@ -8,9 +8,11 @@ import weakref
 
 import pytest
 import torch
+from rollout_helpers import open_tiny
 
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.policy import memory
+from alignment.policy.memory import choose_micro_batch_tokens
 from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import SamplerConfig, SamplerEngine
 from alignment.sampling.vllm import worker_environment
@@ -77,10 +79,25 @@ def test_memory_that_a_trainer_has_left_is_given_back_before_an_engine_starts(mo
         gc.enable()
 
 
-def test_the_budget_of_micro_batches_counts_what_torch_keeps_as_free(monkeypatch):
+def test_to_read_the_free_memory_changes_nothing(monkeypatch):
     allocator = Allocator(monkeypatch)
-    allocator.allocate(Trainer(), 10 * GIB)
-    assert memory.free_bytes("cuda:0") == 24 * GIB
+    monkeypatch.setattr(gc, "collect", lambda: pytest.fail("collected"))
+    monkeypatch.setattr(allocator, "used", 14 * GIB)
+    monkeypatch.setattr(allocator, "kept", 2 * GIB)
+    assert memory.free_bytes("cuda:0") == 8 * GIB and allocator.kept == 2 * GIB
+    assert memory.free_bytes("cpu") > 0
+
+
+def test_the_budget_of_micro_batches_counts_what_torch_keeps_as_free(tiny_folder, monkeypatch):
+    """Collected once, however many devices a policy has."""
+    allocator, policy, collected, frees = Allocator(monkeypatch), open_tiny(tiny_folder), [], []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    monkeypatch.setattr(allocator, "kept", 10 * GIB)
+    monkeypatch.setattr(memory, "devices_of", lambda model: [torch.device("cuda:0"), torch.device("cuda:1")])
+    read = memory.free_bytes
+    monkeypatch.setattr(memory, "free_bytes", lambda device: frees.append(read(device)) or frees[-1])
+    choose_micro_batch_tokens(policy.model, policy.optimizer, "adamw", torch.float32, longest=9)
+    assert frees == [24 * GIB] * 2 and len(collected) == 1
 
 
 @pytest.mark.parametrize(
