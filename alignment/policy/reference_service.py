@@ -104,8 +104,7 @@ class Job:
 
 class ReferenceService:
     """Computes the uploads of HTTP clients, in order, in the thread that calls `work`. At most `max_pending` uploads wait or
-    have an unread answer; the last `READ_RESULTS` answers that were read are kept too. Only the event loop's thread touches the
-    table of jobs."""
+    have an unread answer; it keeps the last `READ_RESULTS` read ones, too. Only the event loop's thread touches the jobs."""
 
     def __init__(self, compute: Compute, info: Mapping[str, object], token: str, max_pending: int):
         self.compute, self.info, self.max_pending = compute, info, max_pending
@@ -143,8 +142,7 @@ class ReferenceService:
 
     @contextmanager
     def running(self, listener: socket.socket) -> Iterator[str]:
-        """Answer requests on a bound socket, in another thread; yields the URL. At the end clients that wait for a result are
-        told to poll again, and the service waits a second for its connections."""
+        """Answer requests on a bound socket, in another thread; yields the URL. At the end waiting clients poll again."""
         listener.listen(64)
         options = {"http": TimedConnection, "headers": [(WEIGHTS_HEADER, self.info["weights"])], "timeout_graceful_shutdown": 1}
         quiet = {"ws": "none", "lifespan": "off", "log_config": None, "log_level": "critical"}
@@ -177,7 +175,6 @@ class ReferenceService:
         return JSONResponse({}, 202)
 
     async def _body(self, request: Request) -> bytes:
-        """The body, whose length is checked before any of it is read."""
         if "transfer-encoding" in request.headers or "content-length" not in request.headers:
             raise HTTPException(411, "the request needs a Content-Length, and no Transfer-Encoding")
         if int(request.headers["content-length"]) > (most := self.info["max_upload_bytes"]):

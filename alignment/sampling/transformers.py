@@ -150,10 +150,13 @@ class TransformersSampler:
         """Add what was drawn for a row, up to its end, which the host may see late. Returns whether that was among it."""
         if row.finished:
             return False
+        longest = max(map(len, stop), default=0)
         for token, log_prob in zip(ids, log_probs, strict=True):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
-            row.finished = may_end[token] and self._has_ended(row.token_ids, stop)
+            if may_end[token]:
+                tail = self.tokenizer.decode(row.token_ids[-longest - 1 :], skip_special_tokens=True)
+                row.finished = token in self._eos or any(string in tail for string in stop)
             if row.finished:
                 break
         return row.finished
@@ -167,13 +170,6 @@ class TransformersSampler:
             last_letters = {string[-1] for string in stop}
             self._may_end[stop] = [token in self._eos or not last_letters.isdisjoint(text) for token, text in enumerate(texts)]
         return self._may_end[stop]
-
-    def _has_ended(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
-        if token_ids[-1] in self._eos:
-            return True
-        longest = max(map(len, stop), default=0)
-        tail = self.tokenizer.decode(token_ids[-longest - 1 :], skip_special_tokens=True)
-        return any(string in tail for string in stop)
 
 
 class _SharedDecoding:
@@ -249,8 +245,7 @@ class _OwnDecoding:
 
 @contextmanager
 def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
-    """On a CPU, as many threads as a layer's largest product has work for: to deal a step of few rows out and to wait for it
-    costs more than it gains."""
+    """On a CPU, as many threads as a layer's largest product has work for: dealing out a step of few rows costs more."""
     before = torch.get_num_threads()
     work = 2 * rows * model.config.hidden_size * mlp_width(model.config)
     torch.set_num_threads(max(1, min(before, work // WORK_A_THREAD)))
@@ -282,9 +277,8 @@ def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor: 
 
 @dataclass
 class _SharedPrefix:
-    """A `Layout`: each of L lines, which is one token long, sees its group's prompt and then its own cache. A prompt's keys and
-    values are there once, however many lines it has: attention to them is one matrix product a group, of the queries of M
-    lines, some of which stand for none."""
+    """A `Layout`: each of L lines, one token long, sees its group's prompt and then its own cache. A prompt's keys and values
+    are there once: attention to them is one matrix product a group, of the queries of M lines, some of which stand for none."""
 
     keys: list[torch.Tensor]  # Of each layer, [G, H, P, D]
     values: list[torch.Tensor]
