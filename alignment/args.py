@@ -232,7 +232,7 @@ class RLArgs(Args):
     rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
     max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
     sync_every: int = 1  # Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1.
-    sampler_url: str = ""  # A vLLM server to draw rollouts from, http://HOST:PORT; see alignment/sampling/vllm_server.py.
+    sampler_url: str = ""  # A vLLM server to draw rollouts from, http://HOST:PORT; see docs/asynchronous.md.
     max_sampler_mismatch: float = 0.1  # Mean nats a token between sampler's and trainer's log-probs, above which to stop.
     eval_interval: int = 20  # Steps between evaluations on the test problems; they also run at the very start and end.
     eval_max_new_tokens: int = 0  # Longest response in them; 0: --max_new_tokens.

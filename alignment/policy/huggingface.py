@@ -91,6 +91,6 @@ if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(sys.modules) and
     _put_stand_in()
 
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402, F401
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache  # noqa: E402, F401
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer  # noqa: E402, F401
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402, F401
 from transformers.utils import logging  # noqa: E402, F401
