@@ -114,12 +114,10 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     for sides, contrasts in (tables or {"two arms": pairs(arms)}).items():
         weights = [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
         difference, tie = power(weights, len(contrasts), after, score_std(SEED_STD, questions), design.tie)
-        console.print(
-            f"- smallest difference of {sides} that they would show with a chance of 80 %:"
-            f" {'none' if math.isinf(difference) else f'{difference:.3f}'}; equal ones would be called a tie within"
-            f" {design.tie:g} with a chance of {tie:.0%}",
-            soft_wrap=True,
-        )
+        smallest = "none" if math.isinf(difference) else f"{difference:.3f}"
+        found = f"- smallest difference of {sides} that they would show with a chance of 80 %: {smallest}"
+        tied = f"equal ones would be called a tie within {design.tie:g} with a chance of {tie:.0%}"
+        console.print(f"{found}; {tied}", soft_wrap=True)
 
 
 def train(design: Design, executor: Executor, args: SweepOptions, console: Console) -> None:

@@ -126,13 +126,10 @@ def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:
     if not runs:
         return None
     run = runs[min(runs)]
-    before, after = (_completions(run, record["step"]) for record in (run.evals[0], run.evals[-1]))
+    files = (run.path / "completions" / f"eval_{record['step']:06d}.jsonl" for record in (run.evals[0], run.evals[-1]))
+    before, after = ({line["problem"]: line for line in read_jsonl(file)} for file in files)
     changed = [b for b in before if b in after and before[b]["score"]["reward"] != after[b]["score"]["reward"]]
     chosen = (changed or list(after))[0]
     old, new = before.get(chosen, after[chosen]), after[chosen]
     texts = {"question": new["question"], "truth": new["ground_truth"], "before": old["text"], "after": new["text"]}
     return {key: printable(text)[:600] for key, text in texts.items()}
-
-
-def _completions(run: Run, step: int) -> dict[str, dict]:
-    return {record["problem"]: record for record in read_jsonl(run.path / "completions" / f"eval_{step:06d}.jsonl")}

@@ -83,9 +83,7 @@ def expected_seconds(design: Design, output_dir: str) -> float | None:
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:
     """Make the warm starts that the arms share and that do not exist yet. Raises `UserError` where that fails."""
     warm_starts = {arm.sft_base: arm for arm in design.arms.values() if arm.auto_sft and arm.sft_base}
-    for base, arm in warm_starts.items():
-        if Path(base).exists():
-            continue
+    for base, arm in ((base, arm) for base, arm in warm_starts.items() if not Path(base).exists()):
         console.print(f"{base} is not there yet: warming up by SFT, once", markup=False)
         args = dataclasses.replace(as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir)
         job = Job("sft", "alignment.sft", tuple(command_line(args)), str(design.folder / "logs" / "sft.log"))

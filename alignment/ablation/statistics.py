@@ -4,8 +4,6 @@ An arm is a set of arguments, trained with several seeds; all runs answer the sa
 Q questions, E evaluations, C contrasts. Nothing here reads a file or draws a random number.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -148,16 +146,9 @@ def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups
         names, mean_A, between_seeds_AA, between_questions_AA = moments(seeds)
         weights_A = np.array([contrast.weights.get(name, 0.0) for name in names])
         chosen = variances if unstable else of_stable
-        yield _Estimate(
-            contrast,
-            len(seeds),
-            float(weights_A @ mean_A),
-            float(weights_A @ between_seeds_AA @ weights_A),
-            variance_of_sides(chosen, contrast.weights),
-            chosen.dof,
-            max(0.0, float(weights_A @ between_questions_AA @ weights_A)),
-            unstable,
-        )
+        own, questions = (float(weights_A @ cov_AA @ weights_A) for cov_AA in (between_seeds_AA, between_questions_AA))
+        mean, by_sides = float(weights_A @ mean_A), variance_of_sides(chosen, contrast.weights)
+        yield _Estimate(contrast, len(seeds), mean, own, by_sides, chosen.dof, max(0.0, questions), unstable)
 
 
 def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequence[Hashable] | None):

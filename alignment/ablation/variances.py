@@ -1,7 +1,5 @@
 """How much the mean scores of arms vary between seeds: in common, by arm, and for which arm by more than chance."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -33,8 +33,6 @@ class RunFolder:
         files.remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
         kept = {name: [r for r in files.read_records(path / name) if r["step"] <= last_step] for name in LOGS}
-        for name, records in kept.items():
-            files.write_jsonl(path / name, records)
         self.evaluated = {record["step"] for record in kept["evals.jsonl"]}
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]
@@ -43,6 +41,7 @@ class RunFolder:
         shutil.rmtree(path / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(path / "tensorboard"))
         for name, records in kept.items():
+            files.write_jsonl(path / name, records)
             for record in records:
                 self._add_scalars(name, record)
         for file in sorted((path / "completions").glob("eval_*.jsonl")):
@@ -111,7 +110,6 @@ class RunFolder:
         self._add_scalars(name, record)
 
     def _add_sample(self, step: int, record: Record) -> None:
-        """Show an evaluation's first completion in TensorBoard, with its HTML escaped."""
         shown = html.escape(printable(f"{record['question']}\n\n{record['text']}"))
         self._tensorboard.add_text("eval/sample", f"<pre>{shown}</pre>", step)
 
