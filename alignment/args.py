@@ -20,7 +20,7 @@ from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig
-from alignment.data.tasks import find_task
+from alignment.data.tasks import find_task, gsm8k
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.rewards.controls import CONTROLS as CONTROLS
 from alignment.rewards.rules import RULES as RULES
@@ -312,13 +312,8 @@ class RLArgs(Args):
     @property
     def sampling(self) -> SamplingConfig:
         """How rollouts are drawn, but for the step's seed and the task's stop strings."""
-        return SamplingConfig(
-            n=self.group_size,
-            temperature=self.sampling_temperature,
-            top_p=self.sampling_top_p,
-            top_k=self.sampling_top_k,
-            max_new_tokens=self.max_new_tokens,
-        )
+        distribution = self.sampling_temperature, self.sampling_top_p, self.sampling_top_k
+        return SamplingConfig(self.group_size, *distribution, self.max_new_tokens)
 
     @property
     def advantage_config(self) -> AdvantageConfig:
@@ -509,11 +504,6 @@ def as_command(cls: type[AnyArgs], other: Args) -> AnyArgs:
     return from_preset(cls, other.preset, **{f.name: getattr(other, f.name) for f in dataclasses.fields(Args)})
 
 
-def as_train_rl(args: RLArgs) -> RLArgs:
-    """The arguments of train_rl alone, of a command that has more."""
-    return RLArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(RLArgs)})
-
-
 @dataclass(frozen=True)
 class RejectionArgs(Args):
     """Sample answers to training problems, keep those that are right, readable and in one language, and write them as JSONL."""
@@ -580,6 +570,5 @@ class PipelineArgs:
 class DownloadArgs:
     """Download GSM8K; a broken transfer goes on where it stopped."""
 
-    folder: str = "dataset/gsm8k"  # Where train.jsonl and test.jsonl go.
-    source: str = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
-    """Address of the folder that holds the two files."""
+    folder: str = gsm8k.FOLDER  # Where train.jsonl and test.jsonl go.
+    source: str = gsm8k.SOURCE  # Address of the folder that holds the two files.

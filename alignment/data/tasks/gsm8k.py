@@ -7,7 +7,6 @@ A row of `train.jsonl` or `test.jsonl`:
     uv run -m alignment.download        # fetches both files into dataset/gsm8k/
 """
 
-import hashlib
 import random
 import re
 import ssl
@@ -22,7 +21,7 @@ from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.tasks.jsonl import parse_line
 from alignment.system.errors import UserError, os_error
-from alignment.system.files import text_lines
+from alignment.system.files import sha256, text_lines
 
 FOLDER = "dataset/gsm8k"
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
@@ -98,12 +97,12 @@ def download(folder: Path, source: str = SOURCE) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with Progress() as progress:
         for name, expected in SHA256.items():
-            if (folder / name).exists() and _sha256(folder / name) == expected:
+            if (folder / name).exists() and sha256(folder / name) == expected:
                 print(f"{folder / name}: already there and whole")
                 continue
             part = folder / f"{name}.part"
             _fetch(f"{source}/{name}", part, progress)
-            if _sha256(part) != expected:
+            if sha256(part) != expected:
                 part.unlink()
                 raise UserError(f"{source}/{name}: the file's SHA-256 is not {expected}; nothing was kept, try again")
             part.replace(folder / name)
@@ -133,7 +132,3 @@ def _fetch(url: str, part: Path, progress: Progress) -> None:
             f"{url}: could not be fetched ({os_error(error)}). Check the connection and run the command"
             " again (it continues), or copy train.jsonl and test.jsonl from elsewhere and use --dataset_path"
         ) from None
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
