@@ -293,7 +293,6 @@ class RLArgs(Args):
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The seed of each source of randomness."""
         data = self.seed if self.data_seed is None else self.data_seed
         return {"data": data, "sampling": self.seed if self.sampling_seed is None else self.sampling_seed, "model": self.seed}
 
@@ -317,7 +316,6 @@ class RLArgs(Args):
 
     @property
     def advantage_config(self) -> AdvantageConfig:
-        """How rewards become advantages."""
         return configuration(AdvantageConfig, self)
 
     @property
@@ -327,12 +325,10 @@ class RLArgs(Args):
 
     @property
     def rollout_config(self) -> RolloutConfig:
-        """What rollouts are sampled from."""
         return configuration(RolloutConfig, self, data_seed=self.seeds["data"], sampling_seed=self.seeds["sampling"])
 
     @property
     def update_config(self) -> UpdateConfig:
-        """How a rollout becomes updates."""
         old = "sampler" if self.trusts_sampler else "policy" if self.needs_old_policy else "ratio_one"
         return configuration(
             UpdateConfig, self, loss=configuration(LossConfig, self), advantage=self.advantage_config,
@@ -495,7 +491,6 @@ def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
 
 
 def preset_names() -> list[str]:
-    """Names of all presets."""
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 

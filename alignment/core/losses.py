@@ -78,7 +78,6 @@ class LossConfig:
 
 
 def _weigh(weights_B1: torch.Tensor, values_BT: torch.Tensor) -> torch.Tensor:
-    """Each response's weight times the values at its tokens."""
     import einx  # here, because it loads sympy, for which reading arguments should not wait
 
     return einx.multiply("b 1, b t -> b t", weights_B1, values_BT)

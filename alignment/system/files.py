@@ -206,8 +206,7 @@ def read_records(file: Path) -> list[dict]:
 
 
 def text_lines(file: Path) -> list[tuple[str, str]]:
-    """(place, line) of each line that is not blank, in a file of a user's; the place is "file:number". Raises `UserError` if
-    the file is not text."""
+    """(place "file:number", line) of each line of a user's file that is not blank. Raises `UserError` if it is not text."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

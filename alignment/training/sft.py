@@ -82,8 +82,7 @@ def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[
 
 def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Example]]:
     """Endless batches, from one pass over the examples after another, each shuffled unless --curriculum keeps their order.
-    Batches are not sorted by length, which would make each one's gradient that of one kind of example; their micro-batches
-    are."""
+    Batches are not sorted by length, which would make each one's gradient that of one kind of example."""
     for epoch in itertools.count():
         order = list(range(len(examples)))
         if not config.curriculum:

@@ -34,8 +34,7 @@ Step = tuple[int, str, int, int]
 
 
 def problems(split: str, dataset_path: str = "") -> list[Problem]:
-    """Every problem of the split, in a fixed shuffled order; of test problems with one `key` the first. `dataset_path` is
-    ignored: the problems are computed."""
+    """Every problem of the split, in a fixed shuffled order; of test problems with one `key` the first."""
     return list(_problems(split))
 
 
@@ -55,7 +54,6 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
 
 
 def as_problem(expression: Expression) -> Problem:
-    """The problem that asks for an expression's value."""
     text = " ".join(map(str, expression))
     question = f"What is {text}?"
     answer = str(solve(expression, by_precedence=True)[-1][-1])

@@ -83,7 +83,6 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
 
 
 def as_problem(numbers: Sequence[int], target: int) -> Problem:
-    """The problem of these numbers."""
     listed = " ".join(map(str, numbers))
     question = f"{listed} -> {target}"
     return Problem(f"countdown/{question}", question, fill_prompt("tiny", question), f"{target} = {listed}")

@@ -11,7 +11,6 @@ import random
 import re
 import ssl
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -32,30 +31,23 @@ SHA256 = {
 ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a file: question, worked solution without calculator annotations, final answer."""
-
-    question: str
-    solution: str
-    answer: str
+Row = tuple[str, str, str]
+"""Question, worked solution without calculator annotations, final answer."""
 
 
 def problems(split: str, dataset_path: str = "") -> list[Problem]:
     """The problems of a split with the r1_zero prompt, in file order. Raises `UserError` as `read_rows` does."""
     return [
-        Problem(f"gsm8k/{split}/{index}", row.question, fill_prompt("r1_zero", row.question), row.answer)
-        for index, row in enumerate(read_rows(_file(split, dataset_path)))
+        Problem(f"gsm8k/{split}/{index}", question, fill_prompt("r1_zero", question), answer)
+        for index, (question, _, answer) in enumerate(read_rows(_file(split, dataset_path)))
     ]
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
     """(problem, response) pairs from the worked solutions, shuffled by `seed`."""
     rows = read_rows(_file(split, dataset_path))
-    pairs = [
-        (problem, f" {row.solution} </think> <answer> {row.answer} </answer>")
-        for problem, row in zip(problems(split, dataset_path), rows, strict=True)
-    ]
+    responses = [f" {solution} </think> <answer> {answer} </answer>" for _, solution, answer in rows]
+    pairs = list(zip(problems(split, dataset_path), responses, strict=True))
     random.Random(seed).shuffle(pairs)
     return pairs
 
@@ -84,7 +76,7 @@ def _parse(place: str, line: str) -> Row:
     solution, mark, final = answer.rpartition("#### ")
     if not mark or not final.strip():
         raise UserError(f'{place}: "answer" must end with `#### ` and the final answer')
-    return Row(question.strip(), ANNOTATION.sub("", solution).strip(), final.strip())
+    return question.strip(), ANNOTATION.sub("", solution).strip(), final.strip()
 
 
 def _file(split: str, dataset_path: str) -> Path:
