@@ -20,7 +20,7 @@ from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig
-from alignment.data.tasks import find_task
+from alignment.data.tasks import find_task, gsm8k
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.rewards.controls import CONTROLS as CONTROLS
 from alignment.rewards.rules import RULES as RULES
@@ -293,7 +293,6 @@ class RLArgs(Args):
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The seed of each source of randomness."""
         data = self.seed if self.data_seed is None else self.data_seed
         return {"data": data, "sampling": self.seed if self.sampling_seed is None else self.sampling_seed, "model": self.seed}
 
@@ -312,17 +311,11 @@ class RLArgs(Args):
     @property
     def sampling(self) -> SamplingConfig:
         """How rollouts are drawn, but for the step's seed and the task's stop strings."""
-        return SamplingConfig(
-            n=self.group_size,
-            temperature=self.sampling_temperature,
-            top_p=self.sampling_top_p,
-            top_k=self.sampling_top_k,
-            max_new_tokens=self.max_new_tokens,
-        )
+        distribution = self.sampling_temperature, self.sampling_top_p, self.sampling_top_k
+        return SamplingConfig(self.group_size, *distribution, self.max_new_tokens)
 
     @property
     def advantage_config(self) -> AdvantageConfig:
-        """How rewards become advantages."""
         return configuration(AdvantageConfig, self)
 
     @property
@@ -332,12 +325,10 @@ class RLArgs(Args):
 
     @property
     def rollout_config(self) -> RolloutConfig:
-        """What rollouts are sampled from."""
         return configuration(RolloutConfig, self, data_seed=self.seeds["data"], sampling_seed=self.seeds["sampling"])
 
     @property
     def update_config(self) -> UpdateConfig:
-        """How a rollout becomes updates."""
         old = "sampler" if self.trusts_sampler else "policy" if self.needs_old_policy else "ratio_one"
         return configuration(
             UpdateConfig, self, loss=configuration(LossConfig, self), advantage=self.advantage_config,
@@ -500,18 +491,12 @@ def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
 
 
 def preset_names() -> list[str]:
-    """Names of all presets."""
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
 def as_command(cls: type[AnyArgs], other: Args) -> AnyArgs:
     """The arguments of another command that shares `other`'s preset and every value both have in common."""
     return from_preset(cls, other.preset, **{f.name: getattr(other, f.name) for f in dataclasses.fields(Args)})
-
-
-def as_train_rl(args: RLArgs) -> RLArgs:
-    """The arguments of train_rl alone, of a command that has more."""
-    return RLArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(RLArgs)})
 
 
 @dataclass(frozen=True)
@@ -580,6 +565,5 @@ class PipelineArgs:
 class DownloadArgs:
     """Download GSM8K; a broken transfer goes on where it stopped."""
 
-    folder: str = "dataset/gsm8k"  # Where train.jsonl and test.jsonl go.
-    source: str = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
-    """Address of the folder that holds the two files."""
+    folder: str = gsm8k.FOLDER  # Where train.jsonl and test.jsonl go.
+    source: str = gsm8k.SOURCE  # Address of the folder that holds the two files.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -31,21 +30,12 @@ def kl_penalty(policy_log_probs: torch.Tensor, reference_log_probs: torch.Tensor
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
-@dataclass(frozen=True)
-class Correction:
-    """One way to weigh tokens: the level at which the ratio is taken, and what bounds it."""
-
-    level: Literal["token", "sequence"]
-    bound: Callable[[torch.Tensor, float], torch.Tensor]
-
-
-CORRECTIONS: Mapping[str, Correction | None] = {
-    "none": None,
-    "token_truncate": Correction("token", lambda weight_BT, cap: weight_BT.clamp(max=cap)),
-    "token_mask": Correction("token", lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0)),
-    "sequence_truncate": Correction("sequence", lambda weight_BT, cap: weight_BT.clamp(max=cap)),
-    "sequence_mask": Correction("sequence", lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0)),
+BOUNDS: Mapping[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "truncate": lambda weight_BT, cap: weight_BT.clamp(max=cap),
+    "mask": lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0),
 }
+CORRECTIONS = ("none", *(f"{level}_{bound}" for level in ("token", "sequence") for bound in BOUNDS))
+"""Ways to weigh tokens: the level at which the ratio is taken, and what bounds it."""
 
 
 def sampler_weights(
@@ -57,9 +47,10 @@ def sampler_weights(
     min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1), "mask" w where it is at most cap,
     else 0. Without gradient.
     """
-    if (entry := CORRECTIONS[correction]) is None:
+    if correction == "none":
         return old_log_probs.new_ones(old_log_probs.shape)
+    level, _, bound = correction.partition("_")
     log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
-    if entry.level == "sequence":
+    if level == "sequence":
         log_weight_BT = log_weight_BT.sum(dim=1, keepdim=True).expand_as(log_weight_BT)
-    return entry.bound(log_weight_BT.exp(), cap)
+    return BOUNDS[bound](log_weight_BT.exp(), cap)

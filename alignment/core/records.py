@@ -57,7 +57,6 @@ class SamplingConfig:
 
     @property
     def distribution(self) -> Distribution:
-        """The distribution that completions are drawn from."""
         return Distribution(self.temperature, self.top_p, self.top_k)
 
 

@@ -34,12 +34,9 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | torch.Tensor) -> t
 def _token_sums(per_token: dict[str, torch.Tensor], response_mask: torch.Tensor) -> Sums:
     sums = {"response_tokens": response_mask.sum()}
     if "ratio" in per_token:
-        ratio_BT = torch.where(response_mask, per_token["ratio"], 0)
-        sums |= {
-            "ratio_sum": ratio_BT.sum(),
-            "ratio_max": ratio_BT.max(),
-            "clipped_tokens": (per_token["clipped"] & response_mask).sum(),
-        }
+        ratio_BT = per_token["ratio"].where(response_mask, 0)
+        sums |= {"ratio_sum": ratio_BT.sum(), "ratio_max": ratio_BT.max()}
+        sums["clipped_tokens"] = (per_token["clipped"] & response_mask).sum()
     for name in per_token.keys() & {"kl", "weight"}:
         sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)
     return sums
@@ -51,9 +48,6 @@ def supervised_loss(
     """Mean over the batch of each response's summed -log pi / normalize_constant, with its graph, and {"response_tokens"}."""
     per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
     return per_sequence_B.mean(), _token_sums({}, response_mask)
-
-
-# --- the names of the field ---------------------------------------------------------------------------------------------
 
 
 def grpo_microbatch_train_step(

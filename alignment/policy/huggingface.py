@@ -24,11 +24,6 @@ def _unchanged(function: Callable | None = None, *arguments, **options) -> Calla
     return function or _unchanged
 
 
-def _index_transform():
-    """A context manager of torch for the masks of compiled attention."""
-    return importlib.import_module(MASKS).TransformGetItemToIndex()
-
-
 class CompilerStandIn(ModuleType):
     """Stands for torch's compiler, until more is needed than has a meaning where nothing is compiled: then that is loaded."""
 
@@ -62,7 +57,7 @@ FINDER = SubmoduleFinder()
 
 def _put_stand_in() -> None:
     masks = ModuleType(MASKS)
-    masks.TransformGetItemToIndex = _index_transform
+    masks.TransformGetItemToIndex = lambda: load_compiler()._trace_wrapped_higher_order_op.TransformGetItemToIndex()
     torch._dynamo = CompilerStandIn(COMPILER)
     sys.modules |= {COMPILER: torch._dynamo, MASKS: masks}
     sys.meta_path.insert(0, FINDER)

@@ -24,7 +24,6 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def elapsed(self) -> float:
-        """Seconds since the step began."""
         return time.perf_counter() - self.start
 
 

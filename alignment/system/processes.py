@@ -58,8 +58,7 @@ class ChildProcess:
         return self.process.poll() is not None and not self.connection.poll()
 
     def receive(self) -> object:
-        """The next message through the pipe. Raises EOFError where the process has ended, even if one that it has forked holds
-        its end of the pipe."""
+        """The next message. Raises EOFError where the process has ended, even if a fork of it holds its end of the pipe."""
         while not self.connection.poll(POLL_SECONDS):
             if self.has_ended():
                 raise EOFError
@@ -142,7 +141,6 @@ def end_command(process: subprocess.Popen) -> None:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a command's log."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it said nothing"
 

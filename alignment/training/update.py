@@ -110,18 +110,11 @@ def loss_inputs(
     def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
 
-    old_bt = take(rollout.old_log_probs_BT)
-    return LossInputs(
-        config.loss,
-        log_probs_bt,
-        mask_bt,
-        raw_rewards=take(rollout.raw_rewards_B1),
-        advantages=take(rollout.advantages_B1),
-        # Without old log-probs a rollout has one update, so the old policy is the current one.
-        old_log_probs=log_probs_bt.detach() if old_bt is None else old_bt,
-        reference_log_probs=take(rollout.reference_log_probs_BT),
-        sampler_log_probs=take(rollout.sampler_log_probs_BT),
-    )
+    rewards_b1, advantages_b1, old_bt = map(take, (rollout.raw_rewards_B1, rollout.advantages_B1, rollout.old_log_probs_BT))
+    # Without old log-probs a rollout has one update, so the old policy is the current one.
+    old_bt = log_probs_bt.detach() if old_bt is None else old_bt
+    others = map(take, (rollout.reference_log_probs_BT, rollout.sampler_log_probs_BT))
+    return LossInputs(config.loss, log_probs_bt, mask_bt, rewards_b1, advantages_b1, old_bt, *others)
 
 
 def is_finite(norm: torch.Tensor, results: Sequence[MicroBatchResult]) -> bool:
@@ -143,7 +136,9 @@ def first_log_probs(computed: Sequence[MicroBatchResult], rollout: Rollout) -> t
     return log_probs_BT
 
 
-_MEANS = {"kl": "kl_sum", "correction_mean": "weight_sum"}  # metric -> sum over response tokens, if the loss reports it
+_MEANS = {"entropy": "entropy_sum", "sampling_entropy": "sampling_entropy_sum", "clip_fraction": "clipped_tokens"}
+_MEANS |= {"ratio_mean": "ratio_sum", "ratio_max": "ratio_max", "kl": "kl_sum", "correction_mean": "weight_sum"}
+"""Metric -> sum (of "ratio_max": maximum) over response tokens, if the loss reports it."""
 
 
 def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float) -> dict[str, float | None]:
@@ -152,8 +147,7 @@ def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Ten
     None without an update or without such a token. "update_tokens" counts a shared prompt once."""
     totals = [result.sums for result in results]
     report = dict.fromkeys(("loss", "entropy", "sampling_entropy", "grad_norm"))
-    report |= {"learning_rate": rate, "updates": len(norms)}
-    report["update_tokens"] = sum(sums["tokens"] for sums in totals)
+    report |= {"learning_rate": rate, "updates": len(norms), "update_tokens": sum(sums["tokens"] for sums in totals)}
     if not norms:
         return report
     report["loss"] = sum(sums["loss"].item() for sums in totals) / len(norms)
@@ -162,12 +156,8 @@ def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Ten
         return report
     tokens = sum(sums["response_tokens"].item() for sums in totals)
 
-    def mean(key: str) -> float:
-        return sum(sums[key].item() for sums in totals) / tokens
+    def metric(key: str) -> float:
+        values = [sums[key].item() for sums in totals]
+        return max(values) if key == "ratio_max" else sum(values) / tokens
 
-    report["entropy"], report["sampling_entropy"] = mean("entropy_sum"), mean("sampling_entropy_sum")
-    if "ratio_sum" in totals[0]:
-        report["clip_fraction"] = mean("clipped_tokens")
-        report["ratio_mean"] = mean("ratio_sum")
-        report["ratio_max"] = max(sums["ratio_max"].item() for sums in totals)
-    return report | {name: mean(key) for name, key in _MEANS.items() if key in totals[0]}
+    return report | {name: metric(key) for name, key in _MEANS.items() if key in totals[0]}

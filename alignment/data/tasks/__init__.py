@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from alignment.core.records import Problem
@@ -49,16 +50,14 @@ class Task:
         return frozenset(map(self.key, self.problems("test", dataset_path)))
 
 
-TASKS: Mapping[str, Task] = {
-    "arithmetic": Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
-    "gsm8k": Task("gsm8k", gsm8k.problems, gsm8k.demonstrations, "r1_zero"),
-    "countdown": Task(
-        "countdown", countdown.problems, countdown.demonstrations, "countdown_en", ("countdown",), key=countdown.key
-    ),
-    "countdown_small": Task(
-        "countdown_small", countdown.small_problems, countdown.small_demonstrations, "tiny", ("countdown",), key=countdown.key
-    ),
-}
+_SMALL = partial(countdown.problems, size=countdown.SMALL), countdown.small_demonstrations
+_ALL = (
+    Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
+    Task("gsm8k", gsm8k.problems, gsm8k.demonstrations, "r1_zero"),
+    Task("countdown", countdown.problems, countdown.demonstrations, "countdown_en", ("countdown",), key=countdown.key),
+    Task("countdown_small", *_SMALL, "tiny", ("countdown",), key=countdown.key),
+)
+TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}
 
 
 def find_task(name: str) -> Task:

@@ -7,12 +7,10 @@ A row of `train.jsonl` or `test.jsonl`:
     uv run -m alignment.download        # fetches both files into dataset/gsm8k/
 """
 
-import hashlib
 import random
 import re
 import ssl
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -22,7 +20,7 @@ from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.tasks.jsonl import parse_line
 from alignment.system.errors import UserError, os_error
-from alignment.system.files import text_lines
+from alignment.system.files import sha256, text_lines
 
 FOLDER = "dataset/gsm8k"
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
@@ -33,30 +31,23 @@ SHA256 = {
 ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a file: question, worked solution without calculator annotations, final answer."""
-
-    question: str
-    solution: str
-    answer: str
+Row = tuple[str, str, str]
+"""Question, worked solution without calculator annotations, final answer."""
 
 
 def problems(split: str, dataset_path: str = "") -> list[Problem]:
     """The problems of a split with the r1_zero prompt, in file order. Raises `UserError` as `read_rows` does."""
     return [
-        Problem(f"gsm8k/{split}/{index}", row.question, fill_prompt("r1_zero", row.question), row.answer)
-        for index, row in enumerate(read_rows(_file(split, dataset_path)))
+        Problem(f"gsm8k/{split}/{index}", question, fill_prompt("r1_zero", question), answer)
+        for index, (question, _, answer) in enumerate(read_rows(_file(split, dataset_path)))
     ]
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
     """(problem, response) pairs from the worked solutions, shuffled by `seed`."""
     rows = read_rows(_file(split, dataset_path))
-    pairs = [
-        (problem, f" {row.solution} </think> <answer> {row.answer} </answer>")
-        for problem, row in zip(problems(split, dataset_path), rows, strict=True)
-    ]
+    responses = [f" {solution} </think> <answer> {answer} </answer>" for _, solution, answer in rows]
+    pairs = list(zip(problems(split, dataset_path), responses, strict=True))
     random.Random(seed).shuffle(pairs)
     return pairs
 
@@ -85,7 +76,7 @@ def _parse(place: str, line: str) -> Row:
     solution, mark, final = answer.rpartition("#### ")
     if not mark or not final.strip():
         raise UserError(f'{place}: "answer" must end with `#### ` and the final answer')
-    return Row(question.strip(), ANNOTATION.sub("", solution).strip(), final.strip())
+    return question.strip(), ANNOTATION.sub("", solution).strip(), final.strip()
 
 
 def _file(split: str, dataset_path: str) -> Path:
@@ -98,12 +89,12 @@ def download(folder: Path, source: str = SOURCE) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with Progress() as progress:
         for name, expected in SHA256.items():
-            if (folder / name).exists() and _sha256(folder / name) == expected:
+            if (folder / name).exists() and sha256(folder / name) == expected:
                 print(f"{folder / name}: already there and whole")
                 continue
             part = folder / f"{name}.part"
             _fetch(f"{source}/{name}", part, progress)
-            if _sha256(part) != expected:
+            if sha256(part) != expected:
                 part.unlink()
                 raise UserError(f"{source}/{name}: the file's SHA-256 is not {expected}; nothing was kept, try again")
             part.replace(folder / name)
@@ -133,7 +124,3 @@ def _fetch(url: str, part: Path, progress: Progress) -> None:
             f"{url}: could not be fetched ({os_error(error)}). Check the connection and run the command"
             " again (it continues), or copy train.jsonl and test.jsonl from elsewhere and use --dataset_path"
         ) from None
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
