@@ -154,9 +154,10 @@ class TransformersSampler:
         for token, log_prob in zip(ids, log_probs, strict=True):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
-            if may_end[token]:
+            row.finished = token in self._eos
+            if may_end[token] and not row.finished:
                 tail = self.tokenizer.decode(row.token_ids[-longest - 1 :], skip_special_tokens=True)
-                row.finished = token in self._eos or any(string in tail for string in stop)
+                row.finished = any(string in tail for string in stop)
             if row.finished:
                 break
         return row.finished
