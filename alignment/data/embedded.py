@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,9 @@ TINY_CONTEXT = 256
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def embedded_model(name: str, output_dir: str) -> Path | None:
-    """Build the embedded model `name` unless its folder exists, and return the folder; None for any other name."""
-    builders = {"tiny": build_tiny, "tiny_student": build_tiny_student, "smollm2": build_smollm2}
-    if name not in builders:
-        return None
+def embedded_model(name: str, output_dir: str) -> Path:
+    """Build the embedded model `name` (tiny, tiny_student or smollm2) unless its folder exists, and return the folder."""
+    builders = {"tiny": build_tiny, "tiny_student": partial(build_tiny, hidden_size=64), "smollm2": build_smollm2}
     folder = Path(output_dir) / f"{name}_base"
     if not folder.exists():
         try:
@@ -38,13 +37,9 @@ def embedded_model(name: str, output_dir: str) -> Path | None:
     return folder
 
 
-def build_tiny_student(folder: Path) -> None:
-    """Save a smaller policy, of about 0.15 million parameters, with the same tokenizer: a student to distil into."""
-    build_tiny(folder, hidden_size=64)
-
-
 def build_tiny(folder: Path, hidden_size: int = 128) -> None:
-    """Save a randomly initialised Qwen2 policy of about 0.5 million parameters, and its tokenizer."""
+    """Save a randomly initialised Qwen2 policy of about 0.5 million parameters, and its tokenizer. With `hidden_size` 64 it
+    has about 0.15 million: a student to distil into."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("train")[:2000])
