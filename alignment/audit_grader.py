@@ -86,7 +86,7 @@ def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
     from alignment.rewards.grading.reference import reference_verdict
 
     counts = Counter(pairs)
-    ours = [(verdict.equal, verdict.stage) for verdict in grade_many(*zip(*counts, strict=True))] if counts else []
+    ours = grade_many(*zip(*counts, strict=True)) if counts else []
     math_verify = math_verify_many(list(counts))
     graded = []
     for (pair, count), our_verdict, math_verify_verdict in zip(counts.items(), ours, math_verify, strict=True):
@@ -121,13 +121,12 @@ def audit(args: AuditArgs, console: Console) -> Path:
     from alignment.rewards.r1_zero import extract_answer
 
     files = completion_files(args.completions)
-    completions = {file: read_completions(file) for file in files}
-    answers = {file: [(extract_answer(text), truth) for text, truth in pairs] for file, pairs in completions.items()}
+    answers = {file: [(extract_answer(text), truth) for text, truth in read_completions(file)] for file in files}
     run_folder = files[0].parent.parent if files[0].parent.name == "completions" else files[0].parent
     labels_file = Path(args.labels) if args.labels else run_folder / "grader_disagreements.jsonl"
     if args.labels and not labels_file.is_file():
         raise UserError(f"--labels {args.labels}: there is no such file")
-    if not any(completions.values()):
+    if not any(answers.values()):
         raise UserError(f"--completions {args.completions}: the files there are empty")
     labels = read_labels(labels_file) if labels_file.exists() else {}
     pairs = [(answer, truth) for file in files for answer, truth in answers[file] if answer is not None]
