@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import sys
 import tomllib
@@ -289,7 +290,9 @@ class RLArgs(Args):
     @property
     def loss(self) -> Loss:
         """The loss that --loss_type names. Raises `UserError` for an unknown one."""
-        return find("--loss_type", self.loss_type, LOSSES, wrap=_loss_of_function)
+        # Nothing is known of a user's own function: it may use the ratio, and every argument.
+        users_own = functools.partial(Loss, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
+        return find("--loss_type", self.loss_type, LOSSES, wrap=users_own)
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -441,11 +444,6 @@ def configuration(cls: type[Config], args: Args, **fields) -> Config:
     """A configuration made of `fields`, and of the arguments that have the names of its other fields."""
     names = {f.name for f in dataclasses.fields(cls)} - fields.keys()
     return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **fields)
-
-
-def _loss_of_function(function: Callable) -> Loss:
-    """The entry of a user's own function, of which nothing is known: it may use the ratio, and every argument."""
-    return Loss(function, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
 
 
 def _require(args, name: str, holds: bool, wanted: str) -> None:

@@ -74,14 +74,8 @@ def solve(expression: Expression, by_precedence: bool) -> list[Step]:
 
 def terms(expression: Expression) -> str:
     """The terms of an expression in one order, and the factors of each: equal for 2 + 3 * 4 - 1 and 4 * 3 - 1 + 2."""
-    found, sign, factors = [], "+", [expression[0]]
-    for operation, number in zip(expression[1::2], expression[2::2], strict=True):
-        if operation == "*":
-            factors.append(number)
-        else:
-            found.append(f"{sign} {sorted(factors)}")
-            sign, factors = operation, [number]
-    return " ".join(sorted([*found, f"{sign} {sorted(factors)}"]))
+    products = re.findall(r"([-+]) (\d+(?: \* \d+)*)", " ".join(map(str, ("+", *expression))))
+    return " ".join(sorted(f"{sign} {sorted(map(int, factors.split(' * ')))}" for sign, factors in products))
 
 
 @lru_cache(maxsize=2**16)
