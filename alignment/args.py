@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_type_hints
@@ -289,7 +290,9 @@ class RLArgs(Args):
     @property
     def loss(self) -> Loss:
         """The loss that --loss_type names. Raises `UserError` for an unknown one."""
-        return find("--loss_type", self.loss_type, LOSSES, wrap=_loss_of_function)
+        # Of a user's own function nothing is known: it may use the ratio, and every argument.
+        own = partial(Loss, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
+        return find("--loss_type", self.loss_type, LOSSES, wrap=own)
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -305,8 +308,6 @@ class RLArgs(Args):
     def updates_per_rollout(self) -> int:
         """Optimiser updates made on one rollout; the last of an epoch may be smaller."""
         return self.epochs_per_rollout * -(-self.rollout_size // (self.train_mini_batch_size or self.rollout_size))
-
-    # What stands below the commands, without an arguments object.
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -394,10 +395,10 @@ NOT_SWEPT = frozenset(
 
 
 def _sweep_args() -> type[SweepOptions]:
-    swept = []
-    for name, hint in get_type_hints(RLArgs).items():
-        value = Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")]
-        swept += [(name, value, ())] if name not in NOT_SWEPT else []
+    swept = [
+        (name, Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")], ())
+        for name, hint in get_type_hints(RLArgs).items() if name not in NOT_SWEPT
+    ]  # fmt: skip
     # tyro reads descriptions of fields from the source of the class of this name.
     source = {"__module__": __name__, "__doc__": SweepOptions.__doc__}
     return dataclasses.make_dataclass("SweepOptions", swept, bases=(SweepOptions,), frozen=True, namespace=source)
@@ -441,11 +442,6 @@ def configuration(cls: type[Config], args: Args, **fields) -> Config:
     """A configuration made of `fields`, and of the arguments that have the names of its other fields."""
     names = {f.name for f in dataclasses.fields(cls)} - fields.keys()
     return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **fields)
-
-
-def _loss_of_function(function: Callable) -> Loss:
-    """The entry of a user's own function, of which nothing is known: it may use the ratio, and every argument."""
-    return Loss(function, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
 
 
 def _require(args, name: str, holds: bool, wanted: str) -> None:

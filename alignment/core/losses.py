@@ -42,7 +42,6 @@ class LossInputs:
 
 
 ADVANTAGE_ARGUMENTS = frozenset({"baseline", "normalize_by_std", "std_of", "advantage_eps"})
-CLIP_ARGUMENTS = frozenset({"cliprange", "cliprange_high"})
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _cispo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     return -(_weigh(advantages, weight_BT) * inputs.log_probs), {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
 
 
-_CLIPPED = ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS
+_CLIPPED = ADVANTAGE_ARGUMENTS | {"cliprange", "cliprange_high"}
 _AT_ONE = "reinforce_with_baseline"  # with rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
 
 LOSSES: Mapping[str, Loss] = {

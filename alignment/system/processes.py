@@ -157,11 +157,6 @@ def _start(
     path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
     return subprocess.Popen(
         [sys.executable, "-P", str(CHILD), str(os.getpid()), *arguments],
-        env={**environment, "PYTHONPATH": os.pathsep.join(path)},
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        cwd=folder,
-        start_new_session=True,
-    )
+        env={**environment, "PYTHONPATH": os.pathsep.join(path)}, cwd=folder, pass_fds=descriptors,
+        stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+    )  # fmt: skip
