@@ -23,14 +23,14 @@ class Problem:
     ground_truth: str
 
 
+@dataclass(frozen=True)
 class Endless:
     """An endless sequence of problems: `make(index)` returns the problem of that index, the same one every time."""
 
-    def __init__(self, make: Callable[[int], Problem]):
-        self._make = make
+    make: Callable[[int], Problem]
 
     def __getitem__(self, index: int) -> Problem:
-        return self._make(index)
+        return self.make(index)
 
 
 @dataclass(frozen=True)
