@@ -21,8 +21,7 @@ class Task:
     `Endless`. `demonstrations(split, dataset_path, seed)` returns (problem, response) pairs of that split, for SFT. `prompt`
     names the prompt template. `rules` name the rules that can grade a response, each one of `RULES` or a function of the
     user's own, package.module:function; evaluations are by the first. `stop` are the strings that end a response. Problems
-    with equal `key` ask the same question: evaluations ask it once, and training leaves it to the test split.
-    """
+    with equal `key` ask the same question: evaluations ask it once, and training leaves it to the test split."""
 
     name: str
     problems: Callable[[Split, str], Sequence[Problem]]
