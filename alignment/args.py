@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_type_hints
@@ -291,7 +291,7 @@ class RLArgs(Args):
     def loss(self) -> Loss:
         """The loss that --loss_type names. Raises `UserError` for an unknown one."""
         # Nothing is known of a user's own function: it may use the ratio, and every argument.
-        users_own = functools.partial(Loss, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
+        users_own = partial(Loss, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
         return find("--loss_type", self.loss_type, LOSSES, wrap=users_own)
 
     @property
@@ -308,8 +308,6 @@ class RLArgs(Args):
     def updates_per_rollout(self) -> int:
         """Optimiser updates made on one rollout; the last of an epoch may be smaller."""
         return self.epochs_per_rollout * -(-self.rollout_size // (self.train_mini_batch_size or self.rollout_size))
-
-    # What stands below the commands, without an arguments object.
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -397,10 +395,10 @@ NOT_SWEPT = frozenset(
 
 
 def _sweep_args() -> type[SweepOptions]:
-    swept = []
-    for name, hint in get_type_hints(RLArgs).items():
-        value = Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")]
-        swept += [(name, value, ())] if name not in NOT_SWEPT else []
+    swept = [
+        (name, Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")], ())
+        for name, hint in get_type_hints(RLArgs).items() if name not in NOT_SWEPT
+    ]  # fmt: skip
     # tyro reads descriptions of fields from the source of the class of this name.
     source = {"__module__": __name__, "__doc__": SweepOptions.__doc__}
     return dataclasses.make_dataclass("SweepOptions", swept, bases=(SweepOptions,), frozen=True, namespace=source)

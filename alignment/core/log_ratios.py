@@ -25,8 +25,7 @@ def kl_penalty(policy_log_probs: torch.Tensor, reference_log_probs: torch.Tensor
     Under top-p or top-k the log-probs of each model are of its own truncated distribution, to which the sampled token is added
     where it is outside. The divergence of two such distributions may be infinite, and no estimate is unbiased: the mean of
     k3 - k1, E[exp(l)] - 1, is no longer 0, because the reference's share of tokens that pi never samples is missing from it.
-    At top-p .5 the means of k1 and k3 were .0386 and .0148 on the same tokens.
-    """
+    At top-p .5 the means of k1 and k3 were .0386 and .0148 on the same tokens."""
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
@@ -45,8 +44,7 @@ def sampler_weights(
 
     w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens). "truncate" takes
     min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1), "mask" w where it is at most cap,
-    else 0. Without gradient.
-    """
+    else 0. Without gradient."""
     if correction == "none":
         return old_log_probs.new_ones(old_log_probs.shape)
     level, _, bound = correction.partition("_")

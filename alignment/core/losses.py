@@ -42,7 +42,6 @@ class LossInputs:
 
 
 ADVANTAGE_ARGUMENTS = frozenset({"baseline", "normalize_by_std", "std_of", "advantage_eps"})
-CLIP_ARGUMENTS = frozenset({"cliprange", "cliprange_high"})
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,7 @@ def compute_grpo_clip_loss(
     PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages (arXiv:2402.03300, eq. 3).
     `cliprange_high` (None: `cliprange`) clips higher than lower (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 10). With
     `dual_clip` d > 1 the surrogate of a negative advantage is at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5).
-    Metadata: "ratio" float and "clipped" bool (a bound is what counts, so the gradient is zero).
-    """
+    Metadata: "ratio" float and "clipped" bool (a bound is what counts, so the gradient is zero)."""
     config = LossConfig(LOSSES["grpo_clip"], cliprange, cliprange_high, dual_clip)
     return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
 
@@ -148,8 +146,7 @@ def _gspo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     """-min(s * A, clip(s, 1 - c, 1 + c_high) * A) with one s a response, s = exp(mean over its tokens of log pi / pi_old).
 
     GSPO, Zheng et al. 2025 (arXiv:2507.18071), eqs. 5 and 7, written to every token of the response, so that with
-    sequence_mean each response counts once. Its clip ranges are orders of magnitude smaller than GRPO's (3e-4 there).
-    """
+    sequence_mean each response counts once. Its clip ranges are orders of magnitude smaller than GRPO's (3e-4 there)."""
     advantages, old_log_probs, mask = inputs.require("advantages", "old_log_probs", "mask")
     mean_B = masked_mean(inputs.log_probs - old_log_probs, mask, dim=1)
     ratio_BT = mean_B.exp()[:, None].expand_as(inputs.log_probs)
@@ -159,15 +156,14 @@ def _gspo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
 def _cispo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     """-sg(clip(rho, 1 - c, 1 + c_high)) * A * log pi: the weight is clipped, so no token loses its gradient.
 
-    CISPO, MiniMax 2025 (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only (`cliprange` 1).
-    """
+    CISPO, MiniMax 2025 (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only (`cliprange` 1)."""
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs.detach() - old_log_probs).exp()
     weight_BT = ratio_BT.clamp(*_bounds(inputs.config))
     return -(_weigh(advantages, weight_BT) * inputs.log_probs), {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
 
 
-_CLIPPED = ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS
+_CLIPPED = ADVANTAGE_ARGUMENTS | {"cliprange", "cliprange_high"}
 _AT_ONE = "reinforce_with_baseline"  # with rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
 
 LOSSES: Mapping[str, Loss] = {

@@ -19,7 +19,6 @@ from alignment.system.files import atomic_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TINY_CONTEXT = 256
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -44,18 +43,10 @@ def build_tiny(folder: Path, hidden_size: int = 128) -> None:
 
     tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("train")[:2000])
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=3 * hidden_size,
-        max_position_embeddings=TINY_CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen2ForCausalLM(config).save_pretrained(folder)

@@ -37,7 +37,6 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         return {**whole, "state": {index: dict(_opened(values)) for index, values in whole["state"].items()}}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over what `state_dict` gave, bit for bit."""
         state = {index: _closed(values) for index, values in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 

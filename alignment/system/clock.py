@@ -13,7 +13,6 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new step."""
         self.start = time.perf_counter()
         self.seconds: dict[str, float] = {}
 

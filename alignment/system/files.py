@@ -184,15 +184,10 @@ def read_jsonl(file: Path) -> list[dict]:
         return []
     lines, records = file.read_bytes().split(b"\n"), []
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            if number == len(lines):  # a finished line ends with a line break, so that the last one is empty
-                break
-            record = None
-        if not isinstance(record, dict):
+        if (record := json_object(line)) is not None:
+            records.append(record)
+        elif number < len(lines):  # a finished line ends with a line break, so that the last one is empty
             raise UserError(f"{file}:{number}: not a JSON object; the file is damaged")
-        records.append(record)
     return records
 
 

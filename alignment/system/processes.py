@@ -34,8 +34,7 @@ class ChildProcess:
     Unlike `multiprocessing`'s spawn it does not import the caller's `__main__` again and gets the environment it is given.
     Closing it, dropping it or the parent's exit sends None through the pipe, and kills the process group after
     `grace_seconds`; where these are 0 it is killed at once and nothing is sent. With `log` a temporary file keeps its output
-    for `exit_report`, else the output is thrown away.
-    """
+    for `exit_report`, else the output is thrown away."""
 
     def __init__(
         self, name: str, entry: str, environment: Mapping[str, str], log: bool = True, grace_seconds: float = GRACE_SECONDS
@@ -157,11 +156,6 @@ def _start(
     path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
     return subprocess.Popen(
         [sys.executable, "-P", str(CHILD), str(os.getpid()), *arguments],
-        env={**environment, "PYTHONPATH": os.pathsep.join(path)},
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        cwd=folder,
-        start_new_session=True,
-    )
+        env={**environment, "PYTHONPATH": os.pathsep.join(path)}, cwd=folder, pass_fds=descriptors,
+        stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+    )  # fmt: skip

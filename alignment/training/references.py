@@ -43,7 +43,6 @@ class References:
 
     @property
     def restarts(self) -> int:
-        """Reference processes that were lost and replaced so far."""
         return self.reference.restarts if self.reference else 0
 
     def annotate(self, rollout: Rollout, policy: Policy, step: int) -> Rollout:

@@ -16,7 +16,7 @@ from alignment.policy.policy import MicroBatchResult, Objective, Policy
 from alignment.rollouts.config import derived_seed
 from alignment.system.signals import defer_signals
 from alignment.training.config import UpdateConfig
-from alignment.training.mismatch import SamplerMismatchCheck
+from alignment.training.mismatch import mismatch
 
 
 @dataclass
@@ -34,11 +34,11 @@ class UpdateResult:
 def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, steps_old: int = 0) -> UpdateResult:
     """Make all optimiser updates of one rollout. It defers signals from the first change of the weights on.
 
-    It skips the forward pass of responses without a gradient, but counts them in every denominator. Before the weights first
-    change, `SamplerMismatchCheck` compares the log-probs with those of the sampler, whose weights are `steps_old` steps old,
-    and raises `RunStopped` if they differ too much. Inside the loop only `is_finite` waits for the device."""
+    It skips the forward pass of responses without a gradient, but counts them in every denominator. `mismatch` compares the
+    log-probs of the first mini-batch that has a gradient with the sampler's, whose weights are `steps_old` steps old. It raises
+    `RunStopped` if they differ too much. Inside the loop only `is_finite` waits for the device."""
     torch.manual_seed(derived_seed(config.seed, step))
-    check = SamplerMismatchCheck(rollout, config.max_sampler_mismatch, steps_old)
+    compared = dict.fromkeys(("sampler_mismatch", "sampler_mismatch_max"))
     informative = rows_with_gradient(rollout, config)
     computed, stepped, norms, bad = [], [], [], []  # all micro-batch results, those of optimiser steps, norms, skipped rows
     made = (step - 1) * config.updates_per_rollout
@@ -51,7 +51,9 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
         norm = policy.clip_gradient(config.max_grad_norm)
         rate = learning_rate(config, made + len(norms) + len(bad) + 1)
         if is_finite(norm, results):
-            check.check(results)
+            if results and not stepped:  # updates without a gradient have moved the weights a little, by their momentum
+                trainer = [(result.rows, result.log_probs) for result in results]
+                compared = mismatch(trainer, rollout, config.max_sampler_mismatch, steps_old + bool(norms))
             defer_signals()
             policy.step(rate)
             norms.append(norm)
@@ -61,7 +63,7 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
             bad.append(mini_batch)
     report = update_report(stepped, norms, rate) | {"rows_with_gradient": len(informative), "bad_updates": len(bad)}
     padded = rollout.batch.labels.numel() * config.epochs_per_rollout
-    report |= {"update_token_share": report["update_tokens"] / padded, **check.report}
+    report |= {"update_token_share": report["update_tokens"] / padded, **compared}
     trainer_BT = rollout.old_log_probs_BT if config.old_log_probs == "policy" else first_log_probs(computed, rollout)
     return UpdateResult(report, trainer_BT, informative, bad)
 
