@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_type_hints
@@ -20,7 +21,7 @@ from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig
-from alignment.data.tasks import find_task
+from alignment.data.tasks import find_task, gsm8k
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.rewards.controls import CONTROLS as CONTROLS
 from alignment.rewards.rules import RULES as RULES
@@ -237,7 +238,7 @@ class RLArgs(Args):
     rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
     max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
     sync_every: int = 1  # Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1.
-    sampler_url: str = ""  # A vLLM server to draw rollouts from, http://HOST:PORT; see alignment/sampling/vllm_server.py.
+    sampler_url: str = ""  # A vLLM server to draw rollouts from, http://HOST:PORT; see docs/asynchronous.md.
     max_sampler_mismatch: float = 0.1  # Mean nats a token between sampler's and trainer's log-probs, above which to stop.
     eval_interval: int = 20  # Steps between evaluations on the test problems; they also run at the very start and end.
     eval_max_new_tokens: int = 0  # Longest response in them; 0: --max_new_tokens.
@@ -294,11 +295,12 @@ class RLArgs(Args):
     @property
     def loss(self) -> Loss:
         """The loss that --loss_type names. Raises `UserError` for an unknown one."""
-        return find("--loss_type", self.loss_type, LOSSES, wrap=_loss_of_function)
+        # Nothing is known of a user's own function: it may use the ratio, and every argument.
+        users_own = partial(Loss, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
+        return find("--loss_type", self.loss_type, LOSSES, wrap=users_own)
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The seed of each source of randomness."""
         data = self.seed if self.data_seed is None else self.data_seed
         return {"data": data, "sampling": self.seed if self.sampling_seed is None else self.sampling_seed, "model": self.seed}
 
@@ -312,22 +314,14 @@ class RLArgs(Args):
         """Optimiser updates made on one rollout; the last of an epoch may be smaller."""
         return self.epochs_per_rollout * -(-self.rollout_size // (self.train_mini_batch_size or self.rollout_size))
 
-    # What stands below the commands, without an arguments object.
-
     @property
     def sampling(self) -> SamplingConfig:
         """How rollouts are drawn, but for the step's seed and the task's stop strings."""
-        return SamplingConfig(
-            n=self.group_size,
-            temperature=self.sampling_temperature,
-            top_p=self.sampling_top_p,
-            top_k=self.sampling_top_k,
-            max_new_tokens=self.max_new_tokens,
-        )
+        distribution = self.sampling_temperature, self.sampling_top_p, self.sampling_top_k
+        return SamplingConfig(self.group_size, *distribution, self.max_new_tokens)
 
     @property
     def advantage_config(self) -> AdvantageConfig:
-        """How rewards become advantages."""
         return configuration(AdvantageConfig, self)
 
     @property
@@ -337,12 +331,10 @@ class RLArgs(Args):
 
     @property
     def rollout_config(self) -> RolloutConfig:
-        """What rollouts are sampled from."""
         return configuration(RolloutConfig, self, data_seed=self.seeds["data"], sampling_seed=self.seeds["sampling"])
 
     @property
     def update_config(self) -> UpdateConfig:
-        """How a rollout becomes updates."""
         old = "sampler" if self.trusts_sampler else "policy" if self.needs_old_policy else "ratio_one"
         return configuration(
             UpdateConfig, self, loss=configuration(LossConfig, self), advantage=self.advantage_config,
@@ -408,10 +400,10 @@ NOT_SWEPT = frozenset(
 
 
 def _sweep_args() -> type[SweepOptions]:
-    swept = []
-    for name, hint in get_type_hints(RLArgs).items():
-        value = Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")]
-        swept += [(name, value, ())] if name not in NOT_SWEPT else []
+    swept = [
+        (name, Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")], ())
+        for name, hint in get_type_hints(RLArgs).items() if name not in NOT_SWEPT
+    ]  # fmt: skip
     # tyro reads descriptions of fields from the source of the class of this name.
     source = {"__module__": __name__, "__doc__": SweepOptions.__doc__}
     return dataclasses.make_dataclass("SweepOptions", swept, bases=(SweepOptions,), frozen=True, namespace=source)
@@ -457,11 +449,6 @@ def configuration(cls: type[Config], args: Args, **fields) -> Config:
     return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **fields)
 
 
-def _loss_of_function(function: Callable) -> Loss:
-    """The entry of a user's own function, of which nothing is known: it may use the ratio, and every argument."""
-    return Loss(function, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
-
-
 def _require(args, name: str, holds: bool, wanted: str) -> None:
     """Raise `UserError` for the argument `name`, with its value and what it must be, unless the condition holds."""
     if not holds:
@@ -505,18 +492,12 @@ def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
 
 
 def preset_names() -> list[str]:
-    """Names of all presets."""
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
 def as_command(cls: type[AnyArgs], other: Args) -> AnyArgs:
     """The arguments of another command that shares `other`'s preset and every value both have in common."""
     return from_preset(cls, other.preset, **{f.name: getattr(other, f.name) for f in dataclasses.fields(Args)})
-
-
-def as_train_rl(args: RLArgs) -> RLArgs:
-    """The arguments of train_rl alone, of a command that has more."""
-    return RLArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(RLArgs)})
 
 
 @dataclass(frozen=True)
@@ -585,6 +566,5 @@ class PipelineArgs:
 class DownloadArgs:
     """Download GSM8K; a broken transfer goes on where it stopped."""
 
-    folder: str = "dataset/gsm8k"  # Where train.jsonl and test.jsonl go.
-    source: str = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
-    """Address of the folder that holds the two files."""
+    folder: str = gsm8k.FOLDER  # Where train.jsonl and test.jsonl go.
+    source: str = gsm8k.SOURCE  # Address of the folder that holds the two files.

@@ -6,17 +6,17 @@ uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
 
+from alignment.data.tasks.jsonl import text_rows
 from alignment.system.errors import UserError, run_command
-from alignment.system.files import text_lines, write_jsonl
+from alignment.system.files import write_jsonl
 from alignment.system.terminal import make_console, make_table, printable
 
 if TYPE_CHECKING:
@@ -74,24 +74,9 @@ def completion_files(location: str) -> list[Path]:
     return files
 
 
-def read_completions(file: Path) -> list[tuple[str, str]]:
+def read_completions(file: Path) -> list[Pair]:
     """The (response, ground truth) of each line. Raises `UserError`, naming file and line, for a line without them."""
-    malformed = 'not a completion; a line needs "text" and "ground_truth"'
-    return [(row["text"], row["ground_truth"]) for _, row in read_rows(file, "text", malformed)]
-
-
-def read_rows(file: Path, key: str, malformed: str) -> Iterator[tuple[str, dict]]:
-    """Yield ("file:line", object) for each line that is not blank. `key` and "ground_truth" of each object are strings. Raises
-    `UserError`, which names file and line, for a file that is not text and for any other line."""
-    for location, line in text_lines(file):
-        try:
-            row = json.loads(line)
-            texts = row[key], row["ground_truth"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{location}: {malformed}") from None
-        if not all(isinstance(text, str) for text in texts):
-            raise UserError(f'{location}: "{key}" and "ground_truth" must be text')
-        yield location, row
+    return [(row["text"], row["ground_truth"]) for _, row in text_rows(file, "text", "ground_truth")]
 
 
 def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
@@ -101,7 +86,7 @@ def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
     from alignment.rewards.grading.reference import reference_verdict
 
     counts = Counter(pairs)
-    ours = [(verdict.equal, verdict.stage) for verdict in grade_many(*zip(*counts, strict=True))] if counts else []
+    ours = grade_many(*zip(*counts, strict=True)) if counts else []
     math_verify = math_verify_many(list(counts))
     graded = []
     for (pair, count), our_verdict, math_verify_verdict in zip(counts.items(), ours, math_verify, strict=True):
@@ -122,7 +107,7 @@ def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
 def read_labels(file: Path) -> dict[Pair, bool]:
     """The labels in a file of disagreements. Raises `UserError`, naming file and line, for a malformed line."""
     labels = {}
-    for location, row in read_rows(file, "answer", 'needs "answer", "ground_truth" and "label"'):
+    for location, row in text_rows(file, "answer", "ground_truth"):
         label = row.get("label")
         if label not in (True, False, None):
             raise UserError(f'{location}: "label" must be true, false or null')
@@ -136,13 +121,12 @@ def audit(args: AuditArgs, console: Console) -> Path:
     from alignment.rewards.r1_zero import extract_answer
 
     files = completion_files(args.completions)
-    completions = {file: read_completions(file) for file in files}
-    answers = {file: [(extract_answer(text), truth) for text, truth in pairs] for file, pairs in completions.items()}
+    answers = {file: [(extract_answer(text), truth) for text, truth in read_completions(file)] for file in files}
     run_folder = files[0].parent.parent if files[0].parent.name == "completions" else files[0].parent
     labels_file = Path(args.labels) if args.labels else run_folder / "grader_disagreements.jsonl"
     if args.labels and not labels_file.is_file():
         raise UserError(f"--labels {args.labels}: there is no such file")
-    if not any(completions.values()):
+    if not any(answers.values()):
         raise UserError(f"--completions {args.completions}: the files there are empty")
     labels = read_labels(labels_file) if labels_file.exists() else {}
     pairs = [(answer, truth) for file in files for answer, truth in answers[file] if answer is not None]

@@ -1,10 +1,10 @@
 """Builds the objects of the `train_rl` loop from its arguments. Only commands and builders know the arguments object."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from alignment.args import RLArgs
+from alignment.args import RLArgs, configuration
 from alignment.checks import engines_on_shared_gpu, roles_of
 from alignment.core.records import Endless, Group, Problem
 from alignment.core.tokens import pad_token_id
@@ -58,8 +58,14 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     else:
         rollouts = make_rollouts(args, run, base, source, policy, eval_sampler)
     pad_id, shared = pad_token_id(tokenizer), getattr(rollouts, "sampler", None) is eval_sampler
-    check = None if shared else mismatch_check(args, policy, pad_id)
-    evaluator = Evaluator(evaluation(args, task, problems), args.eval_interval, eval_sampler, run, policy, check)
+
+    def check(groups: Sequence[Group]) -> None:
+        """Compare the log-probs of an evaluation's own sampler with the trainer's."""
+        rollout = collate_groups(groups, args.rollout_config, pad_id)
+        sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
+
+    checks = None if shared else check
+    evaluator = Evaluator(evaluation(args, task, problems), args.eval_interval, eval_sampler, run, policy, checks)
     processes = (rollouts, references) if shared else (rollouts, references, eval_sampler)
     run.start(policy, tokenizer, rollouts, restarts=lambda: sum(process.restarts for process in processes))
     return policy, rollouts, references, evaluator, pad_id
@@ -72,9 +78,6 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
     prompts = [problem.prompt for problem in known]
     encoded = encode_prompts(tokenizer, prompts, context_length(load_config(base)), longest_response)
     return max(map(len, encoded)) + args.max_new_tokens
-
-
-# --- references -----------------------------------------------------------------------------------------------------------
 
 
 def make_references(args: RLArgs, run: Run, base: str) -> References:
@@ -114,9 +117,6 @@ def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
     return process
 
 
-# --- rollouts and evaluation ----------------------------------------------------------------------------------------------
-
-
 def make_eval_sampler(args: RLArgs, run: Run, base: str, tokenizer, policy: Policy) -> Sampler:
     """The evaluation's sampler, which rollouts between the updates use, too, if they have the same device."""
     roles = roles_of(args)
@@ -142,32 +142,17 @@ def make_rollouts(
 def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, references: References) -> AheadRollouts:
     """Rollouts that another process samples ahead (--rollouts async)."""
     reference = references.reference
-    config = AheadConfig(
-        args.rollout_config,
-        args.schedule,
-        "vllm_server" if args.sampler_url else engine_name(args.sampler),
-        rollout_sampler_config(args, run, base),
-        policy.micro_batch_tokens,
-        None if reference is None else (reference.url, reference.token),
-        args.deterministic,
-    )
+    config = configuration(
+        AheadConfig, args, rollouts=args.rollout_config, sampler=rollout_sampler_config(args, run, base),
+        engine="vllm_server" if args.sampler_url else engine_name(args.sampler), micro_batch_tokens=policy.micro_batch_tokens,
+        reference=None if reference is None else (reference.url, reference.token),
+    )  # fmt: skip
     rollouts = AheadRollouts(config, load_rollouts(run.checkpoint) if run.checkpoint else [], run.clock)
     run.closing.callback(rollouts.close)
     return rollouts
 
 
 def rollout_sampler_config(args: RLArgs, run: Run, base: str) -> SamplerConfig:
-    """The configuration of the rollouts' sampler."""
     roles = roles_of(args)
     options = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
     return sampler_config(args, base, roles.sample, engines_on_shared_gpu(args, roles), **options)
-
-
-def mismatch_check(args: RLArgs, policy: Policy, pad_id: int) -> Callable[[Sequence[Group]], object]:
-    """A check of the evaluation's log-probs against the trainer's, if the evaluation has a sampler of its own."""
-
-    def check(groups: Sequence[Group]) -> None:
-        rollout = collate_groups(groups, args.rollout_config, pad_id)
-        sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
-
-    return check

@@ -154,14 +154,10 @@ def run_config(args: RLArgs) -> RunConfig:
 
 def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
     """Which device each role has, by the flags and by the GPUs that are visible. Raises `UserError` where that cannot work."""
+    num_gpus, vllm = visible_gpus() if num_gpus is None else num_gpus, named_engine(args.sampler).claims_gpu
     return assign_roles(
-        visible_gpus() if num_gpus is None else num_gpus,
-        sample_device=args.sample_device,
-        reference_model_device=args.reference_model_device,
-        eval_device=args.eval_device,
-        policy_devices=args.policy_devices,
-        vllm=named_engine(args.sampler).claims_gpu,
-    )
+        num_gpus, args.sample_device, args.reference_model_device, args.eval_device, args.policy_devices, vllm
+    )  # fmt: skip
 
 
 def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:

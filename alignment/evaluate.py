@@ -12,6 +12,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from alignment.args import EvaluateArgs, parse
 from alignment.checks import check, check_model_path, check_test_split, resolve_model, roles_of
 from alignment.data.prompts import prompted
@@ -20,8 +22,6 @@ from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from alignment.evaluation.accuracy import Evaluation
 
 
@@ -84,7 +84,7 @@ def report(path: Path, models: Sequence[str], evaluations: Sequence[Evaluation],
     from alignment.evaluation.accuracy import print_evaluation
     from alignment.evaluation.comparison import paired_difference, print_comparison, write_comparison
 
-    run, names = RunFolder(path), list(map(label, models))
+    run = RunFolder(path)
     for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
         run.log_eval({"step": number, "model": model, **evaluation.record()}, evaluation.groups)
         console.print(model, style="bold", markup=False)
@@ -95,6 +95,7 @@ def report(path: Path, models: Sequence[str], evaluations: Sequence[Evaluation],
         intervals = (evaluation.intervals["avg_all_rewards"] for evaluation in evaluations)
         comparison = paired_difference(*(evaluation.groups for evaluation in evaluations), *intervals)
         difference = {"difference": comparison.difference, "interval": list(comparison.interval)}
+        names = list(map(label, models))
         run.log_summary({"compare": list(models), **difference})
         print_comparison(comparison, names, console)
         page = write_comparison(comparison, names, run.path)

@@ -11,6 +11,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import tyro
+from rich.console import Console
+from rich.table import Column, Table
 
 from alignment.args import GradientsArgs, RLArgs, from_preset
 from alignment.checks import check_rl, roles_of
@@ -19,8 +21,6 @@ from alignment.system.errors import UserError, run_command
 from alignment.system.terminal import make_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from alignment.training.microscope import Estimator, Statistics
 
 
@@ -63,11 +63,9 @@ def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple[Estima
 
 def print_statistics(inspected: Iterable[tuple[Estimator, Statistics]], console: Console) -> None:
     """A row for each estimator."""
-    from rich.table import Table
-
-    table = Table(title="gradients on one frozen set of rollouts")
-    for heading in ("loss", "length", "/ std", "group", "norm", "spread", "SNR", "cosine", "ESS", "silent"):
-        table.add_column(heading, justify="left" if heading in ("loss", "length", "/ std") else "right", no_wrap=True)
+    words, numbers = ("loss", "length", "/ std"), ("group", "norm", "spread", "SNR", "cosine", "ESS", "silent")
+    columns = [Column(heading, justify="right" if heading in numbers else "left", no_wrap=True) for heading in words + numbers]
+    table = Table(*columns, title="gradients on one frozen set of rollouts")
     for e, s in inspected:
         uses_std = "normalize_by_std" in LOSSES[e.loss_type].arguments
         std = ("yes" if e.normalize_by_std else "no") if uses_std else ""

@@ -48,8 +48,7 @@ def sampler_config(args: Args, base: str, device: str, engines: int = 1, **facts
 
 
 def make_sampler(args: Args, base: str, device: str, tokenizer, policy: Policy | None = None, **facts) -> Sampler:
-    """The sampler that --sampler names, on `device`, with the weights of the folder `base`; it may read `policy` in place.
-    `facts` are those of `sampler_config`."""
+    """The sampler that --sampler names, with the weights of the folder `base`; it may read `policy` in place."""
     config = sampler_config(args, base, device, **facts)
     return open_sampler(find_engine(args.sampler), config, tokenizer, policy)
 

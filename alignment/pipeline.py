@@ -140,19 +140,12 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
             try:
                 process.wait()
             finally:  # also where a signal ends the wait
-                if process.poll() is None:
-                    process.terminate()
-                    process.wait()
+                process.terminate()  # nothing, where it has ended
+                process.wait()
         if process.returncode:
             end = f"stage {stage.name} ended with exit code {process.returncode}: {last_line(log)}"
             raise RunStopped(f"{end}; all of its output: {log}. The same command goes on from there")
         console.print(f"{number} of {len(stages)}, {stage.name}: done", markup=False)
-
-
-def accuracies(stages: list[Stage]) -> list[dict]:
-    """The record of each evaluation, with the name of its stage and the path of its model."""
-    evaluations = [stage for stage in stages if stage.command == "evaluate"]
-    return [{"stage": s.name.removeprefix("evaluation_of_"), "model": s.result, **read_json(s.done)} for s in evaluations]
 
 
 def print_accuracies(rows: list[dict], title: str, console: Console) -> None:
@@ -182,7 +175,8 @@ def main() -> None:
             raise UserError(f"{folder} holds a pipeline of other stages; give another --name")
         write_json(file, facts)
         run(stages, folder, console)
-    rows = accuracies(stages)
+    evaluations = [stage for stage in stages if stage.command == "evaluate"]
+    rows = [{"stage": s.name.removeprefix("evaluation_of_"), "model": s.result, **read_json(s.done)} for s in evaluations]
     print_accuracies(rows, f"{folder.name}: accuracy after each stage", console)
     write_json(folder / "summary.json", rows)
 

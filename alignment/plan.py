@@ -5,7 +5,7 @@ uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 
 import dataclasses
 
-from alignment.args import Args, PlanArgs, RLArgs, configuration, from_preset, parse
+from alignment.args import PlanArgs, RLArgs, as_command, configuration, from_preset, parse
 from alignment.checks import engines_on_shared_gpu, resolve_model, roles_of
 from alignment.policy.placement import ModelShape, Roles, place
 from alignment.sampling.sampler import engine_name
@@ -38,9 +38,7 @@ def main() -> None:
         f"GB: weights, and for the policy gradients and the moments of {optimizer}; activations and caches come on top"
     )
     if args.gpu_memory:
-        run = from_preset(RLArgs, args.preset)
-        shared = {field.name: getattr(args, field.name) for field in dataclasses.fields(Args)}
-        run = dataclasses.replace(run, **shared, optimizer=optimizer)
+        run = dataclasses.replace(as_command(RLArgs, args), optimizer=optimizer)
         from alignment.policy.peak import SPARE, peak_bytes
 
         step = step_shape(run, roles, args.gpu_memory * 1e9, engine_name(args.sampler) == "vllm")

@@ -3,30 +3,24 @@
 uv run -m alignment.rejection_sample --model checkpoints/tiny_grpo_clip_seed0/final --output kept.jsonl
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from alignment.args import RejectionArgs, parse
 from alignment.checks import check, check_model_path, check_training_split, resolve_model, roles_of
-from alignment.core.records import Endless, Problem
+from alignment.core.records import Completion, Endless, Group, Problem
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.data.tasks.jsonl import read_demonstrations
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
 from alignment.system.terminal import make_console, make_table
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from alignment.core.records import Completion, Group
 
 Demonstrations = Sequence[tuple[Problem, str]]
 

@@ -11,18 +11,9 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
+from alignment.ablation import schedule
 from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, refuse_incomparable_arms, with_controls
 from alignment.ablation.executors import Executor, make_executor
-from alignment.ablation.schedule import (
-    State,
-    claim_folder,
-    expected_seconds,
-    next_runs,
-    out_of_reach,
-    refuse_other_folder,
-    run_all,
-    warm_up,
-)
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, refuse_missing_warm_start, swept_values
 from alignment.data.tasks import find_task
 from alignment.system.errors import UserError, run_command
@@ -41,12 +32,12 @@ def main() -> None:
     print_design(design, args, console)
     if args.dry_run:
         return
-    refuse_other_folder(design.folder)
+    schedule.refuse_other_folder(design.folder)
     executor = make_executor(args.ray_address, args.cpus_per_run, args.gpus_per_run)
     try:
         design.folder.mkdir(parents=True, exist_ok=True)
         with lock_run_folder(design.folder):
-            claim_folder(design, sys.argv)
+            schedule.claim_folder(design, sys.argv)
             train(design, executor, args, console)
     except Interrupted:
         console.print("stopped; the same command continues this sweep")
@@ -57,14 +48,21 @@ def main() -> None:
 
 def make_design(args: SweepOptions) -> Design:
     """The design of the command line. Raises `UserError` where an arm cannot work, and with --strict where it has warnings."""
+    from alignment.rewards.reward import find_reward
+
     values = swept_values(args)
     arms = named_arms(args.sweep_file, args.preset, values) if args.sweep_file else grid(args.preset, values, args.hold)
     arms = with_controls(arms) if args.controls else arms
-    folder = Path(args.output_dir) / (args.sweep_name or default_name(args))
+    varied = [name for name, several in values.items() if len(several) > 1] or ["seeds"]
+    default = "_".join(["sweep", args.preset, *([Path(args.sweep_file).stem] if args.sweep_file else varied)])
+    folder = Path(args.output_dir) / (args.sweep_name or default)
     arms = {name: dataclasses.replace(arm, output_dir=str(folder)) for name, arm in arms.items()}
     seeds = tuple(dict.fromkeys(args.seed)) or (0,)
     for arm in arms.values():
-        check_arm(arm, seeds)
+        for seed in seeds:
+            dataclasses.replace(arm, seed=seed)  # refuses one that is out of range
+        refuse_missing_warm_start(arm)
+        find_reward(arm.reward, find_task(arm.task).rules)
     refuse_incomparable_arms(arms)
     warnings = tuple(lint(arms, seeds))
     if warnings and args.strict:
@@ -83,36 +81,18 @@ def looks(seeds: int, args: SweepOptions) -> int:
     return max(0, args.max_seeds - seeds) + 1 if args.until_decided else 1
 
 
-def check_arm(arm: RLArgs, seeds: tuple[int, ...]) -> None:
-    """Raise `UserError` where a seed is out of range, the warm start is missing, or task or reward do not exist."""
-    from alignment.data.tasks import find_task
-    from alignment.rewards.reward import find_reward
-
-    for seed in seeds:
-        dataclasses.replace(arm, seed=seed)
-    refuse_missing_warm_start(arm)
-    find_reward(arm.reward, find_task(arm.task).rules)
-
-
-def default_name(args: SweepOptions) -> str:
-    """`sweep_tiny_loss_type_group_size`: the preset and what varies."""
-    if args.sweep_file:
-        return f"sweep_{args.preset}_{Path(args.sweep_file).stem}"
-    varied = [name for name, values in swept_values(args).items() if len(values) > 1]
-    return "_".join(["sweep", args.preset, *(varied or ["seeds"])])
-
-
 def print_design(design: Design, args: SweepOptions, console: Console) -> None:
     """Print the arms, the runs and their time, what the seeds would show, and the warnings."""
-    arms, seeds = design.arms, len(design.seeds)
-    varying = [f.name for f in dataclasses.fields(RLArgs) if len({getattr(arm, f.name) for arm in arms.values()}) > 1]
+    arms, seeds, varied = design.arms, len(design.seeds), design.varied
     title = f"{len(arms)} arms x {seeds} seeds = {len(arms) * seeds} runs"
-    rows = [(name, *(str(getattr(arm, field)) for field in varying), str(arm.rollout_size)) for name, arm in arms.items()]
-    console.print(make_table(title, ("arm", *varying, "responses a step"), rows))
-    seconds = expected_seconds(design, args.output_dir)
-    console.print(
-        "time: unknown before a first run" if seconds is None else f"time, one run after another: {_duration(seconds)}"
-    )
+    rows = [(name, *map(str, varied[name].values()), str(arm.rollout_size)) for name, arm in arms.items()]
+    console.print(make_table(title, ("arm", *next(iter(varied.values())), "responses a step"), rows))
+    seconds = schedule.expected_seconds(design, args.output_dir)
+    if seconds is None:
+        console.print("time: unknown before a first run")
+    else:
+        duration = f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.0f} min"
+        console.print(f"time, one run after another: {duration}")
     print_power(design, args, console)
     for warning in design.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
@@ -134,16 +114,10 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     for sides, contrasts in (tables or {"two arms": pairs(arms)}).items():
         weights = [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
         difference, tie = power(weights, len(contrasts), after, score_std(SEED_STD, questions), design.tie)
-        console.print(
-            f"- smallest difference of {sides} that they would show with a chance of 80 %:"
-            f" {'none' if math.isinf(difference) else f'{difference:.3f}'}; equal ones would be called a tie within"
-            f" {design.tie:g} with a chance of {tie:.0%}",
-            soft_wrap=True,
-        )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.0f} min"
+        smallest = "none" if math.isinf(difference) else f"{difference:.3f}"
+        found = f"- smallest difference of {sides} that they would show with a chance of 80 %: {smallest}"
+        tied = f"equal ones would be called a tie within {design.tie:g} with a chance of {tie:.0%}"
+        console.print(f"{found}; {tied}", soft_wrap=True)
 
 
 def train(design: Design, executor: Executor, args: SweepOptions, console: Console) -> None:
@@ -152,18 +126,18 @@ def train(design: Design, executor: Executor, args: SweepOptions, console: Conso
     from alignment.ablation.study import read_study
     from alignment.ablation.verdicts import decide_question
 
-    states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
-    warm_up(design, executor, args.output_dir, console)
-    run_all(design, executor, states, console)
+    states = [schedule.State(arm, seed) for seed in design.seeds for arm in design.arms]
+    schedule.warm_up(design, executor, args.output_dir, console)
+    schedule.run_all(design, executor, states, console)
     while args.until_decided:
         comparisons = decide_question(read_study([design.folder]), args.question)
-        if not (added := next_runs(states, comparisons, args.max_seeds)):
+        if not (added := schedule.next_runs(states, comparisons, args.max_seeds)):
             break
-        for line in out_of_reach(comparisons, args.max_seeds):
+        for line in schedule.out_of_reach(comparisons, args.max_seeds):
             console.print(line, style="yellow", markup=False, soft_wrap=True)
         console.print(f"undecided: adding {', '.join(state.name for state in added)}", markup=False, soft_wrap=True)
         states += added
-        run_all(design, executor, states, console)
+        schedule.run_all(design, executor, states, console)
     study = read_study([design.folder])
     print_verdicts(study, console)
     for file in write_report(study, design.folder):

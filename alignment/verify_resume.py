@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from alignment.args import RLArgs, VerifyResumeArgs, as_train_rl, command_line, parse, refuse_missing_warm_start
+from alignment.args import RLArgs, VerifyResumeArgs, command_line, configuration, parse, refuse_missing_warm_start
 from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import read_jsonl
 from alignment.system.processes import end_command, last_line, start_command
@@ -41,10 +41,7 @@ def digests(run: Path) -> dict[str, str]:
 
 
 def _hash(parts: Iterable[bytes]) -> str:
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(hashlib.sha256(part).digest())
-    return total.hexdigest()
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def _untimed(record: dict) -> bytes:
@@ -66,7 +63,7 @@ def verify(args: VerifyResumeArgs, console: Console) -> bool:
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     k = args.kill_after
     with tempfile.TemporaryDirectory(prefix=".verify_resume_", dir=args.output_dir) as folder:
-        rl = dataclasses.replace(as_train_rl(args), num_steps=2 * k, save_interval=k, run_name="straight", output_dir=folder)
+        rl = configuration(RLArgs, args, num_steps=2 * k, save_interval=k, run_name="straight", output_dir=folder)
         with console.status(f"training {2 * k} steps straight"):
             _run(rl)
         rl = dataclasses.replace(rl, run_name="killed")

@@ -3,8 +3,8 @@
 import dataclasses
 import errno
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -42,13 +42,18 @@ def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
     demonstrations = (with_prompts(inputs.demonstrations[split], template, tokenizer) for split in ("train", "test"))
     train, validation = (tokenise(pairs, tokenizer, context) for pairs in demonstrations)
     data = SFTData(train, validation, pad_token_id(tokenizer))
-    with refused_if_made_meanwhile(target), atomic_folder(target) as building:
-        write_args(building, dataclasses.asdict(args), {"all": args.seed})
-        if message := policy.choose_micro_batch_tokens(data.longest):
-            console.print(message)
-        with closing(RunFolder(building)) as log, progress_line("SFT", args.num_steps, console) as progress:
-            fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
-        save_model(building, functools.partial(policy.save, tokenizer=tokenizer))
+    try:
+        with atomic_folder(target) as building:
+            write_args(building, dataclasses.asdict(args), {"all": args.seed})
+            if message := policy.choose_micro_batch_tokens(data.longest):
+                console.print(message)
+            with closing(RunFolder(building)) as log, progress_line("SFT", args.num_steps, console) as progress:
+                fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
+            save_model(building, functools.partial(policy.save, tokenizer=tokenizer))
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
+            raise MadeMeanwhile(f"--sft_base {target} was made by another command meanwhile; that one is kept") from None
+        raise
     del policy  # its weights and moments make room for the evaluation's engine
     sampler = make_sampler(args, str(target), roles_of(args).eval, tokenizer)
     with closing(sampler), console.status("sampling held-out problems"):
@@ -68,17 +73,6 @@ def with_prompts(demonstrations: Sequence[tuple[Problem, str]], template: str, t
 
 class MadeMeanwhile(UserError):
     """Another command has written --sft_base while this one was training."""
-
-
-@contextmanager
-def refused_if_made_meanwhile(target: Path) -> Iterator[None]:
-    """Raise `MadeMeanwhile` where the folder could not take its name since there is one by now."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
-            raise MadeMeanwhile(f"--sft_base {target} was made by another command meanwhile; that one is kept") from None
-        raise
 
 
 def warm_start(args: RLArgs, console: Console) -> str:

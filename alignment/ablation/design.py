@@ -48,12 +48,11 @@ class Design:
 
     @property
     def varied(self) -> dict[str, dict[str, object]]:
-        """For each arm, its values of the arguments in which arms differ."""
-        return varied_values({name: dataclasses.asdict(args) for name, args in self.arms.items()})
+        return varied_values({name: vars(args) for name, args in self.arms.items()})
 
     def facts(self) -> dict[str, object]:
         """The part of sweep.json that must stay the same when a sweep is continued: all but the seeds."""
-        arms = {name: dataclasses.asdict(args) for name, args in self.arms.items()}
+        arms = {name: vars(args) for name, args in self.arms.items()}
         return json.loads(json.dumps({"hold": self.hold, "tie": self.tie, "alpha": self.alpha, "arms": arms}))
 
 
@@ -61,9 +60,6 @@ def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[st
     """For each arm, its values of the arguments in which arms differ."""
     names = [name for name in next(iter(arms.values())) if len({json.dumps(arm.get(name)) for arm in arms.values()}) > 1]
     return {arm: {name: values.get(name) for name in names} for arm, values in arms.items()}
-
-
-# --- arms -------------------------------------------------------------------------------------------------------
 
 
 def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArgs]:
@@ -155,9 +151,6 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
             raise UserError(f"--sft_base {args.sft_base}: {reason}; give each its own sft_base in a --sweep_file")
 
 
-# --- warnings ---------------------------------------------------------------------------------------------------
-
-
 def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[LintWarning]:
     """Warnings of arms that are mathematically the same, of confounded differences, and of a single seed."""
     reason = "one seed cannot tell an arm from luck; there will be no verdict: give at least two, --seed 0 1"
@@ -217,7 +210,6 @@ def _why_equivalent(arms: Sequence[RLArgs]) -> str:
 
 
 def _differing(arms: Sequence[RLArgs]) -> list[str]:
-    """Names of the arguments, bookkeeping aside, in which the arms differ."""
     names = (f.name for f in dataclasses.fields(RLArgs) if f.name not in BOOKKEEPING)
     return [name for name in names if len({getattr(args, name) for args in arms}) > 1]
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 from alignment.system import signals
 from alignment.system.errors import UserError
@@ -26,20 +25,7 @@ class Job:
     folder: str = field(default_factory=os.getcwd)
 
 
-class Executor(Protocol):
-    """Runs jobs, each in a process of its own."""
-
-    def submit(self, job: Job) -> None:
-        """Add a job to the queue."""
-
-    def finished(self, seconds: float) -> dict[str, int]:
-        """Exit codes by name of the jobs that have ended; waits for one for at most `seconds`."""
-
-    def close(self) -> None:
-        """End the jobs under way."""
-
-
-def make_executor(address: str, cpus: int | None, gpus: int | None) -> Executor:
+def make_executor(address: str, cpus: int | None, gpus: int | None) -> "Executor":
     """Ray where it is installed, else one run after another. Raises `UserError` for a cluster's address without Ray."""
     if find_spec("ray"):
         return RayExecutor(address, cpus, gpus)
@@ -59,6 +45,7 @@ class LocalExecutor:
         self.queue.append(job)
 
     def finished(self, seconds: float) -> dict[str, int]:
+        """Exit codes by name of the jobs that have ended; waits for one for at most `seconds`."""
         if self.current is None and self.queue:
             job = self.queue.pop(0)
             self.current = job, start(job, self.cpus)
@@ -73,6 +60,7 @@ class LocalExecutor:
         return {job.name: code}
 
     def close(self) -> None:
+        """End the jobs under way."""
         if self.current is not None:
             end_command(self.current[1])
 
@@ -137,6 +125,7 @@ class RayExecutor:
         self.ray.shutdown()
 
 
+Executor = LocalExecutor | RayExecutor
 LOST = -1000  # exit code of a job whose machine or worker process is gone
 
 

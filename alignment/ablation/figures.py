@@ -25,19 +25,18 @@ def figures(study: Study) -> dict[str, Markup]:
     """The figures by title."""
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "alignment", "svg.fonttype": "none", "font.size": 9})
-    drawn = {
-        "Held-out accuracy over training": _svg(_draw_learning, study),
-        "Final held-out accuracy": _svg(_draw_final, study),
-    }
+    drawn = {"Held-out accuracy over training": _svg(_draw_learning, study)}
+    drawn["Final held-out accuracy"] = _svg(_draw_final, study)
     for key, label in CURVES.items():
         if any(key in record for run in study.runs for record in run.metrics):
             drawn[label[0].upper() + label[1:]] = _svg(_draw_metric, study, key, label)
     return drawn
 
 
-def _svg(draw: Callable, *args) -> Markup:
+def _svg(draw: Callable, study: Study, *args) -> Markup:
     figure, axes = plt.subplots(figsize=(9.5, 3.8), layout="constrained")
-    draw(axes, *args)
+    turbo, most = colormaps["turbo"], max(1, len(study.arms) - 1)
+    draw(axes, {arm: turbo(0.05 + 0.9 * i / most) for i, arm in enumerate(study.arms)}, study, *args)
     if axes.get_legend_handles_labels()[0]:
         figure.legend(fontsize=8, loc="outside right upper", frameon=False)
     text = io.StringIO()
@@ -47,33 +46,25 @@ def _svg(draw: Callable, *args) -> Markup:
     return Markup(svg[svg.index("<svg") :])
 
 
-def _colours(study: Study) -> dict[str, object]:
-    names = list(study.arms)
-    return {name: colormaps["turbo"](0.05 + 0.9 * i / max(1, len(names) - 1)) for i, name in enumerate(names)}
-
-
-def _draw_learning(axes, study: Study) -> None:
+def _draw_learning(axes, colours: dict, study: Study) -> None:
     """Draw each arm's mean over seeds at each evaluation, with its 95 % interval."""
-    colours = _colours(study)
-    at: dict[int, dict[str, Scores]] = {}  # scores by step and arm, since arms may be evaluated at different steps
     for arm, runs in study.arms.items():
+        at: dict[int, Scores] = {}  # by step: arms may be evaluated at different steps
         for run in runs.values():
             for step, scores in zip(run.scores.steps, run.scores.rewards_EQ, strict=True):
-                at.setdefault(step, {}).setdefault(arm, {})[run.seed] = scores
-    for arm, runs in study.arms.items():
-        if not runs:
-            continue
-        steps = [step for step in sorted(at) if len(at[step].get(arm, ())) == len(runs)]
-        means = [np.mean([scores.mean() for scores in at[step][arm].values()]) for step in steps]
-        margins = [half_widths(study, {arm: at[step][arm]})[arm] for step in steps]
-        axes.errorbar(steps, means, yerr=margins, color=colours[arm], label=arm, capsize=2, lw=1.2)
+                at.setdefault(step, {})[run.seed] = scores
+        if runs:
+            steps = [step for step in sorted(at) if len(at[step]) == len(runs)]
+            means = [np.mean([scores.mean() for scores in at[step].values()]) for step in steps]
+            margins = [half_widths(study, {arm: at[step]})[arm] for step in steps]
+            axes.errorbar(steps, means, yerr=margins, color=colours[arm], label=arm, capsize=2, lw=1.2)
     axes.set(xlabel="rollout step", ylabel="accuracy", ylim=(0, None))
     axes.grid(alpha=0.3)
 
 
-def _draw_final(axes, study: Study) -> None:
+def _draw_final(axes, colours: dict, study: Study) -> None:
     """Draw a point for each seed, and each arm's mean with its interval."""
-    scores, colours = final_scores(study), _colours(study)
+    scores = final_scores(study)
     accuracy = {arm: [s.mean() for s in by_seed.values()] for arm, by_seed in scores.items() if by_seed}
     margins = half_widths(study, scores)
     for y, (arm, values) in enumerate(reversed(accuracy.items())):
@@ -84,9 +75,7 @@ def _draw_final(axes, study: Study) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _draw_metric(axes, study: Study, key: str, label: str) -> None:
-    """Draw each arm's mean over seeds of a metric at each step."""
-    colours = _colours(study)
+def _draw_metric(axes, colours: dict, study: Study, key: str, label: str) -> None:
     for arm, runs in study.arms.items():
         curves = [{r["step"]: r[key] for r in run.metrics if r.get(key) is not None} for run in runs.values()]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []

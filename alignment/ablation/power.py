@@ -1,7 +1,5 @@
 """The power of a design before it is run: the differences and ties that its seeds would show, by simulation of the rule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -36,14 +36,14 @@ def print_verdicts(study: Study, console: Console) -> None:
 
 def write_report(study: Study, folder: Path) -> tuple[Path, Path]:
     """Write report.html, one page without other files, and report.md. Returns both paths."""
-    facts = contents(study)
+    facts = {**contents(study), "figures": figures(study), "shown": SHOWN_PAIRS}
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     html, markdown = folder / "report.html", folder / "report.md"
-    for file, extra in ((html, {"figures": figures(study)}), (markdown, {"shown": SHOWN_PAIRS})):
+    for file in (html, markdown):
         options = {"autoescape": file == html, "trim_blocks": True, "lstrip_blocks": True}
         environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
         environment.filters["p"] = lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}"
-        write_atomically(file, environment.get_template(f"{file.name}.j2").render(facts, **extra))
+        write_atomically(file, environment.get_template(f"{file.name}.j2").render(facts))
     return html, markdown
 
 
@@ -57,7 +57,7 @@ def contents(study: Study) -> dict[str, object]:
         "headline": headline(factors, pairs),
         "factors": factors,
         "pairs": _ranked(pairs),
-        "pairs_area": _ranked(verdicts.compare_arms(study, verdicts.areas(study))),
+        "pairs_area": _ranked(decide(study, verdicts.areas(study))),
         "over_tasks": verdicts.over_tasks(study),
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "grid": grid_of(study, {arm["name"]: arm["mean"] for arm in arms}),
@@ -126,13 +126,10 @@ def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:
     if not runs:
         return None
     run = runs[min(runs)]
-    before, after = (_completions(run, record["step"]) for record in (run.evals[0], run.evals[-1]))
+    files = (run.path / "completions" / f"eval_{record['step']:06d}.jsonl" for record in (run.evals[0], run.evals[-1]))
+    before, after = ({line["problem"]: line for line in read_jsonl(file)} for file in files)
     changed = [b for b in before if b in after and before[b]["score"]["reward"] != after[b]["score"]["reward"]]
     chosen = (changed or list(after))[0]
-    texts = {"question": after[chosen]["question"], "truth": after[chosen]["ground_truth"]}
-    texts |= {"before": before.get(chosen, after[chosen])["text"], "after": after[chosen]["text"]}
+    old, new = before.get(chosen, after[chosen]), after[chosen]
+    texts = {"question": new["question"], "truth": new["ground_truth"], "before": old["text"], "after": new["text"]}
     return {key: printable(text)[:600] for key, text in texts.items()}
-
-
-def _completions(run: Run, step: int) -> dict[str, dict]:
-    return {record["problem"]: record for record in read_jsonl(run.path / "completions" / f"eval_{step:06d}.jsonl")}

@@ -40,11 +40,7 @@ class State:
 
     @property
     def name(self) -> str:
-        """The name of the run and of its folder."""
         return f"{self.arm}_seed{self.seed}"
-
-
-# --- the folder -------------------------------------------------------------------------------------------------
 
 
 def refuse_other_folder(folder: Path) -> None:
@@ -84,15 +80,10 @@ def expected_seconds(design: Design, output_dir: str) -> float | None:
     return responses * statistics.median(paces)
 
 
-# --- the runs ---------------------------------------------------------------------------------------------------
-
-
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:
     """Make the warm starts that the arms share and that do not exist yet. Raises `UserError` where that fails."""
     warm_starts = {arm.sft_base: arm for arm in design.arms.values() if arm.auto_sft and arm.sft_base}
-    for base, arm in warm_starts.items():
-        if Path(base).exists():
-            continue
+    for base, arm in ((base, arm) for base, arm in warm_starts.items() if not Path(base).exists()):
         console.print(f"{base} is not there yet: warming up by SFT, once", markup=False)
         args = dataclasses.replace(as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir)
         job = Job("sft", "alignment.sft", tuple(command_line(args)), str(design.folder / "logs" / "sft.log"))
@@ -107,9 +98,7 @@ def warm_up(design: Design, executor: Executor, output_dir: str, console: Consol
 def run_all(design: Design, executor: Executor, states: Sequence[State], console: Console) -> None:
     """Bring every run to its end. A run that fails is tried once more; a second failure is printed and noted in its state."""
     for state in states:
-        if is_finished(design, state):
-            state.status = "done"
-        else:
+        if not is_done(design, state):
             submit(design, executor, state)
     by_name = {state.name: state for state in states}
     with Live(progress_table(design, states), console=console, refresh_per_second=2, transient=True) as live:
@@ -131,8 +120,7 @@ def submit(design: Design, executor: Executor, state: State) -> None:
 
 def settle(design: Design, executor: Executor, state: State, code: int, console: Console) -> None:
     """Note the end of a run's process, and try a failed run again, once."""
-    if is_finished(design, state):  # whatever the exit code: what follows the summary changes no result
-        state.status = "done"
+    if is_done(design, state):  # whatever the exit code: what follows the summary changes no result
         return
     cause = "its worker or machine is gone" if code == LOST else f"exit code {code}"
     retry = state.attempts < ATTEMPTS and code != 2  # 2 is a mistake in the arguments, which a second attempt repeats
@@ -143,9 +131,11 @@ def settle(design: Design, executor: Executor, state: State, code: int, console:
         submit(design, executor, state)
 
 
-def is_finished(design: Design, state: State) -> bool:
-    """Whether the run has written its summary."""
-    return (design.folder / state.name / "summary.json").exists()
+def is_done(design: Design, state: State) -> bool:
+    """Whether the run has written its summary, which its state then notes."""
+    if done := (design.folder / state.name / "summary.json").exists():
+        state.status = "done"
+    return done
 
 
 def _log(design: Design, state: State) -> Path:
@@ -170,9 +160,6 @@ def _progress(design: Design, state: State) -> str:
     if not (steps := read_jsonl(folder / "metrics.jsonl")):
         return "waiting"
     return f"step {steps[-1]['step']} of {design.arms[state.arm].num_steps}, reward {steps[-1]['reward']:.2f}"
-
-
-# --- until it is decided ----------------------------------------------------------------------------------------
 
 
 def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_seeds: int) -> list[State]:

@@ -4,8 +4,6 @@ An arm is a set of arguments, trained with several seeds; all runs answer the sa
 Q questions, E evaluations, C contrasts. Nothing here reads a file or draws a random number.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -58,7 +56,6 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Whether the kind is not "undecided"."""
         return self.kind != "undecided"
 
 
@@ -75,11 +72,6 @@ class _Estimate:
     dof: int
     questions: float
     unstable: tuple[str, ...]
-
-    @property
-    def largest(self) -> float:
-        """The larger variance of a seed's difference."""
-        return max(self.own, self.by_sides)
 
 
 def pairs(arms: Sequence[str]) -> list[Contrast]:
@@ -135,11 +127,7 @@ def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None
     return float(half_width(between_seeds_11[0] / seeds, np.array([seeds - 1.0]), questions)[0])
 
 
-# --- estimates --------------------------------------------------------------------------------------------------
-
-
 def shared_seeds(arms: Mapping[str, Scores], contrast: Contrast) -> tuple[int, ...]:
-    """The seeds that all arms of the contrast have."""
     return tuple(sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights))))
 
 
@@ -158,16 +146,9 @@ def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups
         names, mean_A, between_seeds_AA, between_questions_AA = moments(seeds)
         weights_A = np.array([contrast.weights.get(name, 0.0) for name in names])
         chosen = variances if unstable else of_stable
-        yield _Estimate(
-            contrast,
-            len(seeds),
-            float(weights_A @ mean_A),
-            float(weights_A @ between_seeds_AA @ weights_A),
-            variance_of_sides(chosen, contrast.weights),
-            chosen.dof,
-            max(0.0, float(weights_A @ between_questions_AA @ weights_A)),
-            unstable,
-        )
+        own, questions = (float(weights_A @ cov_AA @ weights_A) for cov_AA in (between_seeds_AA, between_questions_AA))
+        mean, by_sides = float(weights_A @ mean_A), variance_of_sides(chosen, contrast.weights)
+        yield _Estimate(contrast, len(seeds), mean, own, by_sides, chosen.dof, max(0.0, questions), unstable)
 
 
 def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequence[Hashable] | None):
@@ -202,28 +183,21 @@ def _group_means(y_ASQ: np.ndarray, groups: Sequence[Hashable] | None) -> np.nda
     return mean + (y_ASQ - mean) @ member_QG * (member_QG.shape[1] / member_QG.shape[0])
 
 
-# --- verdicts ---------------------------------------------------------------------------------------------------
-
-
 def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: int) -> list[Comparison]:
-    """The comparisons of estimates, of a family of `family` contrasts."""
-    if not estimates:
-        return []
-    seeds, mean, own, by_sides, dof, questions, largest = (
-        np.array([getattr(e, name) for e in estimates], dtype=float)
-        for name in ("seeds", "mean", "own", "by_sides", "dof", "questions", "largest")
-    )
+    names = ("seeds", "mean", "own", "by_sides", "dof", "questions")
+    columns = (np.array([getattr(e, name) for e in estimates], dtype=float) for name in names)
+    seeds, mean, own, by_sides, dof, questions = columns
 
     def p_values(distance: np.ndarray) -> np.ndarray:
         if family == 1:
             return np.minimum(1, 2 * tail(distance, own / seeds, seeds - 1, questions))
         together = holm(2 * tail(distance, by_sides / seeds, dof, questions))
-        return np.maximum(together, np.minimum(1, 2 * tail(distance, largest / seeds, seeds - 1, questions)))
+        alone = 2 * tail(distance, np.maximum(own, by_sides) / seeds, seeds - 1, questions)
+        return np.maximum(together, np.minimum(1, alone))
 
     half = half_width(own / seeds, seeds - 1, questions)
     p, p_tie = p_values(np.abs(mean)), p_values(tie - np.abs(mean))
-    pairs_of_p = zip(p, p_tie, strict=True)
-    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, half, pairs_of_p, strict=True)]
+    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, half, zip(p, p_tie, strict=True), strict=True)]
 
 
 def tail(distance_C: np.ndarray, variance_C: np.ndarray, dof_C: np.ndarray, questions_C: np.ndarray) -> np.ndarray:
@@ -267,30 +241,27 @@ def _verdict(e: _Estimate, half: float, p_values: tuple[float, float], tie: floa
     elif p_tie < alpha:
         kind, verdict = "tie", f"tie within {tie:g}"
     else:
-        more = _seeds_to_settle(e, tie, alpha, family)
-        needs = f"about {more} more seed{'s' if more > 1 else ''}" if more else _lacking(e, tie, alpha, family)
+        more, needs = _needs(e, tie, alpha, family)
         reason = f"{e.seeds} seeds cannot bear an arm as unstable as {' and '.join(sorted(e.unstable))}; " if e.unstable else ""
         verdict = f"undecided: {reason}{needs}"
     low, high = float(e.mean - half), float(e.mean + half)
     return Comparison(a, b, e.seeds, e.mean, low, high, float(p), kind, verdict, more, tuple(e.contrast.weights))
 
 
-def _seeds_to_settle(e: _Estimate, tie: float, alpha: float, family: int) -> int | None:
-    """The number of further seeds that would settle the comparison at the present estimates; None above MOST_SEEDS."""
+def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:
+    """The further seeds that would settle the comparison at the present estimates, None above MOST_SEEDS; and that in words."""
     together, alone = _quantiles(e.seeds, e.dof, alpha, family)
-    seeds = e.seeds + np.arange(1, MOST_SEEDS + 1)
     by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
-    of_family = np.maximum(together * math.sqrt(e.by_sides), alone * math.sqrt(e.largest))
-    errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(seeds)
-    half = np.hypot(errors, by_questions)
+    of_family = np.maximum(together * math.sqrt(e.by_sides), alone * math.sqrt(max(e.own, e.by_sides)))
+    errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(e.seeds + np.arange(1, MOST_SEEDS + 1))
+    half = np.append(np.hypot(errors, by_questions), by_questions)  # the last: with any number of seeds
     enough = (abs(e.mean) > half) | (abs(e.mean) + half < tie)
-    return int(seeds[enough][0]) - e.seeds if enough.any() else None
-
-
-def _lacking(e: _Estimate, tie: float, alpha: float, family: int) -> str:
-    by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
-    by_seeds = abs(e.mean) > by_questions or abs(e.mean) + by_questions < tie
-    return f"more than {MOST_SEEDS} more seeds" if by_seeds else "more questions are needed, not more seeds"
+    more = int(enough.argmax()) + 1
+    if not enough.any():
+        return None, "more questions are needed, not more seeds"
+    if more > MOST_SEEDS:
+        return None, f"more than {MOST_SEEDS} more seeds"
+    return more, f"about {more} more seed{'s' if more > 1 else ''}"
 
 
 @functools.lru_cache(maxsize=256)
@@ -301,15 +272,11 @@ def _quantiles(seeds: int, dof: int, alpha: float, family: int) -> tuple[np.ndar
 
 
 def _without_interval(arms: Mapping[str, Scores], contrast: Contrast) -> Comparison:
-    nan, seeds = math.nan, shared_seeds(arms, contrast)
-    mean = (
-        sum(w * float(np.mean([arms[arm][seed].mean() for seed in seeds])) for arm, w in contrast.weights.items())
-        if seeds
-        else nan
-    )
+    nan, seeds = math.nan, shared_seeds(arms, contrast)  # none or one
+    mean = sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items()) if seeds else nan
     verdict = f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
-    names = tuple(contrast.weights)
-    return Comparison(contrast.a, contrast.b, len(seeds), mean, nan, nan, 1.0, "undecided", verdict, 2 - len(seeds), names)
+    sides = (contrast.a, contrast.b, len(seeds), mean)
+    return Comparison(*sides, nan, nan, 1.0, "undecided", verdict, 2 - len(seeds), tuple(contrast.weights))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -319,9 +286,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty_like(p)
     adjusted[order] = np.maximum.accumulate(np.minimum(1, p[order] * np.arange(len(p), 0, -1)))
     return adjusted.tolist()
-
-
-# --- scores -----------------------------------------------------------------------------------------------------
 
 
 def area_under_curve(steps: Sequence[int], scores_EQ: np.ndarray) -> np.ndarray:

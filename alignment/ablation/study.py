@@ -29,7 +29,6 @@ class Study:
 
     @property
     def runs(self) -> list[Run]:
-        """All runs, arm by arm."""
         return [run for arm in self.arms.values() for run in arm.values()]
 
 

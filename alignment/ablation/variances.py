@@ -1,7 +1,5 @@
 """How much the mean scores of arms vary between seeds: in common, by arm, and for which arm by more than chance."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,8 +43,13 @@ def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
     root = np.sqrt(freedom)
     sums = (np.eye(len(names))[i] + np.eye(len(names))[j]) * root[:, None]
     own_A = np.linalg.lstsq(sums, np.nanvar(differences, axis=1, ddof=1) * root, rcond=None)[0]
+    # Each arm's share of the degrees of freedom of the common variance.
     share_A = (np.sum(~np.isnan(y_AS), axis=1) - 1) * (1 - 1 / len(names))
-    unstable = _unstable(own_A, share_A, common, dof) if len(names) > 2 else []
+    rest_A = np.maximum(dof - share_A, 1e-9)
+    others_A = np.maximum((common * dof - own_A * share_A) / rest_A, 1e-12 * common + 1e-300)
+    known_A = (share_A > 0) & (dof > share_A) & (len(names) > 2)
+    p_A = stats.f.sf(own_A / others_A, np.maximum(share_A, 1e-9), rest_A)
+    unstable = np.flatnonzero(known_A & (p_A < 0.025 / len(names)))
     by_arm = {name: max(0.0, float(own)) for name, own in zip(names, own_A, strict=True)}
     return SeedVariances(common, dof, dict.fromkeys(means, common) | by_arm, frozenset(names[k] for k in unstable))
 
@@ -56,11 +59,3 @@ def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) ->
     variance."""
     sides = [[(w**2, arm) for arm, w in weights.items() if w * sign > 0] for sign in (1, -1)]
     return sum(max(sum(w * variances.by_arm[arm] for w, arm in s), variances.common * sum(w for w, _ in s)) for s in sides)
-
-
-def _unstable(own_A: np.ndarray, share_A: np.ndarray, common: float, dof: int) -> np.ndarray:
-    """Indices of the arms with too large a variance, where each has `share_A` of the degrees of freedom of the common one."""
-    others = np.maximum((common * dof - own_A * share_A) / np.maximum(dof - share_A, 1e-9), 1e-12 * common + 1e-300)
-    known = (share_A > 0) & (dof > share_A)
-    p = stats.f.sf(own_A / others, np.maximum(share_A, 1e-9), np.maximum(dof - share_A, 1e-9))
-    return np.flatnonzero(known & (p < 0.025 / len(own_A)))

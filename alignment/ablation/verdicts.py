@@ -5,15 +5,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-from alignment.ablation.statistics import (
-    Comparison,
-    Contrast,
-    Scores,
-    area_under_curve,
-    compare,
-    half_width_of_mean,
-    interquartile_mean,
-)
+from alignment.ablation import statistics
+from alignment.ablation.statistics import Comparison, Contrast, Scores, compare
 from alignment.ablation.study import Study
 from alignment.core.records import Problem
 from alignment.data.questions import question_text
@@ -30,18 +23,15 @@ def final_scores(study: Study) -> dict[str, Scores]:
 def areas(study: Study) -> dict[str, Scores]:
     """For each arm and seed, the area [Q] under every question's learning curve."""
     return {
-        arm: {seed: area_under_curve(run.scores.steps, run.scores.rewards_EQ) for seed, run in runs.items()}
+        arm: {seed: statistics.area_under_curve(run.scores.steps, run.scores.rewards_EQ) for seed, run in runs.items()}
         for arm, runs in study.arms.items()
     }
 
 
-def decide(study: Study) -> list[Comparison]:
-    """A comparison of final accuracy for every pair of arms of one task. Raises `UserError` where their questions differ."""
-    return compare_arms(study, final_scores(study))
-
-
-def compare_arms(study: Study, scores: Mapping[str, Scores]) -> list[Comparison]:
-    """A comparison of `scores` for every pair of arms of one task. Raises `UserError` where their questions differ."""
+def decide(study: Study, scores: Mapping[str, Scores] | None = None) -> list[Comparison]:
+    """A comparison of `scores`, by default the final ones, for every pair of arms of one task. Raises `UserError` where their
+    questions differ."""
+    scores = final_scores(study) if scores is None else scores
     tasks = {arm: str(study.varied[arm].get("task", "")) for arm in study.arms}
     comparisons = []
     for task in dict.fromkeys(tasks.values()):
@@ -73,7 +63,7 @@ def over_tasks(study: Study) -> dict[str, float]:
         if "task" in study.varied[arm]:
             rest = ", ".join(_level(name, value) for name, value in study.varied[arm].items() if name != "task")
             pooled.setdefault(rest or "all arms", []).extend(float(scores.mean()) for scores in by_seed.values())
-    return {arm: interquartile_mean(values) for arm, values in pooled.items() if values}
+    return {arm: statistics.interquartile_mean(values) for arm, values in pooled.items() if values}
 
 
 def factor_contrasts(varied: Mapping[str, Mapping[str, object]]) -> dict[str, list[Contrast]]:
@@ -157,4 +147,7 @@ def split_of_gain(run: Run) -> tuple[float, float, float]:
 
 def half_widths(study: Study, scores: Mapping[str, Scores]) -> dict[str, float]:
     """Half of the 95 % interval of each arm's mean (`half_width_of_mean`); 0 for an arm with fewer than two seeds."""
-    return {arm: half_width_of_mean(by_seed, question_groups(study.arms[arm].values())) for arm, by_seed in scores.items()}
+    return {
+        arm: statistics.half_width_of_mean(by_seed, question_groups(study.arms[arm].values()))
+        for arm, by_seed in scores.items()
+    }

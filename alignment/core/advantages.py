@@ -54,8 +54,7 @@ def group_advantages(
     group's size), or "batch", the unbiased deviation of all rewards (Liu et al. 2025, arXiv:2508.08221).
 
     A response whose `counted_B1` is False has the advantage 0 and influences no mean or deviation. The only counted response
-    of a group also has the advantage 0. Raises ValueError for incomplete groups and for a group size below 2.
-    """
+    of a group also has the advantage 0. Raises ValueError for incomplete groups and for a group size below 2."""
     import einx
     import torch
 
@@ -88,8 +87,7 @@ def compute_group_normalized_rewards(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Score every response and normalise within its group of `group_size` consecutive responses.
 
-    Returns (advantages [batch, 1], raw_rewards [batch, 1], metadata). Raises ValueError like `group_advantages`.
-    """
+    Returns (advantages [batch, 1], raw_rewards [batch, 1], metadata). Raises ValueError like `group_advantages`."""
     import torch
 
     scores = [reward_fn(r, g) for r, g in zip(rollout_responses, repeated_ground_truths, strict=True)]
@@ -116,6 +114,5 @@ def group_statistics(raw_rewards_B1: torch.Tensor, group_size: int) -> dict[str,
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), a term of the reward.
 
-    It is 0 up to `max_new_tokens - buffer` tokens and falls linearly to -1 at `max_new_tokens`. A buffer of 0 turns it off.
-    """
+    It is 0 up to `max_new_tokens - buffer` tokens and falls linearly to -1 at `max_new_tokens`. A buffer of 0 turns it off."""
     return -max(0, length - (max_new_tokens - buffer)) / buffer if buffer else 0.0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -26,26 +25,16 @@ def kl_penalty(policy_log_probs: torch.Tensor, reference_log_probs: torch.Tensor
     Under top-p or top-k the log-probs of each model are of its own truncated distribution, to which the sampled token is added
     where it is outside. The divergence of two such distributions may be infinite, and no estimate is unbiased: the mean of
     k3 - k1, E[exp(l)] - 1, is no longer 0, because the reference's share of tokens that pi never samples is missing from it.
-    At top-p .5 the means of k1 and k3 were .0386 and .0148 on the same tokens.
-    """
+    At top-p .5 the means of k1 and k3 were .0386 and .0148 on the same tokens."""
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
-@dataclass(frozen=True)
-class Correction:
-    """One way to weigh tokens: the level at which the ratio is taken, and what bounds it."""
-
-    level: Literal["token", "sequence"]
-    bound: Callable[[torch.Tensor, float], torch.Tensor]
-
-
-CORRECTIONS: Mapping[str, Correction | None] = {
-    "none": None,
-    "token_truncate": Correction("token", lambda weight_BT, cap: weight_BT.clamp(max=cap)),
-    "token_mask": Correction("token", lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0)),
-    "sequence_truncate": Correction("sequence", lambda weight_BT, cap: weight_BT.clamp(max=cap)),
-    "sequence_mask": Correction("sequence", lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0)),
+BOUNDS: Mapping[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "truncate": lambda weight_BT, cap: weight_BT.clamp(max=cap),
+    "mask": lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0),
 }
+CORRECTIONS = ("none", *(f"{level}_{bound}" for level in ("token", "sequence") for bound in BOUNDS))
+"""Ways to weigh tokens: the level at which the ratio is taken, and what bounds it."""
 
 
 def sampler_weights(
@@ -55,11 +44,11 @@ def sampler_weights(
 
     w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens). "truncate" takes
     min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1), "mask" w where it is at most cap,
-    else 0. Without gradient.
-    """
-    if (entry := CORRECTIONS[correction]) is None:
+    else 0. Without gradient."""
+    if correction == "none":
         return old_log_probs.new_ones(old_log_probs.shape)
+    level, _, bound = correction.partition("_")
     log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
-    if entry.level == "sequence":
+    if level == "sequence":
         log_weight_BT = log_weight_BT.sum(dim=1, keepdim=True).expand_as(log_weight_BT)
-    return entry.bound(log_weight_BT.exp(), cap)
+    return BOUNDS[bound](log_weight_BT.exp(), cap)

@@ -42,7 +42,6 @@ class LossInputs:
 
 
 ADVANTAGE_ARGUMENTS = frozenset({"baseline", "normalize_by_std", "std_of", "advantage_eps"})
-CLIP_ARGUMENTS = frozenset({"cliprange", "cliprange_high"})
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,7 @@ class LossConfig:
     correction_cap: float = 2.0
 
 
-# --- the functions ------------------------------------------------------------------------------------------------------
-
-
 def _weigh(weights_B1: torch.Tensor, values_BT: torch.Tensor) -> torch.Tensor:
-    """Each response's weight times the values at its tokens."""
     import einx  # here, because it loads sympy, for which reading arguments should not wait
 
     return einx.multiply("b 1, b t -> b t", weights_B1, values_BT)
@@ -107,8 +102,7 @@ def compute_grpo_clip_loss(
     PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages (arXiv:2402.03300, eq. 3).
     `cliprange_high` (None: `cliprange`) clips higher than lower (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 10). With
     `dual_clip` d > 1 the surrogate of a negative advantage is at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5).
-    Metadata: "ratio" float and "clipped" bool (a bound is what counts, so the gradient is zero).
-    """
+    Metadata: "ratio" float and "clipped" bool (a bound is what counts, so the gradient is zero)."""
     config = LossConfig(LOSSES["grpo_clip"], cliprange, cliprange_high, dual_clip)
     return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
 
@@ -118,30 +112,27 @@ def _clipped_surrogate(advantages: torch.Tensor, ratio_BT: torch.Tensor, config:
     bounded_BT = _weigh(advantages, ratio_BT.clamp(*_bounds(config)))
     surrogate_BT, clipped_BT = free_BT.minimum(bounded_BT), bounded_BT < free_BT
     if config.dual_clip:
-        no_floor = advantages.new_full((), -float("inf"))
-        floor_BT = (config.dual_clip * advantages).where(advantages < 0, no_floor).expand_as(surrogate_BT)
+        floor_BT = (config.dual_clip * advantages).where(advantages < 0, float("-inf")).expand_as(surrogate_BT)
         clipped_BT = clipped_BT | (floor_BT > surrogate_BT)
         surrogate_BT = surrogate_BT.maximum(floor_BT)
     return -surrogate_BT, {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}
 
 
 def _bounds(config: LossConfig) -> tuple[float, float]:
-    """The smallest and the largest ratio that counts."""
+    """The smallest and the largest ratio that counts. Raises ValueError without a cliprange."""
+    if config.cliprange is None:
+        raise ValueError("this loss needs cliprange")
     high = config.cliprange if config.cliprange_high is None else config.cliprange_high
     return 1 - config.cliprange, 1 + high
 
 
-def _no_baseline(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
-    return compute_naive_policy_gradient_loss(*inputs.require("raw_rewards"), inputs.log_probs)
-
-
-def _reinforce_with_baseline(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
-    return compute_naive_policy_gradient_loss(*inputs.require("advantages"), inputs.log_probs)
+def _reinforce(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
+    return compute_naive_policy_gradient_loss(*inputs.require(inputs.config.loss.weight), inputs.log_probs)
 
 
 def _grpo_clip(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
-    return _clipped_surrogate(advantages, (inputs.log_probs - old_log_probs).exp(), _with_cliprange(inputs))
+    return _clipped_surrogate(advantages, (inputs.log_probs - old_log_probs).exp(), inputs.config)
 
 
 def _grpo_no_clip(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
@@ -155,39 +146,29 @@ def _gspo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     """-min(s * A, clip(s, 1 - c, 1 + c_high) * A) with one s a response, s = exp(mean over its tokens of log pi / pi_old).
 
     GSPO, Zheng et al. 2025 (arXiv:2507.18071), eqs. 5 and 7, written to every token of the response, so that with
-    sequence_mean each response counts once. Its clip ranges are orders of magnitude smaller than GRPO's (3e-4 there).
-    """
+    sequence_mean each response counts once. Its clip ranges are orders of magnitude smaller than GRPO's (3e-4 there)."""
     advantages, old_log_probs, mask = inputs.require("advantages", "old_log_probs", "mask")
     mean_B = masked_mean(inputs.log_probs - old_log_probs, mask, dim=1)
     ratio_BT = mean_B.exp()[:, None].expand_as(inputs.log_probs)
-    return _clipped_surrogate(advantages, ratio_BT, _with_cliprange(inputs))
+    return _clipped_surrogate(advantages, ratio_BT, inputs.config)
 
 
 def _cispo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     """-sg(clip(rho, 1 - c, 1 + c_high)) * A * log pi: the weight is clipped, so no token loses its gradient.
 
-    CISPO, MiniMax 2025 (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only (`cliprange` 1).
-    """
+    CISPO, MiniMax 2025 (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only (`cliprange` 1)."""
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs.detach() - old_log_probs).exp()
-    weight_BT = ratio_BT.clamp(*_bounds(_with_cliprange(inputs)))
+    weight_BT = ratio_BT.clamp(*_bounds(inputs.config))
     return -(_weigh(advantages, weight_BT) * inputs.log_probs), {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
 
 
-def _with_cliprange(inputs: LossInputs) -> LossConfig:
-    if inputs.config.cliprange is None:
-        raise ValueError("this loss needs cliprange")
-    return inputs.config
-
-
-# --- the entries ----------------------------------------------------------------------------------------------------------
-
-_CLIPPED = ADVANTAGE_ARGUMENTS | CLIP_ARGUMENTS
+_CLIPPED = ADVANTAGE_ARGUMENTS | {"cliprange", "cliprange_high"}
 _AT_ONE = "reinforce_with_baseline"  # with rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
 
 LOSSES: Mapping[str, Loss] = {
-    "no_baseline": Loss(_no_baseline, weight="raw_rewards", arguments=frozenset()),
-    "reinforce_with_baseline": Loss(_reinforce_with_baseline),
+    "no_baseline": Loss(_reinforce, weight="raw_rewards", arguments=frozenset()),
+    "reinforce_with_baseline": Loss(_reinforce),
     "grpo_clip": Loss(_grpo_clip, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}),
     "grpo_no_clip": Loss(_grpo_no_clip, uses_ratio=True, at_ratio_one=_AT_ONE),
     "gspo": Loss(_gspo, uses_ratio=True, ratio_per_response=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}),

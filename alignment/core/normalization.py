@@ -12,16 +12,14 @@ if TYPE_CHECKING:
 
 def masked_mean(tensor: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Mean over `dim` (all axes when None) of the elements whose mask is true; NaN where the mask is empty."""
-    kept = tensor.where(mask.bool(), 0)
-    return kept.sum() / mask.sum() if dim is None else kept.sum(dim) / mask.sum(dim)
+    return tensor.where(mask.bool(), 0).sum(dim) / mask.sum(dim)
 
 
 def masked_normalize(
     tensor: torch.Tensor, mask: torch.Tensor, normalize_constant: float = 1.0, dim: int | None = None
 ) -> torch.Tensor:
     """Sum over `dim` (all axes when None) of the elements whose mask is true, divided by `normalize_constant`."""
-    kept = tensor.where(mask.bool(), 0)
-    return (kept.sum() if dim is None else kept.sum(dim)) / normalize_constant
+    return tensor.where(mask.bool(), 0).sum(dim) / normalize_constant
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,7 @@ class Normalization:
     """One way to turn per-token losses into a scalar.
 
     `total(loss [batch, sequence], mask)` is the sum over a micro-batch; `denominator(response lengths, max_new_tokens)` is what
-    the sum of an optimiser step's micro-batches is divided by.
-    """
+    the sum of an optimiser step's micro-batches is divided by."""
 
     total: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     denominator: Callable[[Sequence[int], int], float]
@@ -51,6 +48,5 @@ def loss_denominator(loss_normalization: str, response_lengths: Sequence[int], m
 
     sequence_mean: the number of sequences, each weighing the same (GRPO, arXiv:2402.03300, eq. 3). token_mean: the
     number of response tokens, each weighing the same (DAPO, arXiv:2503.14476, eq. 8). constant: sequences times the
-    most tokens one may have, so that length changes no token's weight (Dr. GRPO, arXiv:2503.20783, section 3.2).
-    """
+    most tokens one may have, so that length changes no token's weight (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
     return float(NORMALIZATIONS[loss_normalization].denominator(response_lengths, max_new_tokens))

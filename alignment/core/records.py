@@ -23,14 +23,14 @@ class Problem:
     ground_truth: str
 
 
+@dataclass(frozen=True)
 class Endless:
     """An endless sequence of problems: `make(index)` returns the problem of that index, the same one every time."""
 
-    def __init__(self, make: Callable[[int], Problem]):
-        self._make = make
+    make: Callable[[int], Problem]
 
     def __getitem__(self, index: int) -> Problem:
-        return self._make(index)
+        return self.make(index)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class SamplingConfig:
 
     @property
     def distribution(self) -> Distribution:
-        """The distribution that completions are drawn from."""
         return Distribution(self.temperature, self.top_p, self.top_k)
 
 
@@ -66,8 +65,7 @@ class Completion:
     """One sampled response.
 
     `token_ids` hold every sampled token, the stop string's and EOS included: train on them, never on re-tokenised
-    `text`. `log_probs` are nats under the distribution they were drawn from, after temperature, top-k and top-p.
-    """
+    `text`. `log_probs` are nats under the distribution they were drawn from, after temperature, top-k and top-p."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -91,8 +89,7 @@ class Batch:
     """Right-padded sequences, shifted for next-token prediction: `labels[b, t]` follows `input_ids[b, t]`.
 
     `input_ids`, `labels`: int64 [batch, sequence]. `response_mask`: bool [batch, sequence], true where the label is a
-    response token. Padding sits on the right, so causal attention needs no mask of its own.
-    """
+    response token. Padding sits on the right, so causal attention needs no mask of its own."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -117,8 +114,7 @@ class Rollout:
     """One step's B responses, ready to train on: a padded batch, and one number or one row of numbers for each response.
 
     `raw_rewards_B1` include the penalty of overlong responses. `counted_B1` (bool) is false for responses that enter neither
-    baselines nor updates.
-    """
+    baselines nor updates."""
 
     batch: Batch
     raw_rewards_B1: torch.Tensor

@@ -15,8 +15,7 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | torch.Tensor) -> t
     The loss of a token is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times `kl_penalty`.
     `denominator` counts the whole optimiser step (`loss_denominator`), so that any cut into micro-batches gives the same
     gradient. The sums are on the device of the inputs, and nothing here waits for it: "response_tokens", for losses with a
-    ratio "ratio_sum", "ratio_max" and "clipped_tokens", with a reference "kl_sum", with a correction "weight_sum".
-    """
+    ratio "ratio_sum", "ratio_max" and "clipped_tokens", with a reference "kl_sum", with a correction "weight_sum"."""
     config = inputs.config
     loss_BT, per_token = config.loss.function(inputs)
     if config.sampler_correction != "none":
@@ -34,12 +33,9 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | torch.Tensor) -> t
 def _token_sums(per_token: dict[str, torch.Tensor], response_mask: torch.Tensor) -> Sums:
     sums = {"response_tokens": response_mask.sum()}
     if "ratio" in per_token:
-        ratio_BT = torch.where(response_mask, per_token["ratio"], 0)
-        sums |= {
-            "ratio_sum": ratio_BT.sum(),
-            "ratio_max": ratio_BT.max(),
-            "clipped_tokens": (per_token["clipped"] & response_mask).sum(),
-        }
+        ratio_BT = per_token["ratio"].where(response_mask, 0)
+        sums |= {"ratio_sum": ratio_BT.sum(), "ratio_max": ratio_BT.max()}
+        sums["clipped_tokens"] = (per_token["clipped"] & response_mask).sum()
     for name in per_token.keys() & {"kl", "weight"}:
         sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)
     return sums
@@ -51,9 +47,6 @@ def supervised_loss(
     """Mean over the batch of each response's summed -log pi / normalize_constant, with its graph, and {"response_tokens"}."""
     per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
     return per_sequence_B.mean(), _token_sums({}, response_mask)
-
-
-# --- the names of the field ---------------------------------------------------------------------------------------------
 
 
 def grpo_microbatch_train_step(
@@ -78,8 +71,7 @@ def grpo_microbatch_train_step(
     batch * steps, token_mean by this micro-batch's tokens * steps; "constant" has no such default (ValueError). `numbers` are
     further fields of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction, correction_cap.
 
-    Returns the scalar loss, detached, and sums over response tokens.
-    """
+    Returns the scalar loss, detached, and sums over response tokens."""
     if denominator is None:
         counts = {"sequence_mean": response_mask.shape[0], "token_mean": response_mask.sum()}
         if loss_normalization not in counts:
@@ -101,8 +93,7 @@ def sft_microbatch_train_step(
     """Negative log-likelihood of the response tokens and its backward.
 
     loss = sum over responses of -log pi / normalize_constant, averaged over the batch and over
-    `gradient_accumulation_steps`. Returns the detached scalar loss and {"response_tokens"}.
-    """
+    `gradient_accumulation_steps`. Returns the detached scalar loss and {"response_tokens"}."""
     mean, sums = supervised_loss(policy_log_probs, response_mask, normalize_constant)
     loss = mean / gradient_accumulation_steps
     loss.backward()

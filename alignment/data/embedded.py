@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,13 @@ from alignment.system.files import atomic_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TINY_CONTEXT = 256
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def embedded_model(name: str, output_dir: str) -> Path | None:
-    """Build the embedded model `name` unless its folder exists, and return the folder; None for any other name."""
-    builders = {"tiny": build_tiny, "tiny_student": build_tiny_student, "smollm2": build_smollm2}
-    if name not in builders:
-        return None
+def embedded_model(name: str, output_dir: str) -> Path:
+    """The folder of the embedded model `name`, which is built unless it exists. "tiny_student" is a smaller policy, of about
+    0.15 million parameters, with the same tokenizer as "tiny": a student to distil into."""
+    builders = {"tiny": build_tiny, "tiny_student": partial(build_tiny, hidden_size=64), "smollm2": build_smollm2}
     folder = Path(output_dir) / f"{name}_base"
     if not folder.exists():
         try:
@@ -38,29 +37,16 @@ def embedded_model(name: str, output_dir: str) -> Path | None:
     return folder
 
 
-def build_tiny_student(folder: Path) -> None:
-    """Save a smaller policy, of about 0.15 million parameters, with the same tokenizer: a student to distil into."""
-    build_tiny(folder, hidden_size=64)
-
-
 def build_tiny(folder: Path, hidden_size: int = 128) -> None:
     """Save a randomly initialised Qwen2 policy of about 0.5 million parameters, and its tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("train")[:2000])
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=3 * hidden_size,
-        max_position_embeddings=TINY_CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen2ForCausalLM(config).save_pretrained(folder)
@@ -73,16 +59,11 @@ def tiny_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(r" ?</?[a-z]+>| ?[A-Za-z]+| ?[^A-Za-z]"), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=384,
-        special_tokens=["<|endoftext|>", "<|pad|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    special, alphabet = ["<|endoftext|>", "<|pad|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
 

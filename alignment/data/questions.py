@@ -14,15 +14,11 @@ MOST_REDRAWS = 1000
 
 def question_text(problem: Problem) -> str:
     """The question, or the prompt of a problem without one; case and white space do not count."""
-    return _plain(problem.question) or prompt_text(problem)
+    return plain(problem.question) or plain(problem.prompt)
 
 
-def prompt_text(problem: Problem) -> str:
-    """The prompt; case and white space do not count."""
-    return _plain(problem.prompt)
-
-
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """A text in lower case, with single spaces."""
     return " ".join(text.casefold().split())
 
 

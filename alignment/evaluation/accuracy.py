@@ -94,9 +94,7 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
 
 def category(score: Score) -> str:
     """The category of a score, one of `CATEGORIES`."""
-    if not score["format_reward"]:
-        return CATEGORIES[2]
-    return CATEGORIES[0] if score["answer_reward"] else CATEGORIES[1]
+    return CATEGORIES[2 if not score["format_reward"] else 0 if score["answer_reward"] else 1]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -108,13 +106,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority_share(group: Group) -> float:
     """1 where the most frequent answer is right, 0 where it is wrong; among equally frequent answers, the share that is right.
     Answers are compared as written; a response without an answer has no vote (Wang et al. 2023, arXiv:2203.11171)."""
-    votes = Counter(answer for completion in group.completions if (answer := extract_answer(completion.text)) is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    right = {extract_answer(c.text) for c, score in zip(group.completions, group.scores, strict=True) if score["reward"] == 1}
-    leaders = [answer for answer, count in votes.items() if count == most]
-    return sum(answer in right for answer in leaders) / len(leaders)
+    answers = [extract_answer(completion.text) for completion in group.completions]
+    votes = Counter(answer for answer in answers if answer is not None)
+    right = {answer for answer, score in zip(answers, group.scores, strict=True) if score["reward"] == 1}
+    leaders = {answer for answer, count in votes.items() if count == max(votes.values())}
+    return len(leaders & right) / len(leaders) if leaders else 0.0
 
 
 def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
@@ -135,10 +131,8 @@ def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) ->
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     """Print the averages with their intervals, the categories, and pass@k and maj@k where samples allow."""
-    rows = [
-        (name, f"{value:.4f}", "{:.4f} .. {:.4f}".format(*evaluation.intervals[name]))
-        for name, value in evaluation.averages.items()
-    ]
+    spans = {name: "{:.4f} .. {:.4f}".format(*interval) for name, interval in evaluation.intervals.items()}
+    rows = [(name, f"{value:.4f}", spans[name]) for name, value in evaluation.averages.items()]
     samples = len(evaluation.groups[0].completions)
     if samples > 1:
         rows += [(f"pass@{k}", f"{value:.4f}") for k, value in evaluation.pass_at_k.items()]
@@ -163,8 +157,7 @@ class Evaluator:
 
     def run_if_due(self, step: int) -> None:
         """Evaluate after `step` steps, unless that is logged already: a run may stop between a step and its evaluation."""
-        off_interval = step % self.interval and step < self.run.config.num_steps
-        if step in self.run.folder.evaluated or off_interval:
+        if step in self.run.folder.evaluated or step % self.interval and step < self.run.config.num_steps:
             return
         if self.sampler.policy_version != step:
             load_proven(self.sampler, self.policy.weights(), step)

@@ -8,12 +8,11 @@ from pathlib import Path
 import jinja2
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from alignment.core.records import Group
 from alignment.system.files import write_atomically, write_jsonl
-from alignment.system.terminal import printable
+from alignment.system.terminal import make_table, printable
 
 SHOWN = 200  # problems of each kind on the page
 
@@ -73,14 +72,8 @@ def paired_difference(
         )
         for x, y in zip(a, b, strict=True)
     ]
-    return PairedDifference(
-        mean_a,
-        mean_b,
-        difference,
-        (low, high),
-        won=tuple(outcome for outcome in outcomes if outcome.b > outcome.a),
-        lost=tuple(outcome for outcome in outcomes if outcome.b < outcome.a),
-    )
+    won, lost = (tuple(o for o in outcomes if sign * (o.b - o.a) > 0) for sign in (1, -1))
+    return PairedDifference(mean_a, mean_b, difference, (low, high), won, lost)
 
 
 def _reach(one: float, other: float, r: float) -> float:
@@ -92,31 +85,21 @@ def write_comparison(comparison: PairedDifference, names: Sequence[str], folder:
     kinds = (("won", comparison.won), ("lost", comparison.lost))
     records = [{"outcome": kind, **vars(outcome)} for kind, outcomes in kinds for outcome in outcomes]
     write_jsonl(folder / "comparison.jsonl", records)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.get_template("comparison.html.j2")
-    page = template.render(comparison=comparison, names=names, kinds=kinds, shown=SHOWN)
-    write_atomically(folder / "comparison.html", page)
-    return folder / "comparison.html"
+    source = Path(__file__).with_name("comparison.html.j2").read_text(encoding="utf-8")
+    template = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined)
+    file = folder / "comparison.html"
+    write_atomically(file, template.render(comparison=comparison, names=names, kinds=kinds, shown=SHOWN))
+    return file
 
 
 def print_comparison(comparison: PairedDifference, names: Sequence[str], console: Console) -> None:
     """Print the difference with its interval, and the first problem that was won and the first that was lost."""
-    low, high = comparison.interval
-    console.print(
-        f"{names[1]} - {names[0]}: {comparison.difference:+.4f} (95 %: {low:+.4f} .. {high:+.4f}); {len(comparison.won)}"
-        f" problems won, {len(comparison.lost)} lost",
-        style="bold",
-        markup=False,
-    )
-    table = Table(show_lines=True)
-    for heading in ("", *names):
-        table.add_column(heading, overflow="fold")
-    for kind, outcomes in (("won", comparison.won), ("lost", comparison.lost)):
-        for outcome in outcomes[:1]:
-            cells = (f"{kind}: {outcome.question}", outcome.a_text, outcome.b_text)
-            table.add_row(*(Text(printable(cell)) for cell in cells))
+    (low, high), won, lost = comparison.interval, comparison.won, comparison.lost
+    difference = f"{names[1]} - {names[0]}: {comparison.difference:+.4f} (95 %: {low:+.4f} .. {high:+.4f})"
+    console.print(f"{difference}; {len(won)} problems won, {len(lost)} lost", style="bold", markup=False)
+    rows = [(f"{kind}: {o.question}", o.a_text, o.b_text) for kind, side in (("won", won), ("lost", lost)) for o in side[:1]]
+    table = make_table("", ("", *names), [[Text(printable(cell)) for cell in row] for row in rows])
+    table.show_lines = True
     console.print(table)
 
 

@@ -19,7 +19,6 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         self._set_rates([lr] * len(self.param_groups))
 
     def step(self, closure: None = None) -> None:
-        """Step every parameter that has a gradient."""
         rates = [group["lr"] for group in self.param_groups]
         on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
         # Compiled code takes the rate as a tensor, since a new number would be compiled anew; all else here takes numbers.
@@ -38,7 +37,6 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         return {**whole, "state": {index: dict(_opened(values)) for index, values in whole["state"].items()}}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over what `state_dict` gave, bit for bit."""
         state = {index: _closed(values) for index, values in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 

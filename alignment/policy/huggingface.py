@@ -24,11 +24,6 @@ def _unchanged(function: Callable | None = None, *arguments, **options) -> Calla
     return function or _unchanged
 
 
-def _index_transform():
-    """A context manager of torch for the masks of compiled attention."""
-    return importlib.import_module(MASKS).TransformGetItemToIndex()
-
-
 class CompilerStandIn(ModuleType):
     """Stands for torch's compiler, until more is needed than has a meaning where nothing is compiled: then that is loaded."""
 
@@ -62,7 +57,7 @@ FINDER = SubmoduleFinder()
 
 def _put_stand_in() -> None:
     masks = ModuleType(MASKS)
-    masks.TransformGetItemToIndex = _index_transform
+    masks.TransformGetItemToIndex = lambda: load_compiler()._trace_wrapped_higher_order_op.TransformGetItemToIndex()
     torch._dynamo = CompilerStandIn(COMPILER)
     sys.modules |= {COMPILER: torch._dynamo, MASKS: masks}
     sys.meta_path.insert(0, FINDER)
@@ -91,6 +86,6 @@ if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(sys.modules) and
     _put_stand_in()
 
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402, F401
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache  # noqa: E402, F401
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer  # noqa: E402, F401
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402, F401
 from transformers.utils import logging  # noqa: E402, F401

@@ -1,7 +1,11 @@
 """A policy whose layers are split over several devices by the hand-built device map."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from alignment.core.records import Batch
 from alignment.core.tokens import Row, cut_by_tokens
@@ -46,3 +50,12 @@ class LayerSplitPolicy(SingleDevicePolicy):
                     micro_batch = started.pop(number)
                     micro_batch.backward()
                     yield micro_batch, pieces[number]
+
+    def clip_gradient(self, max_norm: float) -> torch.Tensor:
+        """See `Policy.clip_gradient`. Each device sends the norm of its part; torch would copy the norm of every parameter."""
+        parts: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+        for parameter in (parameter for parameter in self.model.parameters() if parameter.grad is not None):
+            parts[parameter.grad.device].append(parameter.grad)
+        norm = get_total_norm([get_total_norm(gradients) for gradients in parts.values()])
+        clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+        return norm

@@ -83,13 +83,10 @@ def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask
         return padded_logits(model, input_ids, response_mask)
     packing = pack(split_rows(input_ids, response_mask))
     device = model.get_input_embeddings().weight.device
+    ids, positions = send(packing.input_ids_1N, device), send(packing.position_ids_1N, device)
     with attention_by_layout(model, packing):
-        hidden = model.get_decoder()(
-            input_ids=send(packing.input_ids_1N, device),
-            position_ids=send(packing.position_ids_1N, device),
-            use_cache=False,
-            layout=packing,
-        ).last_hidden_state
+        output = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing)
+    hidden = output.last_hidden_state
     spots_BT = torch.nn.functional.pad(packing.spots_BT, (0, response_mask.shape[1] - packing.spots_BT.shape[1]))
     return hidden[0].index_select(0, send(spots_BT[response_mask], hidden.device))
 

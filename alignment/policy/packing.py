@@ -149,9 +149,6 @@ def _real(padded: torch.Tensor) -> torch.Tensor:
     return (padded.flatten() >= 0).nonzero().squeeze(1)
 
 
-# --- attention ------------------------------------------------------------------------------------------------------
-
-
 def soft_capped(values: torch.Tensor, cap: float | None) -> torch.Tensor:
     """c * tanh(v / c), or v without a cap (Gemma 2, arXiv:2408.00118)."""
     return values if cap is None else cap * torch.tanh(values / cap)
@@ -194,17 +191,8 @@ class Layout(Protocol):
         ...
 
 
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    layout: Layout | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention as transformers calls it, by a layout where one is given.
+def attention(module, query, key, value, attention_mask, scaling=None, layout: Layout | None = None, **kwargs):
+    """(Output, None) of scaled dot-product attention as transformers calls it, by a layout where one is given.
 
     Raises ValueError for what it was told and does not know, such as a position bias, and for what only a layout does.
 

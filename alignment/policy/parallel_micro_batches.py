@@ -70,13 +70,11 @@ def run_parallel(
         with ThreadPoolExecutor(parallel) as pool:
             for start in range(0, len(pieces), parallel):
                 block = pieces[start : start + parallel]
-                order.begin(len(block))
-                if len(block) == 1:
-                    yield order.run(0, threads, work, block[0])
-                    continue
-                shares = [max(1, threads // parallel + (worker < threads % parallel)) for worker in range(parallel)]
+                workers = len(block)
+                order.begin(workers)
+                shares = [max(1, threads // workers + (worker < threads % workers)) for worker in range(workers)]
                 try:
-                    results = list(pool.map(order.run, range(parallel), shares, itertools.repeat(work), block))
+                    results = list(pool.map(order.run, range(workers), shares, itertools.repeat(work), block))
                 except BaseException:  # of a worker, or a signal's: the pool would wait for workers that may wait for it
                     order.stop()
                     raise
@@ -124,7 +122,6 @@ class OrderedAccumulation:
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
         for hook in self.hooks:
             hook.remove()
 

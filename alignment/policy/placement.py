@@ -203,8 +203,10 @@ def cast_by_autocast(model: PreTrainedModel) -> list[Any]:
     """The parameters that autocast casts for a product and that nothing else reads: of linear layers and GPT-2's, but for a
     head that is the embedding, and stacks of experts' matrices. Subclasses of these layers may compute otherwise."""
     of_kinds = [(type(module).__name__, own) for module in model.modules() for own in module.parameters(recurse=False)]
-    cast = [own for kind, own in of_kinds if kind in ("Linear", "Conv1D") or (own.ndim == 3 and not kind.startswith("Conv"))]
-    return [own for own in cast if own is not model.get_input_embeddings().weight]
+    linear = [own for kind, own in of_kinds if kind in ("Linear", "Conv1D")]
+    # Of one matrix alone there is no stack: RWKV's factors of the shape [1, 1, H] enter no product.
+    stacks = [own for kind, own in of_kinds if own.ndim == 3 and len(own) > 1 and not kind.startswith("Conv")]
+    return [own for own in (*linear, *stacks) if own is not model.get_input_embeddings().weight]
 
 
 def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str]:

@@ -37,11 +37,10 @@ class RemoteReference:
     def __init__(self, url: str, token: str, vocabulary: int, timeout: float):
         check_url(url)
         self.url, self.token, self.timeout = url, token, timeout
-        # No proxy (trust_env) and no redirect (httpx follows none): the token goes nowhere else. A connection serves one
-        # request, so none can break while it is idle.
+        # No proxy (trust_env) and no redirect (httpx follows none): the token goes nowhere else. http:// has no certificates.
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.Client(headers=headers, trust_env=False, verify=False, limits=limits)  # http:// has no certificates
+        limits = httpx.Limits(max_keepalive_connections=0)  # so none breaks while it is idle
+        self._http = httpx.Client(headers=headers, trust_env=False, verify=False, limits=limits)
         self.info = self._get_info()
         if (its := self.info["vocabulary"]) != vocabulary:
             other = f"{printable(self.info['model'])} has a vocabulary of {its} tokens, the policy of {vocabulary}"
@@ -72,7 +71,7 @@ class RemoteReference:
         flag = f"--reference_url {self.url}"
         try:
             status, answer, _ = self._exchange("GET", "/info", None, LONGEST_MESSAGE, START_SECONDS)
-        except httpx.RemoteProtocolError:
+        except httpx.ProtocolError:
             status, answer = 0, b""
         except (httpx.TransportError, UnicodeError) as error:
             command = f"start it with `uv run -m {SERVICE} --model ...`, and wait for the line with its address"
@@ -109,11 +108,9 @@ class RemoteReference:
                 for part in response.iter_raw():
                     answer += part
                     if len(answer) > most or time.monotonic() > deadline:
-                        break
+                        raise httpx.ProtocolError("its answer has no end")
             except httpx.RemoteProtocolError:
-                raise httpx.RemoteProtocolError("its answer was cut short") from None
-        if len(answer) > most or time.monotonic() > deadline:
-            raise httpx.RemoteProtocolError("its answer has no end")
+                raise httpx.ProtocolError("its answer was cut short") from None
         return response.status_code, bytes(answer), response.headers.get(WEIGHTS_HEADER)
 
     def _read_log_probs(self, answer: bytes, mask: torch.Tensor) -> torch.Tensor:
@@ -130,8 +127,7 @@ class RemoteReference:
         return torch.where(mask, log_probs_BT, 0.0)
 
     def _poll(self, again: int, failure: str, *request, **limits) -> tuple[int, bytes]:
-        """Status and body of an answer. Repeats a request with growing pauses while its status is `again`, for `timeout`
-        seconds; then raises `RunStopped` with `failure`."""
+        """Status and body of an answer. Repeats a request while its status is `again`, for `timeout` seconds."""
         deadline, pause = time.monotonic() + self.timeout, 0.005
         while (answer := self._request(*request, **limits))[0] == again:
             if time.monotonic() + pause > deadline:
@@ -149,8 +145,8 @@ class RemoteReference:
 
 
 class ReferenceProcess:
-    """A reference server that one run starts on this machine, so that it works while the trainer does. Where it dies, hangs or
-    answers no log-probs, `log_probs` replaces it once; then it raises `RunStopped`."""
+    """A reference server that a run starts on this machine, to work while the trainer does. Where it dies, hangs or answers no
+    log-probs, `log_probs` replaces it once; then it raises `RunStopped`."""
 
     def __init__(self, model: ServedModel, vocabulary: int, timeout: float):
         self.token, self.restarts = secrets.token_urlsafe(), 0
@@ -158,13 +154,12 @@ class ReferenceProcess:
         self._start(port=0)
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        """The log-probs [B, T] of the responses, 0 elsewhere. Uploads the batch where the server does not have it."""
+        """See `RemoteReference.log_probs`."""
         try:
             return self._client.log_probs(key, batch, distribution, micro_batch_tokens)
         except RunStopped as error:
             print(f"the reference model is started again: {error}", file=sys.stderr)
         self.restarts += 1
-        self._child.kill()
         self.close()
         self._start(port=int(self.url.rpartition(":")[2]))  # which the sampler knows
         return self._client.log_probs(key, batch, distribution, micro_batch_tokens)

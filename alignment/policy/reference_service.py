@@ -77,12 +77,10 @@ def read_upload(body: bytes, vocabulary: int, context: int) -> tuple[Batch, Dist
     try:
         temperature, top_p = float(metadata["temperature"]), float(metadata["top_p"])
         top_k, micro_batch_tokens = int(metadata["top_k"]), int(metadata["micro_batch_tokens"])
+        fits = 0 < temperature < math.inf and 0 < top_p <= 1 and top_k >= 0 and micro_batch_tokens >= 1
     except (KeyError, ValueError):
-        raise HTTPException(400, "the metadata needs numbers: temperature, top_p, top_k and micro_batch_tokens") from None
-    _require(0 < temperature < math.inf, "temperature must be a number above 0")
-    _require(0 < top_p <= 1, "top_p must be above 0 and at most 1")
-    _require(top_k >= 0, "top_k must be 0 (all) or more")
-    _require(micro_batch_tokens >= 1, "micro_batch_tokens must be at least 1")
+        fits = False
+    _require(fits, "the metadata needs temperature > 0, 0 < top_p <= 1, top_k >= 0 (0: all), micro_batch_tokens >= 1")
     return batch, Distribution(temperature, top_p, top_k), micro_batch_tokens
 
 
@@ -106,22 +104,22 @@ class Job:
 
 class ReferenceService:
     """Computes the uploads of HTTP clients, in order, in the thread that calls `work`. At most `max_pending` uploads wait or
-    have an unread answer; the last `READ_RESULTS` answers that were read are kept too. Only the event loop's thread touches the
-    table of jobs."""
+    have an unread answer; it keeps the last `READ_RESULTS` read ones, too. Only the event loop's thread touches the jobs."""
 
     def __init__(self, compute: Compute, info: Mapping[str, object], token: str, max_pending: int):
         self.compute, self.info, self.max_pending = compute, info, max_pending
         self._queue: SimpleQueue[tuple[str, Job, tuple] | None] = SimpleQueue()
         self._jobs: dict[str, Job] = {}  # those that are read stand in the order of that
         self._body_slots = asyncio.Semaphore(BODIES)
+        needs_token = JSONResponse({"error": f"this server needs its token: set {TOKEN_VARIABLE}"}, 401)
         self.app = Starlette(
             routes=[
                 Route("/upload", self._upload, methods=["POST"]),
                 Route("/get", self._get),
-                Route("/info", self._answer(200, info), methods=["GET"]),
+                Route("/info", JSONResponse(info), methods=["GET"]),
             ],
-            middleware=[Middleware(TokenCheck, token=token)],
-            exception_handlers={HTTPException: self._refuse, Exception: self._refuse},
+            middleware=[Middleware(TokenCheck, token=token, refusal=needs_token)] if token else [],
+            exception_handlers={HTTPException: _refuse, Exception: _refuse},
         )
 
     def work(self) -> None:
@@ -129,12 +127,12 @@ class ReferenceService:
         while (waiting := self._queue.get()) is not None:
             key, job, upload = waiting
             try:
-                content = safetensors.torch.save({"log_probs": self.compute(*upload)})
-                answer = self._answer(200, content, "application/octet-stream")
+                log_probs = safetensors.torch.save({"log_probs": self.compute(*upload)})
+                answer = Response(log_probs, media_type="application/octet-stream")
             except Exception as error:  # such as a device without memory for this one; the next may be smaller
                 reason = f"could not be computed: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"
                 print(f"{key} {reason}", file=sys.stderr, flush=True)
-                answer = self._answer(500, {"error": reason})
+                answer = JSONResponse({"error": reason}, 500)
             with signals.deferred_signals():  # a signal within would leave the future's lock shut
                 job.finish(answer)
 
@@ -144,11 +142,11 @@ class ReferenceService:
 
     @contextmanager
     def running(self, listener: socket.socket) -> Iterator[str]:
-        """Answer requests on a bound socket, in another thread; yields the URL. At the end clients that wait for a result are
-        told to poll again, and the service waits a second for its connections."""
+        """Answer requests on a bound socket, in another thread; yields the URL. At the end waiting clients poll again."""
         listener.listen(64)
+        options = {"http": TimedConnection, "headers": [(WEIGHTS_HEADER, self.info["weights"])], "timeout_graceful_shutdown": 1}
         quiet = {"ws": "none", "lifespan": "off", "log_config": None, "log_level": "critical"}
-        server = uvicorn.Server(uvicorn.Config(self.app, http=TimedConnection, timeout_graceful_shutdown=1, **quiet))
+        server = uvicorn.Server(uvicorn.Config(self.app, **options, **quiet))
         thread = threading.Thread(target=server.run, args=([listener],), name="reference service", daemon=True)
         thread.start()
         host, port = listener.getsockname()[:2]
@@ -157,19 +155,26 @@ class ReferenceService:
         finally:
             for job in list(self._jobs.values()):
                 if not job.answer.done():
-                    job.finish(self._answer(202))
+                    job.finish(JSONResponse({}, 202))
             server.should_exit = True
             thread.join(2)
 
     async def _upload(self, request: Request) -> Response:
         key = _key(request)
         upload = read_upload(await self._body(request), self.info["vocabulary"], self.info["context"])
-        if not self._enqueue(key, upload):
-            raise HTTPException(503, "too many batches wait, or have results that nobody has read: try again later")
-        return self._answer(202)
+        known = self._jobs.get(key)
+        if known is None or (known.answer.done() and known.answer.result().status_code == 500):  # which is tried again
+            unread = [other for other, job in self._jobs.items() if not job.was_read and other != key]  # oldest first
+            if len(unread) >= self.max_pending:
+                if time.monotonic() - self._jobs[unread[0]].finished <= ABANDONED_SECONDS:
+                    raise HTTPException(503, "too many batches wait, or have results that nobody has read: try again later")
+                del self._jobs[unread[0]]
+            self._jobs.pop(key, None)
+            self._jobs[key] = Job()
+            self._queue.put((key, self._jobs[key], upload))
+        return JSONResponse({}, 202)
 
     async def _body(self, request: Request) -> bytes:
-        """The body, whose length is checked before any of it is read."""
         if "transfer-encoding" in request.headers or "content-length" not in request.headers:
             raise HTTPException(411, "the request needs a Content-Length, and no Transfer-Encoding")
         if int(request.headers["content-length"]) > (most := self.info["max_upload_bytes"]):
@@ -180,21 +185,6 @@ class ReferenceService:
         except (TimeoutError, ClientDisconnect):
             raise HTTPException(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
 
-    def _enqueue(self, key: str, upload: tuple[Batch, Distribution, int]) -> bool:
-        """Queue an upload, unless its key is known; False without room for it. A job that failed is computed again."""
-        known = self._jobs.get(key)
-        if known and not (known.answer.done() and known.answer.result().status_code == 500):
-            return True
-        unread = [other for other, job in self._jobs.items() if not job.was_read and other != key]  # oldest first
-        if len(unread) >= self.max_pending:
-            if time.monotonic() - self._jobs[unread[0]].finished <= ABANDONED_SECONDS:
-                return False
-            del self._jobs[unread[0]]
-        self._jobs.pop(key, None)
-        self._jobs[key] = Job()
-        self._queue.put((key, self._jobs[key], upload))
-        return True
-
     async def _get(self, request: Request) -> Response:
         key = _key(request)
         job = self._jobs.get(key)
@@ -202,7 +192,7 @@ class ReferenceService:
             raise HTTPException(404, "there is no such key, or no longer")
         answered, _ = await asyncio.wait([asyncio.wrap_future(job.answer)], timeout=POLL_SECONDS)
         if not answered:
-            return self._answer(202)
+            return JSONResponse({}, 202)
         if not job.was_read and self._jobs.get(key) is job:
             job.was_read = True
             self._jobs[key] = self._jobs.pop(key)
@@ -210,17 +200,13 @@ class ReferenceService:
                 del self._jobs[old]
         return job.answer.result()
 
-    def _answer(self, status: int, content: Mapping | bytes = b"{}", media_type: str = "application/json") -> Response:
-        """An answer with the digest of the weights, in bytes or from what JSON can hold."""
-        content = content if isinstance(content, bytes) else json.dumps(content).encode()
-        return Response(content, status, {WEIGHTS_HEADER: self.info["weights"]}, media_type)
 
-    def _refuse(self, request: Request, error: Exception) -> Response:
-        reason = getattr(error, "detail", f"the request failed: {type(error).__name__}")
-        if reason in ("Not Found", "Method Not Allowed"):  # Starlette's own words
-            paths = "there is nothing but /upload, /get, /info; /upload takes POST, each other takes GET"
-            reason = f"no request that the server knows: {paths}"
-        return self._answer(getattr(error, "status_code", 500), {"error": reason})
+def _refuse(request: Request, error: Exception) -> Response:
+    reason = getattr(error, "detail", f"the request failed: {type(error).__name__}")
+    if reason in ("Not Found", "Method Not Allowed"):  # Starlette's own words
+        paths = "there is nothing but /upload, /get, /info; /upload takes POST, each other takes GET"
+        reason = f"no request that the server knows: {paths}"
+    return JSONResponse({"error": reason}, getattr(error, "status_code", 500))
 
 
 def _key(request: Request) -> str:
@@ -231,16 +217,15 @@ def _key(request: Request) -> str:
 
 
 class TokenCheck:
-    """ASGI middleware that refuses requests without the token, whatever else they say."""
+    """ASGI middleware that gives `refusal` to requests without the token, whatever else they say."""
 
-    def __init__(self, app: ASGIApp, token: str):
-        self.app, self.token = app, token
+    def __init__(self, app: ASGIApp, token: str, refusal: ASGIApp):
+        self.app, self.expected, self.refusal = app, f"Bearer {token}".encode(), refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app, sent = self.app, dict(scope["headers"]).get(b"authorization", b"")
-        if self.token and not hmac.compare_digest(sent, f"Bearer {self.token}".encode()):
-            app = JSONResponse({"error": f"this server needs its token: set {TOKEN_VARIABLE}"}, 401)
-        await app(scope, receive, send)
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        is_known = scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected)
+        await (self.app if is_known else self.refusal)(scope, receive, send)
 
 
 class TimedConnection(H11Protocol):

@@ -5,6 +5,7 @@ hold sums, differences, products, quotients, minus signs and whole numbers, and 
 """
 
 import ast
+import operator
 import re
 from fractions import Fraction
 
@@ -15,6 +16,7 @@ ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 WHOLE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n<answer>(?:(?!</?answer>).)*</answer>", re.DOTALL)
 TOLERANCE = Fraction(1, 100_000)
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def countdown_reward_fn(response: str, ground_truth: str) -> Score:
@@ -32,9 +34,7 @@ def is_right(expression: str, ground_truth: str) -> bool:
     """Whether an expression uses each given number exactly once, and no other, and is within 1e-5 of the target."""
     target, _, numbers = ground_truth.partition("=")
     value, used = value_of(expression) or (None, [])
-    if value is None:
-        return False
-    return sorted(used) == sorted(map(int, numbers.split())) and abs(value - int(target)) < TOLERANCE
+    return value is not None and sorted(used) == sorted(map(int, numbers.split())) and abs(value - int(target)) < TOLERANCE
 
 
 def value_of(expression: str) -> tuple[Fraction, list[int]] | None:
@@ -43,9 +43,8 @@ def value_of(expression: str) -> tuple[Fraction, list[int]] | None:
     if len(text) > LONGEST or not ALLOWED.fullmatch(text):
         return None
     try:
-        tree = ast.parse(text, mode="eval").body
         used: list[int] = []
-        return _walk(tree, used), used
+        return _walk(ast.parse(text, mode="eval").body, used), used
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
@@ -53,20 +52,11 @@ def value_of(expression: str) -> tuple[Fraction, list[int]] | None:
 def _walk(node: ast.expr, used: list[int]) -> Fraction:
     """The value of a node. Raises ValueError for anything but + - * / and whole numbers, such as a power."""
     match node:
-        case ast.Constant(value=int(number)) if not isinstance(number, bool) and number < 10**9:
+        case ast.Constant(value=int(number)) if number < 10**9:
             used.append(number)
             return Fraction(number)
-        case ast.BinOp(left=left, op=sign, right=right):
-            a, b = _walk(left, used), _walk(right, used)
-            match sign:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.Div():
-                    return a / b
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATIONS:
+            return OPERATIONS[type(sign)](_walk(left, used), _walk(right, used))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_walk(operand, used)
     raise ValueError(f"{type(node).__name__} is not allowed")

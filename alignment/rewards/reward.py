@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from alignment.core.records import Completion, Group, Problem
+from alignment.core.records import Completion, Group, Problem, Score
 from alignment.rewards.controls import CONTROLS
 from alignment.rewards.parts import PARTS, Part, of_response
 from alignment.rewards.rules import RULES, RewardFn, evaluation_rule, find_rule
@@ -93,24 +93,21 @@ def _find_part(name: str, rule: RewardFn, rules: Sequence[str]) -> Part:
 def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], reward_fn: RewardFn) -> list[Group]:
     """Each problem with its completions and their scores by one function."""
     groups = list(zip(problems, completions, strict=True))
-    pairs = [(completion.text, problem.ground_truth) for problem, drawn in groups for completion in drawn]
-    threads = ThreadPoolExecutor(GRADING_THREADS)
-    try:
-        scores = threads.map(lambda pair: reward_fn(*pair), pairs)
+    with graded_ahead(reward_fn, problems) as grading:
+        futures = [grading(i, completion.text) for i, (_, drawn) in enumerate(groups) for completion in drawn]
+        scores = (future.result() for future in futures)
         return [Group(problem, tuple(drawn), tuple(next(scores) for _ in drawn)) for problem, drawn in groups]
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)  # an interrupted command does not wait for the rest
 
 
 @contextmanager
-def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callable[[int, str], object]]:
-    """Gives a function of a problem's number and a response, which grades that response in a thread. The grader caches slow
-    verdicts, so scoring the rollout afterwards is fast."""
+def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callable[[int, str], Future[Score]]]:
+    """Gives a function of a problem's number and a response, which grades that response in a thread: its future score. The
+    grader caches slow verdicts, so scoring the rollout afterwards is fast."""
     threads = ThreadPoolExecutor(GRADING_THREADS)
     try:
         yield lambda number, text: threads.submit(rule, text, problems[number].ground_truth)
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)  # an interrupted command does not wait for the rest
 
 
 def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, float]:

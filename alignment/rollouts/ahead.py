@@ -6,6 +6,7 @@ versions of the weights for the sampler: each side waits for the other where it 
 """
 
 import dataclasses
+import itertools
 import os
 import pickle
 import queue
@@ -60,16 +61,12 @@ class AheadRollouts:
     or gives no rollout in the time that its engine has for it (--sampler_timeout a request, twice)."""
 
     def __init__(self, config: AheadConfig, sampled: Sequence[SampledStep], clock: Clock):
-        self.restarts = 0
-        self.clock = clock
+        self.clock, self.restarts = clock, 0
         self._config, self._schedule = config, config.schedule
         self._sampled = {rollout.step: rollout for rollout in sampled}
-        self._arrivals: queue.SimpleQueue[None] = queue.SimpleQueue()  # an arrival that is missed costs POLL_SECONDS
-        self._has_started, self._over = False, False
+        self._has_arrived, self._has_started = threading.Event(), False
         self._failure: Exception | None = None
-        first = config.sampler.policy_version + 1
-        while first in self._sampled:
-            first += 1
+        first = next(step for step in itertools.count(config.sampler.policy_version + 1) if step not in self._sampled)
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # --reward may name what only we can import
         self._child = ChildProcess("sampler's process", "alignment.rollouts.ahead:serve", {**os.environ, "PYTHONPATH": path})
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -87,13 +84,13 @@ class AheadRollouts:
     def _wait_for(self, step: int) -> SampledStep:
         start, limit = time.monotonic(), self._limit(2 + self._config.rollouts.max_refills)
         while step not in self._sampled:
-            if self._failure or self._over:
+            if self._failure or not self._reader.is_alive():
                 raise self._lost()
             if time.monotonic() > start + limit:
                 self._child.kill()
                 raise RunStopped(f"the {self._child.name} gave no rollout within {limit:g} s (--sampler_timeout)")
-            with suppress(queue.Empty):
-                self._arrivals.get(timeout=POLL_SECONDS)
+            self._has_arrived.wait(POLL_SECONDS)
+            self._has_arrived.clear()
         return self._sampled[step]
 
     @contextmanager
@@ -124,8 +121,7 @@ class AheadRollouts:
                 raise self._lost() from None
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
-        """See `Rollouts.sampled_ahead`: what a checkpoint must hold for the run to go on as if nothing had happened. Waits for
-        the rollouts that are under way."""
+        """See `Rollouts.sampled_ahead`: what a checkpoint must hold. Waits for the rollouts that are under way."""
         later_steps = self._schedule.steps_after(step)
         return [self._wait_for(later) for later in later_steps if self._schedule.version_for(later) < step]
 
@@ -145,19 +141,12 @@ class AheadRollouts:
 
     def _read(self) -> None:
         """Take what the child sends at once, so that it never waits for us: in a thread, where no signal cuts a message."""
-        try:
+        with suppress(EOFError, OSError, pickle.UnpicklingError):
             while True:
-                failure, answer = self._child.receive()
-                if failure:
-                    self._failure = failure
-                else:
+                self._failure, answer = self._child.receive()  # of which one is None
+                if answer:
                     self._sampled[answer.step], self._has_started = answer, True
-                self._arrivals.put(None)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            pass
-        finally:
-            self._over = True
-            self._arrivals.put(None)
+                self._has_arrived.set()
 
     def _lost(self) -> Exception:
         self._reader.join(GRACE_SECONDS)  # its last message may be on its way
@@ -186,7 +175,7 @@ def serve(descriptor: int) -> None:
 
 
 def _receive_weights(connection: Connection, arriving: queue.SimpleQueue) -> None:
-    """Take the weights that arrive while a rollout is sampled; end the process, with all that it started, when told to."""
+    """Take the weights that arrive while a rollout is sampled; end the process when told to."""
     with suppress(EOFError, OSError):
         for version in iter(connection.recv, None):
             arriving.put((version, list(received_tensors(connection)), connection.recv()))

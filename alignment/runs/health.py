@@ -30,16 +30,9 @@ class Health:
     """The first and the latest steps of a run: all that its warnings need, however long the run is."""
 
     def __init__(self, steps: Iterable[Record], limits: HealthLimits):
-        self.limits = limits
-        self.first: list[Record] = []
-        self.latest: list[Record] = []
-        for record in steps:
-            self._add(record)
-
-    def _add(self, record: Record) -> None:
-        if len(self.first) < WINDOW:
-            self.first.append(record)
-        self.latest = [*self.latest, record][-max(GRADER_WINDOW, self.limits.max_bad_steps) :]
+        self.limits, steps = limits, list(steps)
+        self.kept = max(GRADER_WINDOW, limits.max_bad_steps)
+        self.first, self.latest = steps[:WINDOW], steps[-self.kept :]
 
     def judge(self, record: Record) -> tuple[list[str], dict]:
         """Take note of the next step. Returns messages to print, and the record with the names of its warnings. A warning is
@@ -52,7 +45,8 @@ class Health:
         if slow := slowness(self.latest, record):
             messages.append(slow)
         record = {**record, "warnings": sorted(warnings)}
-        self._add(record)
+        self.first = [*self.first, record][:WINDOW]
+        self.latest = [*self.latest, record][-self.kept :]
         return messages, record
 
     def stop_if_hopeless(self) -> None:

@@ -1,7 +1,5 @@
 """One training run: its folder, lock, checkpoints and log, and the save when it is stopped."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -9,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from alignment.core.records import Rollout, SampledStep
 from alignment.runs.checkpoint import (
@@ -28,9 +27,6 @@ from alignment.system.errors import RunStopped, UserError
 from alignment.system.files import atomic_folder, lock_run_folder, read_json, read_jsonl
 from alignment.system.signals import Interrupted, deliver_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 CHANGEABLE_ON_RESUME = frozenset(
     """resume run_name num_steps save_interval keep_checkpoints sampler_timeout max_bad_steps max_grader_failures

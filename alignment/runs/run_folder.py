@@ -13,17 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 from alignment.core.records import Group, Rollout
+from alignment.system import files
 from alignment.system.errors import UserError
-from alignment.system.files import (
-    atomic_folder,
-    flush,
-    full_disk_is_an_os_error,
-    read_jsonl,
-    read_records,
-    remove_unfinished,
-    write_json,
-    write_jsonl,
-)
 from alignment.system.terminal import printable
 
 Record = Mapping[str, object]
@@ -39,12 +30,9 @@ class RunFolder:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = path
-        remove_unfinished(path)
+        files.remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
-        kept = {}
-        for name in LOGS:
-            kept[name] = [record for record in read_records(path / name) if record["step"] <= last_step]
-            write_jsonl(path / name, kept[name])
+        kept = {name: [r for r in files.read_records(path / name) if r["step"] <= last_step] for name in LOGS}
         self.evaluated = {record["step"] for record in kept["evals.jsonl"]}
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]
@@ -53,10 +41,11 @@ class RunFolder:
         shutil.rmtree(path / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(path / "tensorboard"))
         for name, records in kept.items():
+            files.write_jsonl(path / name, records)
             for record in records:
                 self._add_scalars(name, record)
         for file in sorted((path / "completions").glob("eval_*.jsonl")):
-            self._add_sample(int(file.stem.rpartition("_")[2]), read_jsonl(file)[0])
+            self._add_sample(int(file.stem.rpartition("_")[2]), files.read_jsonl(file)[0])
 
     def log_step(self, record: Record) -> None:
         """Append one object to metrics.jsonl and to TensorBoard."""
@@ -71,16 +60,16 @@ class RunFolder:
     def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
         """Write completions/<kind>_<step>.jsonl: one completion a line, with its score, the
         sampler's log-probs and, if given, the trainer's `log_probs` (one list for each completion, in order)."""
-        trainers = iter(log_probs) if log_probs is not None else None
         records = []
         for group in groups:
             problem = group.problem
-            problem_fields = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
-            for completion, score in zip(group.completions, group.scores, strict=True):
-                trainer_field = {} if trainers is None else {"trainer_log_probs": next(trainers)}
-                # `vars`, because `asdict` copies each number of each tuple
-                records.append({**problem_fields, **vars(completion), "score": score, **trainer_field})
-        write_jsonl(self.path / "completions" / f"{kind}_{step:06d}.jsonl", records)
+            facts = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
+            # `vars`, because `asdict` copies each number of each tuple
+            drawn = zip(map(vars, group.completions), group.scores, strict=True)
+            records += [{**facts, **completion, "score": score} for completion, score in drawn]
+        if log_probs is not None:
+            records = [{**record, "trainer_log_probs": of} for record, of in zip(records, log_probs, strict=True)]
+        files.write_jsonl(self.path / "completions" / f"{kind}_{step:06d}.jsonl", records)
         if kind == "eval":
             self._add_sample(step, records[0])
 
@@ -92,24 +81,23 @@ class RunFolder:
 
         for number, rows in enumerate(bad, start=1):
             batch = take_rows(rollout.batch, rows)
-            tensors, width = vars(batch), batch.labels.shape[1]
-            tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            tensors, width = {name: tensor.contiguous() for name, tensor in vars(batch).items()}, batch.labels.shape[1]
             for key in ("raw_rewards_B1", "advantages_B1", "sampler_log_probs_BT", "old_log_probs_BT"):
                 if (tensor := getattr(rollout, key)) is not None:
                     tensors[key] = tensor[list(rows), :width].contiguous()
             file = self.path / "bad_batches" / f"step_{step:06d}_{number}.safetensors"
             file.parent.mkdir(exist_ok=True)
-            with full_disk_is_an_os_error(file):
+            with files.full_disk_is_an_os_error(file):
                 save_file(tensors, file)
 
     def flush(self) -> None:
         """Force the logs onto the disk, so that a checkpoint never survives a crash without the log of its steps."""
         for name in LOGS:
-            flush(self.path / name)
+            files.flush(self.path / name)
 
     def log_summary(self, summary: Record) -> None:
         """Write summary.json."""
-        write_json(self.path / "summary.json", summary)
+        files.write_json(self.path / "summary.json", summary)
 
     def close(self) -> None:
         """Close TensorBoard. A full disk is ignored: a resumed run rebuilds TensorBoard's files."""
@@ -122,7 +110,6 @@ class RunFolder:
         self._add_scalars(name, record)
 
     def _add_sample(self, step: int, record: Record) -> None:
-        """Show an evaluation's first completion in TensorBoard, with its HTML escaped."""
         shown = html.escape(printable(f"{record['question']}\n\n{record['text']}"))
         self._tensorboard.add_text("eval/sample", f"<pre>{shown}</pre>", step)
 
@@ -152,7 +139,7 @@ def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callabl
         path = Path(output_dir) / name
         try:
             if not _is_taken(path):
-                with atomic_folder(path) as building:
+                with files.atomic_folder(path) as building:
                     fill(building)
                 return path
         except OSError as error:
@@ -165,7 +152,7 @@ def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callabl
 def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str, int]) -> None:
     """Write args.json: the resolved arguments, the seeds, the command, and `versions()`."""
     record = {"args": dict(arguments), "seeds": dict(seeds), "command": [Path(sys.executable).name, *sys.argv]}
-    write_json(folder / "args.json", {**record, "versions": versions()})
+    files.write_json(folder / "args.json", {**record, "versions": versions()})
 
 
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:

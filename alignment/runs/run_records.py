@@ -36,7 +36,6 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """The seed that the run was trained with."""
         return int(self.args["seed"])
 
     @cached_property
@@ -69,9 +68,8 @@ def read_run(path: Path) -> Run:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} is no run's folder: it has no args.json") from None
     args, command, versions = (facts.get(key) for key in ("args", "command", "versions"))
-    if not (
-        isinstance(args, dict) and type(args.get("seed")) is int and isinstance(command, list) and isinstance(versions, dict)
-    ):
+    typed = isinstance(args, dict) and isinstance(command, list) and isinstance(versions, dict)
+    if not typed or type(args.get("seed")) is not int:
         raise UserError(f"{file} is damaged: it needs args with a seed, command and versions")
     metrics, evals = (tuple(read_records(path / name)) for name in ("metrics.jsonl", "evals.jsonl"))
     return Run(path, args, tuple(map(str, command)), versions, metrics, evals, (path / "summary.json").exists())

@@ -17,8 +17,10 @@ def write_summary(path: Path, title: str, console: Console) -> None:
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after = evals[0], evals[-1]
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
+    spans = "{:.3f} ({:.3f} .. {:.3f})"
+    accuracies = (spans.format(e["avg_all_rewards"], *e["avg_all_rewards_ci"]) for e in (before, after))
     rows = [
-        ("accuracy", *(_with_interval(e) for e in (before, after))),
+        ("accuracy", *accuracies),
         ("format rate", *(f"{e['avg_format_rewards']:.3f}" for e in (before, after))),
         ("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after))),
         ("seconds of RL", "", f"{sum(m['seconds'] for m in metrics):.0f}"),
@@ -77,8 +79,3 @@ def phase_shares(metrics: Sequence[Record]) -> list[tuple[str, float]]:
     spent = {name.removeprefix("seconds_"): sum(record.get(name, 0.0) for record in metrics) for name in names}
     spent["other"] = total - sum(spent.values())
     return sorted(((name, seconds / total) for name, seconds in spent.items()), key=lambda pair: -pair[1])
-
-
-def _with_interval(record: dict) -> str:
-    low, high = record["avg_all_rewards_ci"]
-    return f"{record['avg_all_rewards']:.3f} ({low:.3f} .. {high:.3f})"

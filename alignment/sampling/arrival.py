@@ -78,7 +78,8 @@ def compare(sent: Mapping[str, tuple[int, int]], held: Held, version: int) -> No
     unsent = [name for name, (parts, _) in held.items() if not sent.keys() >= set(parts)]
     unheld = sent.keys() - {part for parts, _ in held.values() for part in parts}
     known = {name: parts for name, (parts, _) in held.items() if name not in unsent}
-    wrong = [name for name in known if held[name][1] not in map(_sum, zip(*map(sent.get, known[name]), strict=True))]
+    totals = {name: [sum(sums) for sums in zip(*map(sent.get, parts), strict=True)] for name, parts in known.items()}
+    wrong = [name for name in known if all((total - held[name][1]) % 2**64 for total in totals[name])]  # torch's sums wrap
     if unsent and unheld:
         report_unchecked(len(unheld), len(sent), min(unheld))
     elif unsent or unheld:
@@ -90,11 +91,6 @@ def compare(sent: Mapping[str, tuple[int, int]], held: Held, version: int) -> No
             " run, and start the server again where --sampler_url names one. If it stops here once more, the engine keeps this"
             " model's weights in another form: start a new run with --sampler transformers"
         )
-
-
-def _sum(checksums: Iterable[int]) -> int:
-    """The sum modulo 2^64, as a signed number, as torch's sums are."""
-    return (sum(checksums) + 2**63) % 2**64 - 2**63
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.huggingface import Cache, CacheLayerMixin, DynamicCache, PreTrainedModel
+from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
 from alignment.policy.loading import context_length, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
@@ -41,11 +41,8 @@ class TransformersSampler:
     finds its own tensors and copies nothing. The model sits whole on one device."""
 
     def __init__(self, model: PreTrainedModel, tokenizer, context: int, policy_version: int = 0):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.context = context
-        self.policy_version = policy_version
-        self.restarts = 0
+        self.model, self.tokenizer, self.context = model, tokenizer, context
+        self.policy_version, self.restarts = policy_version, 0
         self.plain_path = takes_plain_path(model)
         self._device = model.get_input_embeddings().weight.device
         ends = model.generation_config.eos_token_id
@@ -96,7 +93,9 @@ class TransformersSampler:
         return groups
 
     def _text(self, row: _Row, stop: tuple[str, ...]) -> str:
-        return _up_to_stop(self.tokenizer.decode(row.token_ids, skip_special_tokens=True), stop)
+        """The row's text up to and with the first stop string; the last token may carry letters beyond it."""
+        text = self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
+        return text[: min((text.index(string) + len(string) for string in stop if string in text), default=None)]
 
     def _waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[list[int]]:
         """Prompts cut into lots of similar length whose keys and values fit in the cache."""
@@ -151,10 +150,14 @@ class TransformersSampler:
         """Add what was drawn for a row, up to its end, which the host may see late. Returns whether that was among it."""
         if row.finished:
             return False
+        longest = max(map(len, stop), default=0)
         for token, log_prob in zip(ids, log_probs, strict=True):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
-            row.finished = may_end[token] and self._has_ended(row.token_ids, stop)
+            row.finished = token in self._eos
+            if may_end[token] and not row.finished:
+                tail = self.tokenizer.decode(row.token_ids[-longest - 1 :], skip_special_tokens=True)
+                row.finished = any(string in tail for string in stop)
             if row.finished:
                 break
         return row.finished
@@ -168,13 +171,6 @@ class TransformersSampler:
             last_letters = {string[-1] for string in stop}
             self._may_end[stop] = [token in self._eos or not last_letters.isdisjoint(text) for token, text in enumerate(texts)]
         return self._may_end[stop]
-
-    def _has_ended(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
-        if token_ids[-1] in self._eos:
-            return True
-        longest = max(map(len, stop), default=0)
-        tail = self.tokenizer.decode(token_ids[-longest - 1 :], skip_special_tokens=True)
-        return any(string in tail for string in stop)
 
 
 class _SharedDecoding:
@@ -250,8 +246,7 @@ class _OwnDecoding:
 
 @contextmanager
 def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
-    """On a CPU, as many threads as a layer's largest product has work for: to deal a step of few rows out and to wait for it
-    costs more than it gains."""
+    """On a CPU, as many threads as a layer's largest product has work for: dealing out a step of few rows costs more."""
     before = torch.get_num_threads()
     work = 2 * rows * model.config.hidden_size * mlp_width(model.config)
     torch.set_num_threads(max(1, min(before, work // WORK_A_THREAD)))
@@ -277,22 +272,14 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig)
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(1)
 
 
-def _up_to_stop(text: str, stop: tuple[str, ...]) -> str:
-    """The text up to and with the first stop string; the last token may carry letters beyond it."""
-    ends = [text.index(string) + len(string) for string in stop if string in text]
-    return text[: min(ends)] if ends else text
-
-
-def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:
-    """The keys or values of some places, [G, H, P, D]."""
+def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:  # [G, H, P, D]
     return states_1HND[0].index_select(1, places_GP.flatten()).unflatten(1, places_GP.shape).transpose(0, 1).contiguous()
 
 
 @dataclass
 class _SharedPrefix:
-    """A `Layout`: each of L lines, which is one token long, sees its group's prompt and then its own cache. A prompt's keys and
-    values are there once, however many lines it has: attention to them is one matrix product a group, of the queries of M
-    lines, some of which stand for none."""
+    """A `Layout`: each of L lines, one token long, sees its group's prompt and then its own cache. A prompt's keys and values
+    are there once: attention to them is one matrix product a group, of the queries of M lines, some of which stand for none."""
 
     keys: list[torch.Tensor]  # Of each layer, [G, H, P, D]
     values: list[torch.Tensor]
@@ -344,39 +331,24 @@ class _SharedPrefix:
         return seats_SHRX if self.full else seats_SHRX[self.seat_L]
 
 
-class _PreallocatedLayer(CacheLayerMixin):
-    """One layer's keys and values, [lines, heads, capacity, head size], written in place instead of grown by copying."""
-
-    is_sliding = False
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity = capacity
-        self.length = 0
+class _PreallocatedLayer(StaticLayer):
+    """One layer's keys and values, [lines, heads, capacity, head size], written in place instead of grown by copying. Gives
+    those that are written, so that nothing is masked."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.keys, self.values = (
-            states.new_empty(*states.shape[:2], self.capacity, states.shape[3]) for states in (key_states, value_states)
+            states.new_empty(*states.shape[:2], self.max_cache_len, states.shape[3]) for states in (key_states, value_states)
         )
-        self.is_initialized = True
+        self.is_initialized, self.cumulative_length = True, 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[2]
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
+        start, end = self.cumulative_length, self.cumulative_length + key_states.shape[2]
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        self.cumulative_length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return self.capacity
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:  # not yet where rows end with their first token

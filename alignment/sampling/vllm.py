@@ -147,8 +147,7 @@ def _visible_gpu(index: int, visible: str | None) -> str:
 
 
 def serve(descriptor: int) -> None:
-    """Start an engine and answer requests from the pipe `descriptor` with (failure or None, answer), until one fails or
-    is None."""
+    """Start an engine and answer requests from the pipe `descriptor` with (failure, answer), until one fails or is None."""
     connection = Connection(descriptor)
     try:
         _, arguments = connection.recv()
@@ -205,16 +204,14 @@ def _generate(engine, connection: Connection, encoded: list[list[int]], sampling
 
 
 def request_parameters(sampling: SamplingConfig, prompts: int) -> list[dict]:
-    """vLLM's sampling parameters for each prompt, with a seed of its own. A greedy request asks for one completion, because
-    vLLM refuses to repeat it."""
+    """vLLM's sampling parameters for each prompt, with a seed of its own; greedy ones for one completion, as vLLM demands."""
     n = 1 if sampling.temperature == 0 else sampling.n
     shared = {"n": n, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     shared |= {"max_tokens": sampling.max_new_tokens, "stop": list(sampling.stop), "include_stop_str_in_output": True}
+    shared["logprobs"] = 0  # of the drawn token alone
     # vLLM gives child j of a request the seed + j. The first seed is drawn, so that neighbouring seeds share no child.
     first_seed = random.Random(sampling.seed).getrandbits(48)
-    return [
-        {**shared, "logprobs": 0, "seed": first_seed + index * n} for index in range(prompts)
-    ]  # 0: of the drawn token alone
+    return [{**shared, "seed": first_seed + index * n} for index in range(prompts)]
 
 
 def _fields(child) -> dict:

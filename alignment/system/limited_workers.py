@@ -127,9 +127,6 @@ class _Worker(ChildProcess):
         raise CallFailed("time-out")
 
 
-# --- in the worker --------------------------------------------------------------------------------------------------
-
-
 def serve(descriptor: int) -> None:
     """Import the modules that the parent names, then answer its calls until it closes the pipe."""
     pipe = Connection(descriptor)

@@ -34,8 +34,7 @@ class ChildProcess:
     Unlike `multiprocessing`'s spawn it does not import the caller's `__main__` again and gets the environment it is given.
     Closing it, dropping it or the parent's exit sends None through the pipe, and kills the process group after
     `grace_seconds`; where these are 0 it is killed at once and nothing is sent. With `log` a temporary file keeps its output
-    for `exit_report`, else the output is thrown away.
-    """
+    for `exit_report`, else the output is thrown away."""
 
     def __init__(
         self, name: str, entry: str, environment: Mapping[str, str], log: bool = True, grace_seconds: float = GRACE_SECONDS
@@ -58,8 +57,7 @@ class ChildProcess:
         return self.process.poll() is not None and not self.connection.poll()
 
     def receive(self) -> object:
-        """The next message through the pipe. Raises EOFError where the process has ended, even if one that it has forked holds
-        its end of the pipe."""
+        """The next message. Raises EOFError where the process has ended, even if a fork of it holds its end of the pipe."""
         while not self.connection.poll(POLL_SECONDS):
             if self.has_ended():
                 raise EOFError
@@ -142,7 +140,6 @@ def end_command(process: subprocess.Popen) -> None:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a command's log."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it said nothing"
 
@@ -159,11 +156,6 @@ def _start(
     path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
     return subprocess.Popen(
         [sys.executable, "-P", str(CHILD), str(os.getpid()), *arguments],
-        env={**environment, "PYTHONPATH": os.pathsep.join(path)},
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        cwd=folder,
-        start_new_session=True,
-    )
+        env={**environment, "PYTHONPATH": os.pathsep.join(path)}, cwd=folder, pass_fds=descriptors,
+        stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+    )  # fmt: skip

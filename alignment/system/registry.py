@@ -22,8 +22,7 @@ def find(
 
     An imported object must be of the class of the table's entries; where these are functions, any callable will do. With
     `wrap`, a callable of another class is turned into an entry. Raises `UserError`, whose message begins with `flag`, for
-    an unknown name, for a module that cannot be imported, and for an object that is no entry.
-    """
+    an unknown name, for a module that cannot be imported, and for an object that is no entry."""
     if name in table:
         return table[name]
     kind = type(next(iter(table.values())))

@@ -56,7 +56,6 @@ def deferred_signals() -> Iterator[None]:
 
 
 def signals_are_deferred() -> bool:
-    """Whether signals are held back."""
     return _deferred
 
 

@@ -84,11 +84,10 @@ def inspect(
 def gradient_statistics(policy: Policy, rollout: Rollout, estimator: Estimator, config: UpdateConfig) -> Statistics:
     """The statistics of one estimator's per-prompt gradients. A prompt has as many responses as the run's groups.
     Responses that do not count (--skip_unfinished) have none, as in an update."""
-    advantage = dataclasses.replace(
-        config.advantage, group_size=estimator.group_size, normalize_by_std=estimator.normalize_by_std
-    )
+    size, std = config.advantage.group_size, estimator.normalize_by_std
+    advantage = dataclasses.replace(config.advantage, group_size=estimator.group_size, normalize_by_std=std)
     loss = dataclasses.replace(config.loss, loss=LOSSES[estimator.loss_type], loss_normalization=estimator.loss_normalization)
-    weighted, size = with_advantages(rollout, advantage), config.advantage.group_size
+    weighted = with_advantages(rollout, advantage)
     rows = weighted.trained_rows
     objective = rollout_objective(weighted, rows, dataclasses.replace(config, loss=loss, advantage=advantage))
     gradients = []

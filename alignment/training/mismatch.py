@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from alignment.core.records import Distribution, Rollout
-from alignment.policy.policy import MicroBatchResult, Policy
+from alignment.policy.policy import Policy
 from alignment.system.errors import RunStopped
 
 COMPARED = 16  # responses of an evaluation, to compare sampler and trainer on
@@ -13,25 +13,6 @@ STALE_MISMATCH = 0.5  # limit in nats a token for a sampler some steps behind; o
 
 RowLogProbs = Sequence[tuple[Sequence[int], torch.Tensor]]
 """Row numbers of a rollout, and the trainer's log-probs [b, t] of these rows."""
-
-
-class SamplerMismatchCheck:
-    """Compares the log-probs of a step's first update with the sampler's, before the weights first change."""
-
-    def __init__(self, rollout: Rollout, limit: float, steps_old: int):
-        """`limit`: largest mean difference in nats a token; `steps_old`: steps that the sampler's weights are behind."""
-        self.rollout, self.limit, self.steps_old = rollout, limit, steps_old
-        self.report: dict[str, float | None] = {"sampler_mismatch": None, "sampler_mismatch_max": None}
-        self._passed, self._weights_moved = False, False
-
-    def check(self, mini_batch: Sequence[MicroBatchResult]) -> None:
-        """Compare the first mini-batch that has a gradient; ignore the others. Raises `RunStopped` like `mismatch`. After an
-        earlier mini-batch without a gradient, momentum has already moved the weights a little."""
-        if not self._passed and mini_batch:
-            computed = [(result.rows, result.log_probs) for result in mini_batch]
-            self.report = mismatch(computed, self.rollout, self.limit, self.steps_old + self._weights_moved)
-            self._passed = True
-        self._weights_moved = True
 
 
 def sampler_mismatch(policy: Policy, rollout: Rollout, distribution: Distribution, limit: float) -> dict[str, float]:

@@ -36,15 +36,13 @@ class LocalReference:
 
 class References:
     """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` is the policy as it was when the
-    rollout was sampled, on a device of its own; None where the policy itself serves, before its first update. `reference` is
-    None without a KL penalty."""
+    rollout was sampled, on a device of its own; None where the policy itself serves, before its first update."""
 
     def __init__(self, config: UpdateConfig, old_policy: FrozenModel | None, reference: Reference | None, clock: Clock):
         self.config, self.old_policy, self.reference, self.clock = config, old_policy, reference, clock
 
     @property
     def restarts(self) -> int:
-        """Reference processes that were lost and replaced so far."""
         return self.reference.restarts if self.reference else 0
 
     def annotate(self, rollout: Rollout, policy: Policy, step: int) -> Rollout:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from alignment.core.records import Batch
 from alignment.core.tokens import collate
 from alignment.core.train_step import supervised_loss
 from alignment.policy.policy import Objective, Policy
@@ -83,8 +82,7 @@ def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[
 
 def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Example]]:
     """Endless batches, from one pass over the examples after another, each shuffled unless --curriculum keeps their order.
-    Batches are not sorted by length, which would make each one's gradient that of one kind of example; their micro-batches
-    are."""
+    Batches are not sorted by length, which would make each one's gradient that of one kind of example."""
     for epoch in itertools.count():
         order = list(range(len(examples)))
         if not config.curriculum:
@@ -104,7 +102,7 @@ def accumulate(policy: Policy, examples: Sequence[Example], pad_token_id: int) -
     """Add the gradient of the mean loss of a batch's response tokens to the policy; returns that loss."""
     loss = BatchLoss(sum(len(response) for _, response in examples))
     objective = Objective(loss, entropy=False, supervised=True)
-    results = policy.accumulate(collate_examples(examples, pad_token_id), range(len(examples)), objective)
+    results = policy.accumulate(collate(*zip(*examples, strict=True), pad_token_id), range(len(examples)), objective)
     return sum(result.sums["loss"] for result in results)
 
 
@@ -122,10 +120,5 @@ class BatchLoss:
 def validation_loss(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> float:
     """Mean negative log-likelihood, in nats a response token, of the first `VALIDATION_EXAMPLES` examples."""
     examples = examples[:VALIDATION_EXAMPLES]
-    log_probs = policy.supervised_log_probs(collate_examples(examples, pad_token_id))
+    log_probs = policy.supervised_log_probs(collate(*zip(*examples, strict=True), pad_token_id))
     return -sum(part.sum().item() for part in log_probs) / sum(len(response) for _, response in examples)
-
-
-def collate_examples(examples: Sequence[Example], pad_token_id: int) -> Batch:
-    """The examples as one padded batch."""
-    return collate([prompt for prompt, _ in examples], [response for _, response in examples], pad_token_id)

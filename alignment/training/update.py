@@ -16,7 +16,7 @@ from alignment.policy.policy import MicroBatchResult, Objective, Policy
 from alignment.rollouts.config import derived_seed
 from alignment.system.signals import defer_signals
 from alignment.training.config import UpdateConfig
-from alignment.training.mismatch import SamplerMismatchCheck
+from alignment.training.mismatch import mismatch
 
 
 @dataclass
@@ -34,11 +34,11 @@ class UpdateResult:
 def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, steps_old: int = 0) -> UpdateResult:
     """Make all optimiser updates of one rollout. It defers signals from the first change of the weights on.
 
-    It skips the forward pass of responses without a gradient, but counts them in every denominator. Before the weights first
-    change, `SamplerMismatchCheck` compares the log-probs with those of the sampler, whose weights are `steps_old` steps old,
-    and raises `RunStopped` if they differ too much. Inside the loop only `is_finite` waits for the device."""
+    It skips the forward pass of responses without a gradient, but counts them in every denominator. `mismatch` compares the
+    log-probs of the first mini-batch that has a gradient with the sampler's, whose weights are `steps_old` steps old. It raises
+    `RunStopped` if they differ too much. Inside the loop only `is_finite` waits for the device."""
     torch.manual_seed(derived_seed(config.seed, step))
-    check = SamplerMismatchCheck(rollout, config.max_sampler_mismatch, steps_old)
+    compared = dict.fromkeys(("sampler_mismatch", "sampler_mismatch_max"))
     informative = rows_with_gradient(rollout, config)
     computed, stepped, norms, bad = [], [], [], []  # all micro-batch results, those of optimiser steps, norms, skipped rows
     made = (step - 1) * config.updates_per_rollout
@@ -51,7 +51,9 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
         norm = policy.clip_gradient(config.max_grad_norm)
         rate = learning_rate(config, made + len(norms) + len(bad) + 1)
         if is_finite(norm, results):
-            check.check(results)
+            if results and not stepped:  # updates without a gradient have moved the weights a little, by their momentum
+                trainer = [(result.rows, result.log_probs) for result in results]
+                compared = mismatch(trainer, rollout, config.max_sampler_mismatch, steps_old + bool(norms))
             defer_signals()
             policy.step(rate)
             norms.append(norm)
@@ -61,7 +63,7 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
             bad.append(mini_batch)
     report = update_report(stepped, norms, rate) | {"rows_with_gradient": len(informative), "bad_updates": len(bad)}
     padded = rollout.batch.labels.numel() * config.epochs_per_rollout
-    report |= {"update_token_share": report["update_tokens"] / padded, **check.report}
+    report |= {"update_token_share": report["update_tokens"] / padded, **compared}
     trainer_BT = rollout.old_log_probs_BT if config.old_log_probs == "policy" else first_log_probs(computed, rollout)
     return UpdateResult(report, trainer_BT, informative, bad)
 
@@ -118,18 +120,11 @@ def loss_inputs(
     def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
 
-    old_bt = take(rollout.old_log_probs_BT)
-    return LossInputs(
-        config.loss,
-        log_probs_bt,
-        mask_bt,
-        raw_rewards=take(rollout.raw_rewards_B1),
-        advantages=take(rollout.advantages_B1),
-        # Without old log-probs a rollout has one update, so the old policy is the current one.
-        old_log_probs=log_probs_bt.detach() if old_bt is None else old_bt,
-        reference_log_probs=take(rollout.reference_log_probs_BT),
-        sampler_log_probs=take(rollout.sampler_log_probs_BT),
-    )
+    rewards_b1, advantages_b1, old_bt = map(take, (rollout.raw_rewards_B1, rollout.advantages_B1, rollout.old_log_probs_BT))
+    # Without old log-probs a rollout has one update, so the old policy is the current one.
+    old_bt = log_probs_bt.detach() if old_bt is None else old_bt
+    others = map(take, (rollout.reference_log_probs_BT, rollout.sampler_log_probs_BT))
+    return LossInputs(config.loss, log_probs_bt, mask_bt, rewards_b1, advantages_b1, old_bt, *others)
 
 
 def is_finite(norm: torch.Tensor, results: Sequence[MicroBatchResult]) -> bool:
@@ -151,7 +146,9 @@ def first_log_probs(computed: Sequence[MicroBatchResult], rollout: Rollout) -> t
     return log_probs_BT
 
 
-_MEANS = {"kl": "kl_sum", "correction_mean": "weight_sum"}  # metric -> sum over response tokens, if the loss reports it
+_MEANS = {"entropy": "entropy_sum", "sampling_entropy": "sampling_entropy_sum", "clip_fraction": "clipped_tokens"}
+_MEANS |= {"ratio_mean": "ratio_sum", "ratio_max": "ratio_max", "kl": "kl_sum", "correction_mean": "weight_sum"}
+"""Metric -> sum (of "ratio_max": maximum) over response tokens, if the loss reports it."""
 
 
 def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float) -> dict[str, float | None]:
@@ -160,8 +157,7 @@ def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Ten
     None without an update or without such a token. "update_tokens" counts a shared prompt once."""
     totals = [result.sums for result in results]
     report = dict.fromkeys(("loss", "entropy", "sampling_entropy", "grad_norm"))
-    report |= {"learning_rate": rate, "updates": len(norms)}
-    report["update_tokens"] = sum(sums["tokens"] for sums in totals)
+    report |= {"learning_rate": rate, "updates": len(norms), "update_tokens": sum(sums["tokens"] for sums in totals)}
     if not norms:
         return report
     report["loss"] = sum(sums["loss"].item() for sums in totals) / len(norms)
@@ -170,12 +166,8 @@ def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Ten
         return report
     tokens = sum(sums["response_tokens"].item() for sums in totals)
 
-    def mean(key: str) -> float:
-        return sum(sums[key].item() for sums in totals) / tokens
+    def metric(key: str) -> float:
+        values = [sums[key].item() for sums in totals]
+        return max(values) if key == "ratio_max" else sum(values) / tokens
 
-    report["entropy"], report["sampling_entropy"] = mean("entropy_sum"), mean("sampling_entropy_sum")
-    if "ratio_sum" in totals[0]:
-        report["clip_fraction"] = mean("clipped_tokens")
-        report["ratio_mean"] = mean("ratio_sum")
-        report["ratio_max"] = max(sums["ratio_max"].item() for sums in totals)
-    return report | {name: mean(key) for name, key in _MEANS.items() if key in totals[0]}
+    return report | {name: metric(key) for name, key in _MEANS.items() if key in totals[0]}

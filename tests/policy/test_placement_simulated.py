@@ -284,6 +284,12 @@ def test_forward_and_backward_cross_each_boundary_once(config: PretrainedConfig,
     assert {shape[-1] for *_, shape in traffic.copies} == {config.hidden_size}
     assert traffic.products == {torch.bfloat16} and not traffic.waits
     assert all(parameter.grad.device == parameter.device for parameter in policy.model.parameters())
+    with Traffic(fake) as traffic, fake:
+        policy.clip_gradient(1.0)
+    # Each other device sends the norm of its gradient, and gets the factor to scale it by.
+    pairs = [(device, path[0]) for device in dict.fromkeys(device_map.values()) if device != path[0]]
+    assert Counter(traffic.copies) == Counter((*pair, ()) for pair in [*pairs, *(pair[::-1] for pair in pairs)])
+    assert not traffic.waits
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -360,23 +360,23 @@ GARBAGE = {
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_loses_the_sampler_in_bounded_time(garbage, connect, server):
-    sampler = connect(timeout=1.0)
+    sampler = connect(timeout=4.0)
     server.answers["/v1/completions"] = completions(choice(1), choice(2))
     assert sampler.sample(PROMPTS, SAMPLING)[0][1].text == "text of 2"
     server.answers["/v1/completions"] = garbage
     began = time.monotonic()
     with pytest.raises(SamplerLost):
         sampler.sample(PROMPTS, SAMPLING)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 12
 
 
 def test_a_server_that_says_nothing_is_given_up_in_time(connect, server):
-    sampler = connect(timeout=0.5)
+    sampler = connect(timeout=1.5)
     still = threading.Event()
     for path in ("/v1/completions", "/collective_rpc", "/reset_prefix_cache", "/v1/models"):
         server.answers = {path: lambda handler: still.wait(30) and None}
-        with pytest.raises((SamplerLost, UserError), match="gave no answer within 0.[345] s"):
-            sampler.sample(PROMPTS, SAMPLING) if path != "/v1/models" else connect(timeout=0.5)
+        with pytest.raises((SamplerLost, UserError), match="gave no answer within 1.[0-5] s"):
+            sampler.sample(PROMPTS, SAMPLING) if path != "/v1/models" else connect(timeout=1.5)
     still.set()
 
 

@@ -17,8 +17,6 @@ from alignment.policy.loading import load_tokenizer
 from alignment.policy.policy import Objective
 from alignment.rewards.reward import score_groups
 from alignment.sampling.transformers import TransformersSampler
-from alignment.training import update as update_module
-from alignment.training.mismatch import SamplerMismatchCheck
 from alignment.training.update import learning_rate, loss_inputs, rows_with_gradient, shuffled_groups, update
 
 
@@ -81,24 +79,16 @@ def test_ratios_are_clipped_only_after_the_first_update_and_reported(policy, sam
     torch.testing.assert_close(result.trainer_log_probs_BT, rollout.old_log_probs_BT, rtol=0, atol=1e-5)
 
 
-def test_an_update_that_is_not_finite_is_left_out_and_the_others_are_made(policy, sampler, monkeypatch):
+def test_an_update_that_is_not_finite_is_left_out_and_the_others_are_made(policy, sampler):
     """Two mini-batches, one of them with a reward that is not a number: the same weights as without it."""
     args = dataclasses.replace(ARGS, train_mini_batch_size=8, loss_type="no_baseline", warmup_steps=0)
     rollout, other = sample_rollout(sampler), copy.deepcopy(policy)
     rewards = rollout.raw_rewards_B1.clone()
     rewards[3] = math.nan
     rollout = dataclasses.replace(rollout, raw_rewards_B1=rewards)
-    changes = []
-
-    class CountingCheck(SamplerMismatchCheck):
-        def check(self, mini_batch):
-            changes.append(1)
-            super().check(mini_batch)
-
-    monkeypatch.setattr(update_module, "SamplerMismatchCheck", CountingCheck)
     result = update(policy, rollout, args.update_config, 1)
     report, bad = result.report, result.bad
-    assert report["updates"] == 1 and report["bad_updates"] == 1 and len(changes) == 1
+    assert report["updates"] == 1 and report["bad_updates"] == 1
     assert len(bad) == 1 and 3 in bad[0] and math.isfinite(report["loss"]) and math.isfinite(report["grad_norm"])
 
     good = [row for row in rows_with_gradient(rollout, args.update_config) if row not in bad[0]]

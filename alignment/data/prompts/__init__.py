@@ -13,33 +13,27 @@ from pathlib import Path
 from alignment.core.records import Endless, Problem
 from alignment.system.errors import UserError
 
-FOLDER = Path(__file__).parent
-
-
-def prompt_names() -> list[str]:
-    """The names of all templates."""
-    return sorted(path.stem for path in FOLDER.iterdir() if path.suffix in (".prompt", ".chat"))
+TEMPLATES = {path.stem: path for path in sorted(Path(__file__).parent.iterdir()) if path.suffix in (".prompt", ".chat")}
 
 
 def check_template(name: str) -> None:
     """Raise `UserError` where there is no template of that name."""
-    if name not in prompt_names():
-        raise UserError(f"--prompt {name}: there is no such template; choose one of {', '.join(prompt_names())}")
+    if name not in TEMPLATES:
+        raise UserError(f"--prompt {name}: there is no such template; choose one of {', '.join(TEMPLATES)}")
 
 
 def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
     """The problems with their prompts filled in from the template `name`; `Endless` problems stay endless. Raises `UserError`
     for an unknown template, and for a chat if the tokenizer has no chat template."""
     check_template(name)
-    if (FOLDER / f"{name}.chat").exists():
+    template = _template(name)
+    if TEMPLATES[name].suffix == ".chat":
         if not getattr(tokenizer, "chat_template", None):
-            plain = ", ".join(other for other in prompt_names() if (FOLDER / f"{other}.prompt").exists())
+            plain = ", ".join(other for other, path in TEMPLATES.items() if path.suffix == ".prompt")
             raise UserError(
                 f"--prompt {name}: it is a chat, and the tokenizer of this model has no chat template; choose one of {plain}"
             )
         template = _chat(name, tokenizer)
-    else:
-        template = _template(f"{name}.prompt")
 
     def fill(problem: Problem) -> Problem:
         return dataclasses.replace(problem, prompt=template.replace("{question}", problem.question))
@@ -53,12 +47,12 @@ def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Prob
 
 def fill_prompt(name: str, question: str) -> str:
     """The prompt of a question, by the plain template `name`; braces inside the question stay as they are."""
-    return _template(f"{name}.prompt").replace("{question}", question)
+    return _template(name).replace("{question}", question)
 
 
 def _chat(name: str, tokenizer) -> str:
     """The chat `name` as one text that still contains `{question}`."""
-    parts = re.split(r"^### (\w+)\n", _template(f"{name}.chat"), flags=re.MULTILINE)[1:]
+    parts = re.split(r"^### (\w+)\n", _template(name), flags=re.MULTILINE)[1:]
     turns = {role: text.removesuffix("\n") for role, text in zip(parts[::2], parts[1::2], strict=True)}
     beginning = turns.pop("assistant")
     messages = [{"role": role, "content": text} for role, text in turns.items()]
@@ -73,5 +67,5 @@ def _chat(name: str, tokenizer) -> str:
 
 
 @lru_cache
-def _template(file: str) -> str:
-    return (FOLDER / file).read_text(encoding="utf-8")
+def _template(name: str) -> str:
+    return TEMPLATES[name].read_text(encoding="utf-8")

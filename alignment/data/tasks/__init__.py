@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from alignment.core.records import Problem
-from alignment.data.questions import Key, distinct, prompt_text, question_text, without
+from alignment.data.questions import Key, distinct, plain, question_text, without
 from alignment.data.tasks import arithmetic, countdown, gsm8k
 from alignment.system.registry import find
 
@@ -20,8 +21,7 @@ class Task:
     `Endless`. `demonstrations(split, dataset_path, seed)` returns (problem, response) pairs of that split, for SFT. `prompt`
     names the prompt template. `rules` name the rules that can grade a response, each one of `RULES` or a function of the
     user's own, package.module:function; evaluations are by the first. `stop` are the strings that end a response. Problems
-    with equal `key` ask the same question: evaluations ask it once, and training leaves it to the test split.
-    """
+    with equal `key` ask the same question: evaluations ask it once, and training leaves it to the test split."""
 
     name: str
     problems: Callable[[Split, str], Sequence[Problem]]
@@ -42,23 +42,21 @@ class Task:
     def untested(self, demonstrations: Sequence[tuple[Problem, str]], dataset_path: str) -> list[tuple[Problem, str]]:
         """The (problem, response) pairs without the questions of the test split. A problem that has its prompt already, and no
         question, asks what the test problem of that prompt asks."""
-        tested = self._tested(dataset_path) | set(map(prompt_text, self.problems("test", dataset_path)))
+        tested = self._tested(dataset_path) | {plain(problem.prompt) for problem in self.problems("test", dataset_path)}
         return [(problem, response) for problem, response in demonstrations if self.key(problem) not in tested]
 
     def _tested(self, dataset_path: str) -> frozenset[str]:
         return frozenset(map(self.key, self.problems("test", dataset_path)))
 
 
-TASKS: Mapping[str, Task] = {
-    "arithmetic": Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
-    "gsm8k": Task("gsm8k", gsm8k.problems, gsm8k.demonstrations, "r1_zero"),
-    "countdown": Task(
-        "countdown", countdown.problems, countdown.demonstrations, "countdown_en", ("countdown",), key=countdown.key
-    ),
-    "countdown_small": Task(
-        "countdown_small", countdown.small_problems, countdown.small_demonstrations, "tiny", ("countdown",), key=countdown.key
-    ),
-}
+_SMALL = partial(countdown.problems, size=countdown.SMALL), countdown.small_demonstrations
+_ALL = (
+    Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
+    Task("gsm8k", gsm8k.problems, gsm8k.demonstrations, "r1_zero"),
+    Task("countdown", countdown.problems, countdown.demonstrations, "countdown_en", ("countdown",), key=countdown.key),
+    Task("countdown_small", *_SMALL, "tiny", ("countdown",), key=countdown.key),
+)
+TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}
 
 
 def find_task(name: str) -> Task:

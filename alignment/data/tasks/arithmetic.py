@@ -27,15 +27,14 @@ TEST_SHARE = 8  # one problem in 8 belongs to the test split
 
 DEMONSTRATIONS = {"train": 60_000, "test": 512}
 CAREFUL_SHARE = 0.6  # of the demonstrations, the first ones
-IGNORES_PRECEDENCE, SKIPS_WORK, BREAKS_FORMAT = 0.5, 0.6, 0.5
+BAD_HABITS = (0.5, 0.6, 0.5)  # probabilities that the careless teacher ignores precedence, skips work, breaks the format
 
 Expression = tuple[int | str, ...]  # number, sign, number, ...
 Step = tuple[int, str, int, int]
 
 
 def problems(split: str, dataset_path: str = "") -> list[Problem]:
-    """Every problem of the split, in a fixed shuffled order; of test problems with one `key` the first. `dataset_path` is
-    ignored: the problems are computed."""
+    """Every problem of the split, in a fixed shuffled order; of test problems with one `key` the first."""
     return list(_problems(split))
 
 
@@ -47,14 +46,14 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
     by_length = [[e for e in _expressions(split) if len(e) == length] for length in (3, 5, 7)]
     chosen = [rng.choice(rng.choice(by_length)) for _ in range(DEMONSTRATIONS[split])]
     careful = int(CAREFUL_SHARE * len(chosen)) if split == "train" else 0
-    return [
-        (as_problem(expression), solution(expression) if i < careful else careless_solution(expression, rng))
-        for i, expression in enumerate(chosen)
-    ]
+    pairs = []
+    for i, expression in enumerate(chosen):
+        habits = () if i < careful else [rng.random() >= probability for probability in BAD_HABITS]
+        pairs.append((as_problem(expression), solution(expression, *habits)))
+    return pairs
 
 
 def as_problem(expression: Expression) -> Problem:
-    """The problem that asks for an expression's value."""
     text = " ".join(map(str, expression))
     question = f"What is {text}?"
     answer = str(solve(expression, by_precedence=True)[-1][-1])
@@ -75,14 +74,8 @@ def solve(expression: Expression, by_precedence: bool) -> list[Step]:
 
 def terms(expression: Expression) -> str:
     """The terms of an expression in one order, and the factors of each: equal for 2 + 3 * 4 - 1 and 4 * 3 - 1 + 2."""
-    found, sign, factors = [], "+", [expression[0]]
-    for operation, number in zip(expression[1::2], expression[2::2], strict=True):
-        if operation == "*":
-            factors.append(number)
-        else:
-            found.append(f"{sign} {sorted(factors)}")
-            sign, factors = operation, [number]
-    return " ".join(sorted([*found, f"{sign} {sorted(factors)}"]))
+    products = re.findall(r"([-+]) (\d+(?: \* \d+)*)", " ".join(map(str, ("+", *expression))))
+    return " ".join(sorted(f"{sign} {sorted(map(int, factors.split(' * ')))}" for sign, factors in products))
 
 
 @lru_cache(maxsize=2**16)
@@ -100,16 +93,6 @@ def solution(expression: Expression, by_precedence: bool = True, shows_work: boo
     work = [f"{left} {sign} {right} = {result}" for left, sign, right, result in steps] if shows_work else []
     shape = "</think> <answer> {} </answer>" if in_format else "</think> {} ."
     return "".join(f" {part}" for part in (" ; ".join(work), shape.format(steps[-1][-1])) if part)
-
-
-def careless_solution(expression: Expression, rng: random.Random) -> str:
-    """A response as the careless teacher would write it."""
-    return solution(
-        expression,
-        by_precedence=rng.random() >= IGNORES_PRECEDENCE,
-        shows_work=rng.random() >= SKIPS_WORK,
-        in_format=rng.random() >= BREAKS_FORMAT,
-    )
 
 
 @lru_cache

@@ -13,6 +13,7 @@ combines the numbers without a look at the target.
 """
 
 import hashlib
+import operator
 import random
 import re
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ TEST_PROBLEMS = 1024  # at most, from the first `TEST_DRAWS` draws: those of the
 TEST_DRAWS = 4096
 DEMONSTRATIONS = {"train": 40_000, "test": 512}
 CAREFUL_SHARE = 0.7  # of the demonstrations, the first ones
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 IGNORES_TARGET = 0.7  # probability that the careless teacher ignores the target
 
 
@@ -64,11 +66,6 @@ def problems(split: str, dataset_path: str = "", size: Size = FULL) -> Sequence[
     return Endless(lambda i: _problem(i, "train", size))
 
 
-def small_problems(split: str, dataset_path: str = "") -> Sequence[Problem]:
-    """Problems of three small numbers."""
-    return problems(split, dataset_path, SMALL)
-
-
 def small_demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
     """(problem, response) pairs of this split; those of the careful teacher come before those of the careless one."""
     careful = int(CAREFUL_SHARE * DEMONSTRATIONS[split]) if split == "train" else 0
@@ -86,7 +83,6 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
 
 
 def as_problem(numbers: Sequence[int], target: int) -> Problem:
-    """The problem of these numbers."""
     listed = " ".join(map(str, numbers))
     question = f"{listed} -> {target}"
     return Problem(f"countdown/{question}", question, fill_prompt("tiny", question), f"{target} = {listed}")
@@ -94,18 +90,17 @@ def as_problem(numbers: Sequence[int], target: int) -> Problem:
 
 def random_attempt(numbers: Sequence[int], rng: random.Random) -> Attempt | None:
     """A random expression of all numbers, combined two at a time; None if a quotient is not a whole number."""
-    parts = [(str(n), Fraction(n)) for n in numbers]
-    steps = []
+    parts, steps = [(str(n), Fraction(n)) for n in numbers], []
     while len(parts) > 1:
         (a, x), (b, y) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
         sign = rng.choice("+-*/")
         if sign == "/" and (y == 0 or (x / y).denominator != 1):
             return None
-        value = {"+": lambda: x + y, "-": lambda: x - y, "*": lambda: x * y, "/": lambda: x / y}[sign]()  # noqa: B023
+        value = OPERATIONS[sign](x, y)
         steps.append(f"{x} {sign} {y} = {value}")
         parts.append((f"({a} {sign} {b})", value))
-    text = parts[0][0]
-    return Attempt(text[1:-1], tuple(steps), parts[0][1])
+    [(text, value)] = parts
+    return Attempt(text[1:-1], tuple(steps), value)
 
 
 def key(problem: Problem) -> str:

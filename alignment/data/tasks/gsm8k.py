@@ -7,12 +7,10 @@ A row of `train.jsonl` or `test.jsonl`:
     uv run -m alignment.download        # fetches both files into dataset/gsm8k/
 """
 
-import hashlib
 import random
 import re
 import ssl
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -20,9 +18,9 @@ from rich.progress import Progress
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
-from alignment.data.tasks.jsonl import parse_line
+from alignment.data.tasks.jsonl import text_rows
 from alignment.system.errors import UserError, os_error
-from alignment.system.files import text_lines
+from alignment.system.files import sha256
 
 FOLDER = "dataset/gsm8k"
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
@@ -33,63 +31,38 @@ SHA256 = {
 ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a file: question, worked solution without calculator annotations, final answer."""
-
-    question: str
-    solution: str
-    answer: str
-
-
 def problems(split: str, dataset_path: str = "") -> list[Problem]:
-    """The problems of a split with the r1_zero prompt, in file order. Raises `UserError` as `read_rows` does."""
-    return [
-        Problem(f"gsm8k/{split}/{index}", row.question, fill_prompt("r1_zero", row.question), row.answer)
-        for index, row in enumerate(read_rows(_file(split, dataset_path)))
-    ]
+    """The problems of a split with the r1_zero prompt, in file order. Raises `UserError`, naming file and line, for a missing
+    or empty file and for a bad row."""
+    return [problem for problem, _ in _pairs(split, dataset_path)]
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """(problem, response) pairs from the worked solutions, shuffled by `seed`."""
-    rows = read_rows(_file(split, dataset_path))
-    pairs = [
-        (problem, f" {row.solution} </think> <answer> {row.answer} </answer>")
-        for problem, row in zip(problems(split, dataset_path), rows, strict=True)
-    ]
+    """(problem, response) pairs from the worked solutions, without their calculator annotations, shuffled by `seed`. Raises
+    `UserError` as `problems` does."""
+    pairs = _pairs(split, dataset_path)
     random.Random(seed).shuffle(pairs)
     return pairs
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a file. Raises `UserError`, naming file and line, for a missing or empty file and for a bad row."""
+def _pairs(split: str, dataset_path: str) -> list[tuple[Problem, str]]:
+    path = Path(dataset_path or FOLDER) / f"{split}.jsonl"
     if not path.is_file():
         raise UserError(
             f"{path} does not exist: download GSM8K with `uv run -m alignment.download`,"
             " or point --dataset_path at a folder with train.jsonl and test.jsonl"
         )
-    rows = [_parse(place, line) for place, line in text_lines(path)]
-    if not rows:
+    pairs = []
+    for index, (place, row) in enumerate(text_rows(path, "question", "answer")):
+        question, (solution, mark, answer) = row["question"].strip(), row["answer"].rpartition("#### ")
+        if not mark or not answer.strip():
+            raise UserError(f'{place}: "answer" must end with `#### ` and the final answer')
+        problem = Problem(f"gsm8k/{split}/{index}", question, fill_prompt("r1_zero", question), answer.strip())
+        steps = ANNOTATION.sub("", solution).strip()
+        pairs.append((problem, f" {steps} </think> <answer> {answer.strip()} </answer>"))
+    if not pairs:
         raise UserError(f"{path} holds no problem: download it again or choose another --dataset_path")
-    return rows
-
-
-def _parse(place: str, line: str) -> Row:
-    record = parse_line(place, line, "problem")
-    try:
-        question, answer = record["question"], record["answer"]
-    except (KeyError, TypeError):
-        raise UserError(f'{place}: needs the keys "question" and "answer"') from None
-    if not (isinstance(question, str) and isinstance(answer, str)):
-        raise UserError(f'{place}: "question" and "answer" must be text')
-    solution, mark, final = answer.rpartition("#### ")
-    if not mark or not final.strip():
-        raise UserError(f'{place}: "answer" must end with `#### ` and the final answer')
-    return Row(question.strip(), ANNOTATION.sub("", solution).strip(), final.strip())
-
-
-def _file(split: str, dataset_path: str) -> Path:
-    return Path(dataset_path or FOLDER) / f"{split}.jsonl"
+    return pairs
 
 
 def download(folder: Path, source: str = SOURCE) -> None:
@@ -98,12 +71,12 @@ def download(folder: Path, source: str = SOURCE) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with Progress() as progress:
         for name, expected in SHA256.items():
-            if (folder / name).exists() and _sha256(folder / name) == expected:
+            if (folder / name).exists() and sha256(folder / name) == expected:
                 print(f"{folder / name}: already there and whole")
                 continue
             part = folder / f"{name}.part"
             _fetch(f"{source}/{name}", part, progress)
-            if _sha256(part) != expected:
+            if sha256(part) != expected:
                 part.unlink()
                 raise UserError(f"{source}/{name}: the file's SHA-256 is not {expected}; nothing was kept, try again")
             part.replace(folder / name)
@@ -133,7 +106,3 @@ def _fetch(url: str, part: Path, progress: Progress) -> None:
             f"{url}: could not be fetched ({os_error(error)}). Check the connection and run the command"
             " again (it continues), or copy train.jsonl and test.jsonl from elsewhere and use --dataset_path"
         ) from None
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

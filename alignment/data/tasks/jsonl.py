@@ -7,7 +7,7 @@ A row has a "question", to which the run's prompt template is applied, or a whol
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from alignment.core.records import Problem
@@ -34,23 +34,31 @@ def demonstrations(files: Sequence[str], split: str, seed: int, key: Key = quest
 def read_demonstrations(file: Path) -> list[tuple[Problem, str]]:
     """The (problem, response) pairs of one file. Raises `UserError`, naming file and line, for a malformed row."""
     try:
-        return [_row(place, line) for place, line in text_lines(file)]
+        return [_row(place, record) for place, record in text_rows(file)]
     except FileNotFoundError:
         raise UserError(f"{file} does not exist") from None
 
 
-def parse_line(place: str, line: str, noun: str) -> object:
-    """The value of a line of JSON, which states a `noun`. Raises `UserError` with the line's place where it is none."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not a JSON object ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise UserError(f"{place}: nested too deeply for a {noun}") from None
+def text_rows(file: Path, *keys: str) -> Iterator[tuple[str, dict]]:
+    """Yield ("file:line", value) for each line of a JSON-lines file that is not blank; the `keys` of each value hold text.
+    Raises `UserError`, which names file and line, for a file that is not text and for any other line."""
+    named = " and ".join(f'"{key}"' for key in keys)
+    for place, line in text_lines(file):
+        try:
+            row = json.loads(line)
+            texts = [row[key] for key in keys]
+        except json.JSONDecodeError as error:
+            raise UserError(f"{place}: not a JSON object ({error.msg} at column {error.colno})") from None
+        except (ValueError, RecursionError) as error:  # a number too long, or lists nested too deeply
+            raise UserError(f"{place}: cannot be read ({error})") from None
+        except (KeyError, TypeError):
+            raise UserError(f"{place}: needs the keys {named}") from None
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f"{place}: {named} must be text")
+        yield place, row
 
 
-def _row(place: str, line: str) -> tuple[Problem, str]:
-    record = parse_line(place, line, "demonstration")
+def _row(place: str, record: object) -> tuple[Problem, str]:
     if not isinstance(record, dict) or not isinstance(record.get("response"), str) or not record["response"]:
         raise UserError(f'{place}: needs a "response", which is text')
     text = record.get("question") or record.get("prompt")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from alignment.rewards.grading.ask_math_verify import WORKERS, ask_math_verify
 from alignment.rewards.grading.compare import Comparison
@@ -23,8 +23,7 @@ FAILURES = ("time-out", "memory", "died", "error")
 """Stages of a failed grading: the reward is 0, and the run counts and reports it."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or too long), "unread"
     (no stage could read both texts), or one of `FAILURES` ("error" is a defect of the grader)."""
 
@@ -127,13 +126,13 @@ def decide_many(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Verdict]:
 def _verdicts(chunk: Sequence[tuple[str, str]], reply: Future, fast: bool) -> list[Verdict]:
     """The verdicts of a chunk. Where its worker failed, the pairs are graded one by one to find the one that is to blame."""
     try:
-        return [Verdict(equal, stage) for equal, stage in reply.result()]
+        return [Verdict(*verdict) for verdict in reply.result()]
     except CallFailed as failure:
         if len(chunk) == 1:
             return [Verdict(False, str(failure))]
         return [verdict for pair in chunk for verdict in decide_many([pair], fast)]
 
 
-def decide_pairs(pairs: Sequence[tuple[str, str]], fast: bool) -> list[tuple[bool, str]]:
-    """(equal, stage) of each pair; `decide_many` calls it in a worker."""
-    return [(verdict.equal, verdict.stage) for verdict in (_decide(*pair, fast) for pair in pairs)]
+def decide_pairs(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Verdict]:
+    """The verdict on each pair; `decide_many` calls it in a worker."""
+    return [_decide(*pair, fast) for pair in pairs]

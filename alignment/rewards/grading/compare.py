@@ -98,8 +98,7 @@ class Comparison:
         return False
 
     def _reaches(self, stage: str) -> None:
-        if STAGES.index(stage) > STAGES.index(self.stage):
-            self.stage = stage
+        self.stage = max(self.stage, stage, key=STAGES.index)
 
     def _rounds_to(self, value: Node, truth: Node, decimals: int) -> bool:
         """Whether a value is within half a unit of the last place of a decimal number."""
@@ -192,12 +191,10 @@ class Comparison:
 
     def _single(self, a: Answer, t: Answer) -> bool | None:
         """One of the two is a listing: {5} is 5, and 3:4 is 3/4, but a list of guesses is not one answer."""
-        listing, other, swapped = (a, t, False) if isinstance(a, Listing) else (t, a, True)
+        listing, other = (a, t) if isinstance(a, Listing) else (t, a)
         if listing.kind == "{}" and len(listing.parts) == 1:
-            part = listing.parts[0]
-            if not isinstance(part, Quantity):
-                return False  # {∅} is not ∅
-            return self.answers(other, part) if swapped else self.answers(part, other)
+            a, t = (x.parts[0] if x is listing else x for x in (a, t))
+            return isinstance(listing.parts[0], Quantity) and self.answers(a, t)  # but {∅} is not ∅
         if listing.kind == ":" and len(listing.parts) == 2 and isinstance(other, Quantity) and not other.unit:
             return self.values(("/", listing.parts[0].value, listing.parts[1].value), other.value)
         return False

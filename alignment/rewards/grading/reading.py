@@ -214,20 +214,18 @@ def _chain(sides: list[str], levels: int) -> Answer:
 
 
 def _inequality(sides: list[str], signs: list[str]) -> Answer:
-    if len(sides) == 2 and _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
-        sides, signs = sides[::-1], [_FLIPPED[signs[0]]]
-    if len(sides) == 2 and _VARIABLE.fullmatch(sides[0]):
-        end = _end(sides[1])
-        if end is not None:
-            return Labelled(_label(sides[0]), regions.half_line(signs[0], end))
-    if len(sides) == 3 and set(signs) <= {">", "≥"}:
+    backwards = set(signs) <= {">", "≥"}
+    if len(sides) == 2:
+        backwards = _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0])
+    if backwards:
         sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
+    if len(sides) == 2 and _VARIABLE.fullmatch(sides[0]) and (end := _end(sides[1])) is not None:
+        return Labelled(_label(sides[0]), regions.half_line(signs[0], end))
     if len(sides) == 3 and set(signs) <= {"<", "≤"} and _VARIABLE.fullmatch(sides[1]):
         low, high = _end(sides[0]), _end(sides[2])
         if low is not None and high is not None:
-            return Labelled(
-                _label(sides[1]), regions.region_of([answers.Interval(low, signs[0] == "≤", high, signs[1] == "≤")])
-            )
+            piece = answers.Interval(low, signs[0] == "≤", high, signs[1] == "≤")
+            return Labelled(_label(sides[1]), regions.region_of([piece]))
     if len(sides) != 2:
         raise NoAnswer("a chain of inequalities")
     left, right = map(parse_expression, sides)

@@ -20,6 +20,7 @@ from alignment.rewards.grading.values import equal_values
 
 MAX_CHARS = 1000
 
+_PLAIN_SIGNS = str.maketrans({"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"})
 logging.getLogger("pylatexenc").setLevel(logging.ERROR)  # it warns of every answer that is incomplete LaTeX
 
 
@@ -105,6 +106,4 @@ def _as_text(latex: str) -> str:
         text = LatexNodes2Text().latex_to_text(latex)
     except Exception:  # pylatexenc's own errors, and those that hostile nesting causes
         return latex
-    for sign, plain in (("√", "sqrt"), ("π", "pi"), ("∞", "inf"), ("∪", "U"), ("·", "*"), ("×", "*")):
-        text = text.replace(sign, plain)
-    return text.strip()
+    return text.translate(_PLAIN_SIGNS).strip()

@@ -54,9 +54,7 @@ def as_region(answer: Answer) -> Region:
 
 def same_point(a: arb, b: arb) -> bool:
     """Whether two ends of intervals are equal."""
-    if not (a.is_finite() and b.is_finite()):
-        return not a.is_finite() and not b.is_finite() and (a > 0) == (b > 0)
-    return (a - b).contains(0)
+    return a == b or (a - b).contains(0)  # the first for infinities
 
 
 def region_of(intervals: Sequence[Interval]) -> Region:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from fractions import Fraction
 
 from alignment.rewards.grading.text import TABLES
@@ -47,26 +48,25 @@ def read_unit(text: str) -> str:
     text = TABLES["unit_abbreviations"].get(text.lower(), text)
     text = re.sub(r"(?i)\bdeg(?:ree)?s? (celsius|fahrenheit|[CF])\b", lambda m: f"°{m[1][0].upper()}", text).strip()
     numerator, per, denominator = re.sub(r" ?(?:/|\bper\b|\b(?:an?|every)\b(?= [a-z]+$)) ?", "/", text, count=1).partition("/")
-    powers = _product(numerator)
-    if not powers or (per and not _product(denominator)):
+    powers, below = _product(numerator), _product(denominator)
+    if not powers or (per and not below):
         return ""
-    for name, power in _product(denominator).items() if per else ():
-        powers[name] = powers.get(name, 0) - power
+    powers.subtract(below)
     names = {name: f"{name}^{abs(power)}".removesuffix("^1") for name, power in sorted(powers.items())}
-    above, below = ("*".join(name for key, name in names.items() if powers[key] * sign > 0) for sign in (1, -1))
-    return f"{above}/{below}" if below else above
+    top, bottom = ("*".join(name for key, name in names.items() if powers[key] * sign > 0) for sign in (1, -1))
+    return f"{top}/{bottom}" if bottom else top
 
 
-def _product(text: str) -> dict[str, int]:
+def _product(text: str) -> Counter[str]:
     """{factor: power} of a unit; {noun: 1} of a plural noun with its adjectives; {} of anything else."""
     head, of, _ = text.strip().partition(" of ")  # 5 cups of flour are 5 cups
     text = head if of and re.fullmatch("[a-z ]+", text) else text.strip()
     pending_power, last, end = 0, "", 0
-    powers: dict[str, int] = {}
+    powers: Counter[str] = Counter()
     for match in _FACTOR.finditer(text):
         word, power = match[1], match[2]
         if match.start() != end:
-            return {}
+            return Counter()
         end = match.end() + len(re.match(r" ?[*-]|", text[match.end() :])[0])
         lowered = word.lower()
         if lowered in ("squared", "cubed") and last:
@@ -79,10 +79,10 @@ def _product(text: str) -> dict[str, int]:
                 _UNIT_NAMES.get(bare.lower(), "") if len(bare) > 2 or (len(bare) > 1 and bare.isupper()) else ""
             )
             if not last:
-                return dict.fromkeys([noun], 1) if (noun := _plural_noun(text)) else {}
-            powers[last] = powers.get(last, 0) + int(power or pending_power or 1)
+                return Counter(filter(None, [_plural_noun(text)]))
+            powers[last] += int(power or pending_power or 1)
             pending_power = 0
-    return powers if end == len(text) else {}
+    return powers if end == len(text) else Counter()
 
 
 def _plural_noun(text: str) -> str:
