@@ -46,7 +46,8 @@ class Shard(Replica):
         if (device := torch.device(self.devices[0])).type == "cuda":
             torch.cuda.set_device(device)
         here, machines = self.ranks.local_count, self.ranks.count // self.ranks.local_count
-        mesh = init_device_mesh(device.type, (machines, here) if machines > 1 else (here,))
+        sizes = {"machines": machines, "ranks": here} if machines > 1 else {"ranks": here}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self.root = Root(model)
         stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
         for module in (*(layer for stack in stacks for layer in stack), self.root):
