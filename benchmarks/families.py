@@ -41,7 +41,7 @@ SHAPE = dict(
 
 def family_config(name: str) -> PretrainedConfig:
     """The configuration of a tiny model of a family."""
-    options = SHAPE | FAMILIES[name]
+    options = SHAPE | FAMILIES.get(name, {})
     kind = options.pop("model_type", name)
     return AutoConfig.for_model(kind, **{key: value for key, value in options.items() if value is not None})
 

@@ -88,8 +88,9 @@ def context_length(config) -> int:
 
 
 def mlp_width(config) -> int:
-    """The hidden units of a layer's MLP; GPT-2's config leaves them out where they are four times the hidden size."""
-    return getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    """The hidden units of the widest layer's MLP; GPT-2's config leaves them out where they are four times the hidden size."""
+    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    return max(width) if isinstance(width, list | tuple) else width
 
 
 def compute_dtype(name: str, device: str) -> str:

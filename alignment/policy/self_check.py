@@ -26,6 +26,10 @@ TOLERANCE = 1e-3
 Ids = list[int]
 
 
+class NotFinite(Exception):
+    """A model's own log-probs are not finite, so there is nothing to compare with."""
+
+
 def random_pieces(model: torch.nn.Module, lengths: Sequence[int]) -> list[Ids]:
     """Token ids in pieces, the same each time; torch's own generators stay as they are."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -50,7 +54,7 @@ def short_windows(model: torch.nn.Module) -> Iterator[None]:
 
 class InFloat32(TorchFunctionMode):
     """Casts numbers of 16 bits to fp32 for each operation that reads them, and for that only. In 16 bits rounding alone makes
-    tenths of a nat in a deep model."""
+    tenths of a nat in a deep model. What an operation writes into a 16-bit tensor is lost; forward passes write into none."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         widen = lambda tensor: tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
@@ -61,24 +65,31 @@ class InFloat32(TorchFunctionMode):
 def own_log_probs(model: torch.nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> torch.Tensor:
     """The log-probs [N] of (prompt, response) rows' responses, one row after another, by the model's own attention and logits.
     Shorter rows are followed by a token that a causal model does not see, so nothing depends on how it takes masks. Raises
-    `UserError` for a model whose own forward pass fails."""
+    `UserError` for a model whose own forward pass fails, `NotFinite` for damaged weights, which are the run's to notice."""
     ids = [torch.tensor([*prompt, *response]) for prompt, response in rows]
     ids_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     try:
         with own_attention(model):
             logits = model(input_ids=ids_BT.to(model.get_input_embeddings().weight.device), use_cache=False).logits
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any kind: it is the family's code
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"--model: {model.config.model_type}'s own forward pass fails ({reason})") from error
     log_probs_BT = logits[:, :-1].float().cpu().log_softmax(dim=-1).gather(-1, ids_BT[:, 1:, None]).squeeze(2)
     responses = [(len(prompt) - 1, len(prompt) + len(response) - 1) for prompt, response in rows]
-    return torch.cat([log_probs_BT[row, start:end] for row, (start, end) in enumerate(responses)])
+    log_probs_N = torch.cat([log_probs_BT[row, start:end] for row, (start, end) in enumerate(responses)])
+    if not log_probs_N.isfinite().all():
+        raise NotFinite
+    return log_probs_N
 
 
 def disagreement(own: torch.Tensor, compute: Callable[[], torch.Tensor]) -> str:
     """How `compute()` differs from a model's own log-probs [N]; empty where it does not."""
     try:
         difference = float((compute() - own).abs().mean())
+    except (torch.OutOfMemoryError, NotFinite):
+        raise
     except Exception as error:  # of any kind: a model that does not take what it is given
         return f"fail: {(str(error) or type(error).__name__).splitlines()[0]}"
     agrees = difference <= TOLERANCE
@@ -102,10 +113,13 @@ OUTCOMES: dict[str, bool] = {}
 
 def once(name: str, model: torch.nn.Module, check: Callable[[], bool]) -> bool:
     """What `check()` returns; it runs once a process for each folder, configuration, attention and kind of devices. The type of
-    the weights makes no difference, since a check computes in fp32."""
+    the weights makes no difference, since a check computes in fp32. False, for this time, where it raises `NotFinite`."""
     kinds = [device.type for device in {parameter.device for parameter in model.parameters()}]
     key = str((name, model.name_or_path, model.config._attn_implementation, kinds, model.config.to_dict() | {"dtype": None}))
-    return OUTCOMES[key] if key in OUTCOMES else OUTCOMES.setdefault(key, check())
+    try:
+        return OUTCOMES[key] if key in OUTCOMES else OUTCOMES.setdefault(key, check())
+    except NotFinite:
+        return False
 
 
 def choose_path(model: torch.nn.Module) -> bool:
@@ -132,8 +146,6 @@ def _path_disagreement(model: torch.nn.Module) -> str:
     batch = collate(*zip(*rows, strict=True), pad_token_id=0)
     mask = batch.response_mask
     own = own_log_probs(model, rows)
-    if not own.isfinite().all():
-        return ""  # there is nothing to compare with: damaged weights are the run's to notice
     halves = [(prompt, response[: len(response) // 2]) for prompt, response in rows]
     in_half = torch.cat([torch.arange(len(response)) < len(response) // 2 for _, response in rows])
     if (own_log_probs(model, halves) - own[in_half]).abs().mean() > TOLERANCE:

@@ -8,7 +8,6 @@ versions of the weights for the sampler: each side waits for the other where it 
 import dataclasses
 import itertools
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -141,12 +140,18 @@ class AheadRollouts:
 
     def _read(self) -> None:
         """Take what the child sends at once, so that it never waits for us: in a thread, where no signal cuts a message."""
-        with suppress(EOFError, OSError, pickle.UnpicklingError):
+        try:
             while True:
                 self._failure, answer = self._child.receive()  # of which one is None
                 if answer:
                     self._sampled[answer.step], self._has_started = answer, True
                 self._has_arrived.set()
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # such as that of an exception of the user's own, which did not survive the pipe
+            reason = f"{type(error).__name__}: {error}"
+            self._failure = RunStopped(f"what the {self._child.name} sent cannot be read ({reason})")
+        self._has_arrived.set()
 
     def _lost(self) -> Exception:
         self._reader.join(GRACE_SECONDS)  # its last message may be on its way

@@ -65,7 +65,8 @@ def with_checksums(
     named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: dict[str, tuple[int, int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The same tensors. Enters two checksums of each one, cast to `dtype`, in `checksums` as it passes: its own and that of its
-    transpose, as which an engine may keep it (vLLM does so with GPT-2's)."""
+    transpose, as which an engine may keep it (vLLM does so with GPT-2's). So a square matrix that an engine wrongly transposed
+    passes; the mismatch check of the next update sees it."""
     for name, tensor in named_tensors:
         transpose = tensor.mT if tensor.ndim > 1 else tensor
         checksums[name] = tensor_checksum(tensor, version, dtype), tensor_checksum(transpose, version, dtype)

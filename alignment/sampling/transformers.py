@@ -392,6 +392,6 @@ def _decoding_disagreement(sampler: TransformersSampler) -> str:
             rows.extend(sampler._decode(prompts, wave, uniforms[-2 * len(wave) :], sampling, None))
         own = own_log_probs(sampler.model, [(prompts[index // 2], row.token_ids) for index, row in enumerate(rows)])
         drawn = torch.tensor([value for row in rows for value in row.log_probs])
-        return torch.where(own.isfinite(), drawn - own, 0.0)  # damaged weights are the run's to notice
+        return drawn - own
 
     return disagreement(torch.zeros(()), difference)

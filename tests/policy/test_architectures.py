@@ -263,6 +263,28 @@ def test_plain_decoding_draws_what_shared_decoding_draws(sampler):
             torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-4)
 
 
+def test_a_check_of_damaged_weights_says_nothing_of_whole_ones(monkeypatch):
+    monkeypatch.setattr(self_check, "OUTCOMES", {})
+    model = family_model("stablelm")  # which takes the plain path
+    head, good = model.get_output_embeddings().weight, model.get_output_embeddings().weight.detach().clone()
+    head.data.fill_(torch.nan)
+    assert not self_check.once("path", model, lambda: choose_path(model)) and not self_check.OUTCOMES
+    head.data.copy_(good)
+    assert self_check.once("path", model, lambda: choose_path(model)) and len(self_check.OUTCOMES) == 1
+
+
+def test_memory_that_runs_out_in_a_check_is_not_the_families_fault():
+    def compute():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = family_model("llama")
+    with pytest.raises(torch.OutOfMemoryError):
+        self_check.disagreement(torch.zeros(3), compute)
+    model.forward = lambda **inputs: compute()
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_path(model)
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_bigcode"}))
 def test_a_split_model_computes_what_the_whole_one_does(family):
     """Two names for the CPU stand for two devices: all moves are made."""

@@ -20,7 +20,7 @@ def saved(request, tmp_path):
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("saved", sorted(FAMILIES), indirect=True)
+@pytest.mark.parametrize("saved", sorted([*FAMILIES, "rwkv"]), indirect=True)
 def test_a_frozen_model_computes_what_the_policy_does_under_autocast(saved):
     policy, frozen = load_model(saved, ("cpu",), torch.float32), FrozenModel(saved, "cpu", torch.bfloat16)
     torch.manual_seed(0)
