@@ -14,7 +14,7 @@ from alignment.core.records import Endless, Problem
 from alignment.data.prompts import check_template
 from alignment.data.tasks import Task, find_task, jsonl
 from alignment.policy.placement import Roles, assign_roles
-from alignment.policy.policy import check_parallelism
+from alignment.policy.policy import RANKED, check_parallelism
 from alignment.policy.reference_protocol import check_url, reference_token
 from alignment.rewards.reward import find_reward
 from alignment.runs.health import HealthLimits
@@ -37,7 +37,7 @@ def check(args: Args) -> Task:
         raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
     find_engine(args.sampler)
     check_parallelism(args.policy_parallelism)
-    refuse_sharded_8bit(args, args.policy_parallelism)
+    refuse_ranked_8bit(args, args.policy_parallelism)
     if args.policy_ranks > 1 and args.policy_parallelism in ("single", "layer_split"):
         raise UserError(f"--policy_ranks {args.policy_ranks}: a policy that is {args.policy_parallelism} is one process")
     if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
@@ -173,10 +173,10 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
     return devices[:number]
 
 
-def refuse_sharded_8bit(args: Args, kind: str) -> None:
-    """Raise `UserError` for 8-bit moments, whose parts of several processes cannot be saved, in a sharded policy."""
-    if kind == "sharded" and getattr(args, "optimizer", "") == "adamw_8bit":
-        raise UserError("--optimizer adamw_8bit: a sharded policy takes adamw or adamw_cpu_offload")
+def refuse_ranked_8bit(args: Args, kind: str) -> None:
+    """Raise `UserError` for 8-bit moments, whose parts of several processes cannot be saved."""
+    if kind in RANKED and getattr(args, "optimizer", "") == "adamw_8bit":
+        raise UserError(f"--optimizer adamw_8bit: a {kind} policy takes adamw or adamw_cpu_offload")
 
 
 def engines_on_shared_gpu(args: RLArgs, roles: Roles) -> int:

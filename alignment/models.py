@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from alignment.args import Args, configuration
-from alignment.checks import devices_of_ranks, refuse_sharded_8bit, resolve_model, roles_of
+from alignment.checks import devices_of_ranks, refuse_ranked_8bit, resolve_model, roles_of
 from alignment.core.records import Problem, SamplingConfig
 from alignment.data.tasks import Task
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
@@ -36,7 +36,7 @@ def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
         return state <= STATE_SHARE * min(map(total_bytes, devices)) / (1 if "cuda" in devices[0] else len(devices))
 
     kind = policy_kind(args.policy_parallelism, devices, fits_each)
-    refuse_sharded_8bit(args, kind)
+    refuse_ranked_8bit(args, kind)
     return devices, kind
 
 

@@ -17,14 +17,14 @@ def on_rank_0(method: str) -> Callable:
 
 
 class RankedPolicy:
-    """A `Policy` of several ranks, one for each of its devices. `part` names the class of what each rank holds, whose methods
-    have the names and arguments of `Policy`'s. Raises `RunStopped` where a rank is lost."""
+    """A `Policy` of several ranks, one for each of its devices. What each rank holds is a `Shard`, whose methods have the names
+    and arguments of `Policy`'s. Raises `RunStopped` where a rank is lost."""
 
-    part: str
+    replicated: bool
 
     def __init__(self, config: PolicyConfig):
         self.ranks = lead(len(config.devices), config.rank_timeout)
-        self._own = self.ranks.open(self.part, config)
+        self._own = self.ranks.open("alignment.policy.sharded:Shard", config, self.replicated)
         self.devices, self.dtype, self.config = config.devices, self._own.dtype, self._own.config
 
     @property
@@ -43,11 +43,11 @@ class RankedPolicy:
 class ReplicatedPolicy(RankedPolicy):
     """Every rank holds the weights, gradient and moments; ranks share the rows, and sum their gradients."""
 
-    part = "alignment.policy.replicated:Replica"
+    replicated = True
     weights, save, save_optimizer = on_rank_0("weights"), on_rank_0("save"), on_rank_0("save_optimizer")
 
 
 class ShardedPolicy(RankedPolicy):
     """Every rank of a machine holds a part of the weights, gradient and moments; each machine holds all of them."""
 
-    part = "alignment.policy.sharded:Shard"
+    replicated = False

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from alignment.core.tokens import packed_tokens
 from alignment.policy.policy import policy_kind
-from alignment.policy.replicated import deal
+from alignment.policy.sharded import deal
 
 ROOT = Path(__file__).parents[2]
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30).map(
