@@ -1,7 +1,5 @@
 """The arguments of every command: frozen dataclasses, filled from a preset and overridden by flags."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -3,21 +3,17 @@
 uv run -m alignment.sft
 """
 
-from __future__ import annotations
-
 from alignment.args import SFTArgs, parse
 from alignment.checks import check_sft
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
-from alignment.system.torchrun import is_follower
+from alignment.system.torchrun import followed
 
 
 def main() -> None:
     args = parse(SFTArgs)
-    if is_follower():
-        from alignment.system.ranks import follow
-
-        return follow(args.rank_timeout)
+    if followed(args.rank_timeout):
+        return
     inputs = check_sft(args)
     from alignment.evaluation.accuracy import print_evaluation
     from alignment.warm_start import run_sft

@@ -13,7 +13,7 @@ from alignment.checks import check_rl, resumed_if_restarted, run_config
 from alignment.runs.run import open_run
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
-from alignment.system.torchrun import is_follower
+from alignment.system.torchrun import followed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,10 +48,8 @@ def train(args: RLArgs, console: Console) -> Path:
 
 def main() -> None:
     args = resumed_if_restarted(parse(RLArgs))
-    if is_follower():
-        from alignment.system.ranks import follow
-
-        return follow(args.rank_timeout)
+    if followed(args.rank_timeout):
+        return
     check_rl(args)
     train(args, make_console())
 

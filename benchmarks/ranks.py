@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,8 +29,8 @@ from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.data.embedded import embedded_model
 from alignment.policy.policy import RANKED, Objective, Policy, PolicyConfig, open_policy
 from alignment.rollouts.batches import collate_groups, with_advantages
-from alignment.system.torchrun import is_follower, ranks_here
-from alignment.training.sft import BatchLoss
+from alignment.system.torchrun import followed, ranks_here
+from alignment.training.sft import batch_loss
 from alignment.training.update import rollout_objective, rows_with_gradient
 
 VOCABULARY, TOLERANCE = 60, 1e-5
@@ -71,7 +72,7 @@ def objectives() -> Iterator[tuple[str, Rollout, list[int], Objective]]:
         rows = rows_with_gradient(rollout, config)
         words = f"{name}, {norm}, {len(rollout.lengths) // GROUP_SIZE} prompts, KL {beta}, correction {correction}"
         yield words, rollout, rows, rollout_objective(rollout, range(len(rollout.lengths)), config)
-    yield "SFT", usual, list(range(len(usual.lengths))), Objective(BatchLoss(100), entropy=False, supervised=True)
+    yield "SFT", usual, list(range(len(usual.lengths))), Objective(partial(batch_loss, 100), entropy=False, supervised=True)
 
 
 def measured(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,10 +116,8 @@ def reopened(policy: Policy, config: PolicyConfig, kinds: list[str], tokenizer) 
 
 def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED):
     """Print the largest differences of each kind; exit code 1 beyond 1e-5. `ranks`: on this machine; 0: torchrun's."""
-    if is_follower():
-        from alignment.system.ranks import follow
-
-        return follow(60)
+    if followed(60):
+        return
     from alignment.policy.loading import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -162,8 +162,7 @@ def canonical(args: RLArgs) -> dict[str, object]:
 
     With one update a rollout, sampled by the current weights, the ratio to the old policy is 1, where every loss with a ratio,
     clipped or not, of tokens or of responses, has the gradient of -A log pi (arXiv:2402.03300, section 4.1.3; PPO,
-    arXiv:1707.06347, section 3).
-    """
+    arXiv:1707.06347, section 3)."""
     facts = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in BOOKKEEPING}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0

@@ -31,8 +31,7 @@ def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie
     which share the error rate.
 
     `std` is `score_std`, alike for all arms. Effects of an arm on single questions, alike in all seeds, are left out:
-    nobody knows them beforehand.
-    """
+    nobody knows them beforehand."""
     if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
     scores_NAS = np.random.default_rng(0).normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))

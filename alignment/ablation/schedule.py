@@ -167,8 +167,7 @@ def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_se
 
     So a sweep from S to `max_seeds` seeds is looked at at most `max_seeds` - S + 1 times, between which it shares the chance of
     a false verdict. [] where every comparison is decided, has an arm with a failed run, needs questions rather than seeds, or
-    where `max_seeds` are reached.
-    """
+    where `max_seeds` are reached."""
     seeds = sorted({state.seed for state in states})
     if len(seeds) >= max_seeds:
         return []

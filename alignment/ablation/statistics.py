@@ -39,8 +39,7 @@ class Comparison:
 
     kind: "greater" (one side is), "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of
     comparisons. `more_seeds` estimates the further seeds that would settle an undecided comparison; None where no number up to
-    MOST_SEEDS would, or where it is settled. `arms` are the arms on both sides. Without a second seed the interval is NaN.
-    """
+    MOST_SEEDS would, or where it is settled. `arms` are the arms on both sides. Without a second seed the interval is NaN."""
 
     a: str
     b: str
@@ -103,8 +102,7 @@ def compare(
     Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences of `tie` or more (two
     one-sided tests, Schuirmann 1987), else "undecided". A difference of zero makes no tie false, and one of `tie` makes no
     winner false but the wrong one, so differences are tested at `alpha` and each side of a tie at half of it.
-    Raises ValueError where two arms have different questions.
-    """
+    Raises ValueError where two arms have different questions."""
     questions = {len(scores) for arm in arms.values() for scores in arm.values()}
     if len(questions) > 1:
         raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
@@ -157,8 +155,7 @@ def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequenc
 
     The spread between questions has the sampling noise of S answers a question, which the spread between seeds has already:
     it is subtracted. A mean of Q right or wrong answers moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding
-    error's variance, 1 / 12 of a squared step for the difference of two arms, is added.
-    """
+    error's variance, 1 / 12 of a squared step for the difference of two arms, is added."""
     names = [name for name, by_seed in arms.items() if set(seeds) <= set(by_seed)]
     answers_ASQ = np.array([[arms[name][seed] for seed in seeds] for name in names], dtype=float)
     y_ASQ = _group_means(answers_ASQ, groups)

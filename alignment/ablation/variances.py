@@ -25,8 +25,7 @@ def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
     The model of the means is y_as = arm + seed + noise. The common variance is the mean square of its residuals. An arm's own
     variance comes from the differences of two arms, which have no seed effect and the sum of both variances: the least squares
     solution over all pairs. An arm is unstable where an F test of its variance against the others' rejects at 2.5 % / arms;
-    about one table in twenty of equally noisy arms names one.
-    """
+    about one table in twenty of equally noisy arms names one."""
     names, seeds = [arm for arm in means if means[arm]], sorted({seed for by_seed in means.values() for seed in by_seed})
     y_AS = np.array([[means[arm].get(seed, math.nan) for seed in seeds] for arm in names]).reshape(len(names), len(seeds))
     arm_N, seed_N = np.nonzero(~np.isnan(y_AS))

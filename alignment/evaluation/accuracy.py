@@ -118,8 +118,7 @@ def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) ->
 
     Wilson's interval (Wilson 1927), which keeps its coverage near 0 and 1, with the effective number of independent samples:
     p(1 - p) / variance of the mean, estimated from the variance between problems (Kish 1965, design effect). Where all scores
-    are equal, each problem counts once.
-    """
+    are equal, each problem counts once."""
     scores = torch.tensor(scores_PG, dtype=torch.float64)
     problems, p = scores.shape[0], scores.mean().item()
     between = scores.mean(dim=1).var(correction=1).item() / problems if problems > 1 else 0.0

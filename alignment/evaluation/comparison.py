@@ -50,8 +50,7 @@ def paired_difference(
     The difference's interval is made of the two sides' own, allowing for the correlation r between problems' mean rewards
     (Newcombe 1998, Statistics in Medicine 17:2635, method 10): with d = b - a, and lower and upper bounds l and u,
     d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and likewise above. Unlike the normal interval it has a
-    width where all answers of both sides score alike.
-    """
+    width where all answers of both sides score alike."""
     means_a, means_b = (torch.tensor([_mean(group) for group in groups], dtype=torch.float64) for groups in (a, b))
     mean_a, mean_b = means_a.mean().item(), means_b.mean().item()
     varies = means_a.std() > 0 and means_b.std() > 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from alignment.core.records import Batch, Distribution
-from alignment.core.tokens import split_rows, take_rows
+from alignment.core.tokens import Row, split_rows, take_rows
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import get_response_log_probs
@@ -60,9 +60,7 @@ def batch_log_probs(
     (None: all). `dtype` is the type of matrix products."""
     rows = range(len(batch.labels)) if rows is None else rows
     log_probs_BT = torch.zeros(batch.labels.shape)
-    split = split_rows(batch.input_ids, batch.response_mask)
-    split = unshared(split) if takes_plain_path(model) else split
-    pieces, parallel = cut_for_parallel(model, [split[row] for row in rows], micro_batch_tokens)
+    pieces, parallel = cut_for_parallel(model, computed_rows(model, batch, rows), micro_batch_tokens)
     pieces = [[rows[i] for i in piece] for piece in pieces]
 
     @torch.no_grad()
@@ -72,6 +70,16 @@ def batch_log_probs(
     for piece, part_bt in zip(pieces, run_parallel(compute, pieces, parallel), strict=True):
         log_probs_BT[piece, : part_bt.shape[1]] = part_bt
     return log_probs_BT
+
+
+def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int], with_last_label: bool = False) -> list[Row]:
+    """The token ids of some rows as a model computes them, from which micro-batches are made."""
+    if not rows:
+        return []
+    chosen = take_rows(batch, rows)
+    split = split_rows(chosen.input_ids, chosen.response_mask)
+    split = [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
+    return unshared(split) if takes_plain_path(model) else split
 
 
 def model_log_probs(model: PreTrainedModel, batch: Batch, distribution: Distribution, dtype: torch.dtype) -> torch.Tensor:

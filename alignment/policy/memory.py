@@ -61,6 +61,11 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the parts of all processes, where it is sharded; called on all of them."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 @dataclass(frozen=True)
 class Budget:
     """Tokens of a micro-batch, and whether they fit only with gradient checkpointing."""

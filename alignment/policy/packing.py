@@ -1,7 +1,5 @@
 """Rows of a batch as one sequence without padding, in which rows of one prompt share it, and attention over that."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -34,7 +32,7 @@ class Packing:
     """0 where a suffix's token sees another, else -inf; [1, 1, Q, K] where prefixes are equally long."""
     suffix_tokens: torch.Tensor | None = None  # Which of the flattened [R * Q] are tokens
     applied: list[bool] = field(default_factory=list)
-    copies: dict[torch.device, Packing] = field(default_factory=dict)
+    copies: dict[torch.device, "Packing"] = field(default_factory=dict)
     biases: dict[tuple[bool, int, torch.dtype, int | None], torch.Tensor] = field(default_factory=dict)
 
     def bias(self, of_prefixes: bool, groups: int, dtype: torch.dtype, window: int | None) -> torch.Tensor:
@@ -69,7 +67,7 @@ class Packing:
             out.append(suffixes.index_select(0, here.suffix_tokens))
         return torch.cat(out)[None]
 
-    def to(self, device: torch.device | str) -> Packing:
+    def to(self, device: torch.device | str) -> "Packing":
         """The same on another device, copied there once however many layers ask."""
         device = torch.device(device)
         if device == self.prefixes_SL.device:
@@ -188,7 +186,6 @@ class Layout(Protocol):
 
     def attend(self, module, query, key, value, rule: AttentionRule) -> torch.Tensor:
         """[rows, heads, tokens, D] -> [rows, tokens, heads, D]."""
-        ...
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, layout: Layout | None = None, **kwargs):

@@ -247,9 +247,6 @@ class TimedConnection(H11Protocol):
             self.transport.abort()
 
 
-# --- serving a model ----------------------------------------------------------------------------------------------
-
-
 def serve_model(served: ServedModel, listener: socket.socket, token: str, ready: Callable[[str], None]) -> None:
     """Load the model, call `ready` with the URL, and answer requests until a signal comes."""
     dtype = getattr(torch, served.dtype)

@@ -1,7 +1,6 @@
 """Whether our path through a model gives the log-probs of the model's own forward pass, on a few random tokens."""
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ from alignment.core.tokens import collate
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.plain_path import own_attention, take_plain_path, takes_plain_path
 from alignment.system.errors import UserError
+from alignment.system.terminal import say_once
 
 WINDOW = 4
 """Attention windows during a check, so that a short row is longer than they are. It stands for the model's own window,
@@ -132,7 +132,7 @@ def choose_path(model: torch.nn.Module) -> bool:
         if reason := _path_disagreement(model):
             if not takes_plain_path(model):
                 take_plain_path(model)
-                say(f"{family}: log-probs of packed rows {reason}; rows are padded, and nothing is shared: slower, and exact")
+                say_once(f"{family}: log-probs of packed rows {reason}; rows are padded, nothing is shared: slower, and exact")
                 reason = _path_disagreement(model)
             if reason:
                 raise UserError(f"--model: {family} cannot be trained: log-probs of padded rows {reason}")
@@ -152,9 +152,3 @@ def _path_disagreement(model: torch.nn.Module) -> str:
         raise UserError(f"--model: {model.config.model_type} sees later tokens: it is no causal language model")
     ours = functools.partial(get_response_log_probs, model, batch.input_ids, batch.labels, response_mask=mask)
     return disagreement(own, lambda: ours()["log_probs"].cpu()[mask])
-
-
-@functools.cache
-def say(text: str) -> None:
-    """Print a line, once a process."""
-    print(text, file=sys.stderr, flush=True)

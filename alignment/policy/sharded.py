@@ -10,20 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, split_rows, take_rows
-from alignment.policy.frozen import model_log_probs
+from alignment.policy.frozen import computed_rows, model_log_probs
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import load_model
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 from alignment.system.ranks import Ranks
 
-ONE_TOKEN = Batch(
-    torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
-)
+ONE_TOKEN = Batch(*[torch.zeros(1, 1, dtype=torch.int64)] * 2, torch.ones(1, 1, dtype=torch.bool))
 """What a rank computes, and discards, while others have a micro-batch and it has none: collectives need every rank."""
 
 
@@ -122,7 +120,7 @@ class Shard(SingleDevicePolicy):
         """(rows, log-probs [b, t] on the CPU) of each micro-batch of this rank, without gradient."""
         self.model.eval()
         results = []
-        for piece in self._pieces(self._split(batch, rows, supervised)):
+        for piece in self._pieces(computed_rows(self.model, batch, rows, supervised)):
             numbers = [rows[i] for i in piece]
             part = take_rows(batch, numbers) if piece else ONE_TOKEN
             results.append((numbers, self.run(model_log_probs, part, distribution, self.dtype).cpu()))
@@ -151,28 +149,11 @@ class Shard(SingleDevicePolicy):
         self.micro_batch_tokens = max(1, tokens[0].item())
         return message
 
-    def clip_gradient(self, max_norm: float) -> torch.Tensor:
-        return whole(super().clip_gradient(max_norm))
-
-    def gradient(self) -> torch.Tensor:
-        parameters = list(self.model.parameters())
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters if p.requires_grad]
-        return torch.cat([whole(gradient).flatten().cpu() for gradient in gradients])
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, whole(parameter.detach())) for name, parameter in self.model.named_parameters())
-
-    def model_on(self, device: str, dtype: torch.dtype) -> None:
-        return None
-
     def save(self, folder: Path, tokenizer) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.weights()}
         if self.ranks.rank == 0:
             self.model.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
-
-    def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, whole(tensor).cpu()) for name, tensor in super().optimizer_tensors())
 
     def save_optimizer(self, file: Path) -> None:
         if self.ranks.rank == 0:
@@ -184,11 +165,6 @@ class Shard(SingleDevicePolicy):
         if tensor.ndim == 0:
             return tensor
         return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with all ranks' parts; called on all of them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def to_cpu(result: MicroBatchResult) -> MicroBatchResult:

@@ -1,22 +1,21 @@
 """A policy on one device. `LayerSplitPolicy` inherits from it and replaces the order of the micro-batches."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Batch, Distribution
-from alignment.core.tokens import Row, packed_tokens, split_rows, take_rows
-from alignment.policy.frozen import batch_log_probs, model_log_probs
+from alignment.core.tokens import Row, packed_tokens, take_rows
+from alignment.policy.frozen import batch_log_probs, computed_rows, model_log_probs
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import head_log_probs, hidden_states
-from alignment.policy.memory import choose_micro_batch_tokens
+from alignment.policy.memory import choose_micro_batch_tokens, whole
 from alignment.policy.optimizers import make_optimizer
 from alignment.policy.packing import send
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
-from alignment.policy.plain_path import takes_plain_path, unshared
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.system.files import full_disk_is_an_os_error
 
@@ -85,7 +84,7 @@ class SingleDevicePolicy:
         if not rows:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        split = self._split(batch, rows, objective.supervised)
+        split = computed_rows(self.model, batch, rows, objective.supervised)
         for micro_batch, piece in self._micro_batches(batch, rows, split, objective):
             yield micro_batch.result(packed_tokens([split[i] for i in piece]))
 
@@ -103,19 +102,10 @@ class SingleDevicePolicy:
         pieces, parallel = cut_for_parallel(self.model, split, self.micro_batch_tokens)
         return zip(run_parallel(compute, pieces, parallel, self.model.parameters()), pieces, strict=True)
 
-    def _split(self, batch: Batch, rows: Sequence[int], with_last_label: bool) -> list[Row]:
-        """The token ids of some rows, from which `cut_for_parallel` makes micro-batches."""
-        if not rows:
-            return []
-        chosen = take_rows(batch, rows)
-        split = split_rows(chosen.input_ids, chosen.response_mask)
-        split = [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
-        return unshared(split) if takes_plain_path(self.model) else split
-
     def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
         self.model.eval()
         rows = range(len(batch.labels))
-        pieces, parallel = cut_for_parallel(self.model, self._split(batch, rows, True), self.micro_batch_tokens)
+        pieces, parallel = cut_for_parallel(self.model, computed_rows(self.model, batch, rows, True), self.micro_batch_tokens)
 
         @torch.no_grad()
         def compute(piece: Sequence[int]) -> torch.Tensor:
@@ -124,7 +114,7 @@ class SingleDevicePolicy:
         return run_parallel(compute, pieces, parallel)
 
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
 
     def step(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -137,10 +127,10 @@ class SingleDevicePolicy:
 
     def gradient(self) -> torch.Tensor:
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in trained])
+        return torch.cat([whole(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in trained])
 
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.model.named_parameters()
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, whole(parameter.detach())) for name, parameter in self.model.named_parameters())
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
         return self.model if self.devices == (device,) and self.model.dtype == dtype else None
@@ -163,7 +153,7 @@ class SingleDevicePolicy:
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the optimiser's state; each name begins with the number of its parameter."""
         for index, values in self.optimizer.state_dict()["state"].items():
-            yield from ((f"{index}.{key}", tensor) for key, tensor in values.items())
+            yield from ((f"{index}.{key}", whole(tensor).cpu()) for key, tensor in values.items())
 
     def save_optimizer(self, file: Path) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer_tensors()}

@@ -29,8 +29,7 @@ def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> d
 
     The format rule is that of the R1-Zero reward in "Understanding R1-Zero-Like Training" (Dr. GRPO, Liu et al. 2025,
     arXiv:2503.20783): the format is right if the response contains the literal `</think> <answer>` and `</answer>`;
-    otherwise all three are 0.0. A failed grading (see `FAILURES`) adds "grading_failed": 1.0.
-    """
+    otherwise all three are 0.0. A failed grading (see `FAILURES`) adds "grading_failed": 1.0."""
     well_formed = "</think> <answer>" in response and "</answer>" in response
     answer = extract_answer(response)
     return _score(well_formed, None if answer is None else grade_detail(answer, ground_truth, fast))
@@ -42,8 +41,7 @@ def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = Fals
     Exactly one `</think>` ends the thinking, which is not read; `<think>` may open it once more. Then come
     ` <answer>...</answer>` blocks with only white space between and after them; each is closed and contains no other tag.
     The last block counts as a whole, also the text around a \boxed in it. If the ground truth is a number, an answer that
-    is still to be evaluated (48/2 + 48) is wrong.
-    """
+    is still to be evaluated (48/2 + 48) is wrong."""
     answer = strict_answer(response)
     if answer is None:
         return _score(False, None)

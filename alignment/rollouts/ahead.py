@@ -158,9 +158,6 @@ class AheadRollouts:
         return self._failure or RunStopped(self._child.exit_report())
 
 
-# --- the sampler's process ------------------------------------------------------------------------------------------------
-
-
 def serve(descriptor: int) -> None:
     """Sample rollout after rollout, each with its version of the weights, and send it through the pipe `descriptor`."""
     connection = Connection(descriptor)

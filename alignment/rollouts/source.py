@@ -61,8 +61,7 @@ def refilled_groups(
 
     Groups of equal rewards (zero variance) are replaced by groups of other prompts, up to `max_refills` times (dynamic sampling
     of DAPO, arXiv:2503.14476, section 3.2). Where too few informative groups come together, the first zero-variance ones fill
-    the step up.
-    """
+    the step up."""
     wanted = config.prompts_per_rollout
     groups = list(sample(problems_of_step(problems, wanted, config.data_seed, step), 0))
     informative, zero_variance = split_by_variance(groups, config)

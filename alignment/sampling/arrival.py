@@ -1,8 +1,6 @@
 """Proof that an engine holds the weights that it was sent: checksums of both sides, bit by bit, after every transfer."""
 
-import functools
 import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -10,6 +8,7 @@ import torch
 
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
+from alignment.system.terminal import say_once
 
 COLUMNS = 8  # of each matrix, other ones for each version
 
@@ -82,7 +81,10 @@ def compare(sent: Mapping[str, tuple[int, int]], held: Held, version: int) -> No
     totals = {name: [sum(sums) for sums in zip(*map(sent.get, parts), strict=True)] for name, parts in known.items()}
     wrong = [name for name in known if all((total - held[name][1]) % 2**64 for total in totals[name])]  # torch's sums wrap
     if unsent and unheld:
-        report_unchecked(len(unheld), len(sent), min(unheld))
+        say_once(
+            f"the sampler keeps {len(unheld)} of {len(sent)} weights, such as {min(unheld)}, under names of its own: that they"
+            " arrive is checked by --max_sampler_mismatch alone"
+        )
     elif unsent or unheld:
         wrong += [*unsent, *sorted(unheld)]
     if wrong:
@@ -92,13 +94,3 @@ def compare(sent: Mapping[str, tuple[int, int]], held: Held, version: int) -> No
             " run, and start the server again where --sampler_url names one. If it stops here once more, the engine keeps this"
             " model's weights in another form: start a new run with --sampler transformers"
         )
-
-
-@functools.cache
-def report_unchecked(number: int, of: int, example: str) -> None:
-    """Say once which weights an engine keeps in a form that `compare` cannot read."""
-    print(
-        f"the sampler keeps {number} of {of} weights, such as {example}, under names of its own: that they arrive is checked by"
-        " --max_sampler_mismatch alone",
-        file=sys.stderr,
-    )

@@ -38,15 +38,12 @@ class Sampler(Protocol):
         """`sampling.n` completions for each prompt, in order. The same seed and weights give the same completions. The sampler
         may call `on_response_end` when a response ends, while it still draws others. Raises `UserError` where a prompt and
         `sampling.max_new_tokens` do not fit in the model's context."""
-        ...
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight (Hugging Face parameter names, tied weights once); completions then carry `version`."""
-        ...
 
     def close(self) -> None:
         """Free the engine. Calling it twice is fine."""
-        ...
 
 
 @dataclass(frozen=True)

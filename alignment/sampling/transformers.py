@@ -1,7 +1,5 @@
 """Batched decoding over a Hugging Face model: a group shares its prompt's keys and values, finished rows are dropped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +14,11 @@ from alignment.policy.memory import CACHE_BYTES, key_value_bytes
 from alignment.policy.packing import attention_by_layout, pack
 from alignment.policy.plain_path import own_attention, takes_plain_path
 from alignment.policy.policy import Policy
-from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces, say
+from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces
 from alignment.sampling.arrival import Held, tensor_checksum
 from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError
+from alignment.system.terminal import say_once
 
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
 CHECK_TOKENS = 6  # of a row of the self-check: more than `self_check.WINDOW`
@@ -372,7 +371,7 @@ def choose_decoding(sampler: TransformersSampler) -> bool:
     family = sampler.model.config.model_type
     with checking(sampler.model):
         if not sampler.plain_path and (reason := _decoding_disagreement(sampler)):
-            say(f"{family}: log-probs of tokens drawn {reason}; its own cache decodes, one prompt at a time: slower, and exact")
+            say_once(f"{family}: log-probs of tokens drawn {reason}; its own cache decodes, prompt by prompt: slow, but exact")
             sampler.plain_path = True
         if sampler.plain_path and (reason := _decoding_disagreement(sampler)):
             raise UserError(f"--model: {family} cannot be sampled from: log-probs of tokens drawn {reason}; try --sampler vllm")

@@ -5,8 +5,6 @@ starts sooner, schedules the same requests in the same way every time, reports t
 cause above", and leaves one process to end instead of a tree. Everything crosses one pipe; nothing touches the disk.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
@@ -141,9 +139,6 @@ def _visible_gpu(index: int, visible: str | None) -> str:
             " (nvidia-smi -L), or choose --sampler transformers"
         )
     return entry
-
-
-# The worker's side.
 
 
 def serve(descriptor: int) -> None:

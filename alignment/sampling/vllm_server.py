@@ -221,9 +221,6 @@ def _write_shards(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]
             save_file(shard, folder / "rest.safetensors")
 
 
-# Requests and answers.
-
-
 class _Refused(SamplerLost):
     """An answer with a status other than 200."""
 
@@ -307,9 +304,6 @@ class _JSONClient:
         if content is None:
             raise SamplerLost(f"{self} answered what is no JSON object")
         return content
-
-
-# What the server runs.
 
 
 class SamplerWorker:

@@ -4,8 +4,6 @@ A worker imports its modules once and forks a child for each call, so that endin
 answers are JSON: the parent never unpickles what a worker sends.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -73,7 +71,7 @@ class LimitedWorkers:
         finally:
             self._give_back(worker)
 
-    def _take(self) -> _Worker:
+    def _take(self) -> "_Worker":
         try:
             return self._idle.pop()
         except IndexError:
@@ -81,7 +79,7 @@ class LimitedWorkers:
             self.workers.add(worker)
             return worker
 
-    def _give_back(self, worker: _Worker) -> None:
+    def _give_back(self, worker: "_Worker") -> None:
         if worker.is_open:
             self._idle.append(worker)
         else:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -29,12 +30,11 @@ from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ROOT, START_SECONDS, ChildProcess
 from alignment.system.registry import import_object
 from alignment.system.signals import SIGNALS
-from alignment.system.torchrun import VARIABLES
 
 BEAT_SECONDS = 1.0  # between two signs of life, and between two looks for those of others
-FACTS = ("code", "torch", "arguments")
 EVIDENCE_SECONDS = 3.0  # for the rank that failed to say why, after the connection to it broke
 FOREVER = timedelta(days=365)
+TORCHRUN = re.compile(r"((GROUP|LOCAL|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
 
 
 @functools.cache
@@ -43,8 +43,8 @@ def lead(local_ranks: int, seconds: float) -> "Ranks":
     rank that gives no answer for so many `seconds` is lost. Raises `UserError` for ranks that run other code than rank 0."""
     if "RANK" in os.environ:
         ranks = Ranks(seconds)
-        for name in VARIABLES:  # engines that this process starts would take them for theirs
-            os.environ.pop(name, None)
+        for name in filter(TORCHRUN.fullmatch, list(os.environ)):  # engines that this process starts would take them for theirs
+            del os.environ[name]
         return ranks
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"WORLD_SIZE": local_ranks, "LOCAL_WORLD_SIZE": local_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
@@ -72,6 +72,7 @@ class Ranks:
         self.count, self.store = count, self._join_round(store) if by_torchrun else store
         others = range(1, count) if self.rank == 0 else (0,)
         self.signs = {rank: (b"", time.monotonic()) for rank in others}  # each one's last sign of life, and when it came
+        self.store.set(f"machine/{self.rank}", socket.gethostname())
         self.store.set(f"facts/{self.rank}", json.dumps(facts(sys.argv[1:] if by_torchrun else [])))
         self.signals, tell = os.pipe()  # to `_watch`: the main thread may be in a collective, where Python's handlers wait
         if self.rank:
@@ -92,11 +93,10 @@ class Ranks:
         self._wait_for("facts")
         leader, *followers = (json.loads(self.store.get(f"facts/{rank}")) for rank in range(self.count))
         for rank, follower in enumerate(followers, start=1):
-            if other := [f"{name} {only(follower[name], leader[name])}" for name in FACTS if follower[name] != leader[name]]:
-                raise UserError(
-                    f"rank {rank} on {follower['machine']} is not as rank 0 on {leader['machine']}: it has {', '.join(other)};"
-                    " start all by one command, from one checkout"
-                )
+            for name, words in ((name, follower[name].split()) for name in leader if follower[name] != leader[name]):
+                other = " ".join(word for word in words if word not in leader[name].split())[:80] or f"fewer {name}"
+                alike = "start all by one command, from one checkout"
+                raise UserError(f"{self._name(rank)} is not as {self._name(0)}: its {name} has {other}; {alike}")
 
     def _join_round(self, store):
         """The part of torchrun's store that belongs to this start of the command: torchrun keeps its store when it starts the
@@ -181,7 +181,13 @@ class Ranks:
             end = time.monotonic() + EVIDENCE_SECONDS
             while not (self.fault or self._failure()) and time.monotonic() < end:
                 time.sleep(0.1)
-            self.fault = self.fault or self._failure() or (self._silence() if lost_connection(error) else "")
+            if lost_connection(error) and not (self.fault or self._failure()):
+                # Of several that others have waited for in vain, the one that gave a sign of life longest ago.
+                silent = min(self._unheard(), key=lambda rank: self.signs[rank][1], default=None)
+                who = "another rank" if silent is None else self._name(silent)
+                late = f"within {self.seconds:g} s (--rank_timeout)"
+                self.fault = f"{who} did not take part in a computation {late}, or has ended"
+            self.fault = self.fault or self._failure()
             for child in self.children:
                 child.kill()
             if self.fault:
@@ -197,19 +203,13 @@ class Ranks:
                 return f"{self._name(rank)} was lost: {self.children[rank - 1].exit_report()}"
         return ""
 
-    def _silence(self) -> str:
-        """The line on the rank that others have waited for in vain: of several, that which gave a sign of life longest ago."""
-        names = [self._name(rank) for rank in sorted(self._unheard(), key=lambda rank: self.signs[rank][1])] or ["another rank"]
-        return f"{names[0]} did not take part in a computation within {self.seconds:g} s (--rank_timeout), or has ended"
-
     def _unheard(self) -> list[int]:
         """The ranks but 0 that have not said that they wait for another one in vain."""
         return [rank for rank in range(1, self.count) if not self.store.check([f"waited/{rank}"])]
 
     def _name(self, rank: int) -> str:
-        known = self.store.check([f"facts/{rank}"])
-        machine = json.loads(self.store.get(f"facts/{rank}"))["machine"] if known else "a machine that has not answered"
-        return f"rank {rank} of {self.count} on {machine}"
+        known = self.store.check([f"machine/{rank}"])
+        return f"rank {rank} of {self.count} on {self.store.get(f'machine/{rank}').decode() if known else 'a silent machine'}"
 
     def _watch(self, store) -> None:
         """Give a sign of life, look for those of the others, and hand signals on to rank 0, until the process ends."""
@@ -230,21 +230,13 @@ class Ranks:
                 print(f"rank {self.rank} ends: rank 0, or what connects the ranks, is lost", file=sys.stderr, flush=True)
                 os._exit(1)
             if self.rank == 0 and not self.fault:
-                no_sign = (
-                    f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)"
-                    if silent
-                    else ""
-                )
-                self.fault = no_sign or self._failure()
+                if silent:
+                    self.fault = f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)"
+                self.fault = self.fault or self._failure()
                 for child in self.children if self.fault else ():
                     child.kill()  # so that a collective that waits for them fails
             if select.select([self.signals], [], [], BEAT_SECONDS)[0]:
                 store.set("signal", str(os.read(self.signals, 1)[0]))
-
-
-def only(text: str, other: str) -> str:
-    """The words of a text that another one lacks."""
-    return " ".join(word for word in text.split() if word not in other.split())[:80] or "nothing"
 
 
 def lost_connection(error: Exception) -> bool:
@@ -253,12 +245,11 @@ def lost_connection(error: Exception) -> bool:
 
 
 def facts(arguments: list[str]) -> dict[str, str]:
-    """This machine's name, and what must be the same on all ranks (`FACTS`)."""
+    """What must be the same on all ranks: this code, torch, and the arguments."""
     digest = hashlib.sha256()
     for file in sorted((ROOT / "alignment").rglob("*.py")):
         digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    values = (digest.hexdigest()[:16], torch.__version__, " ".join(arguments))
-    return {"machine": socket.gethostname(), **dict(zip(FACTS, values, strict=True))}
+    return {"code": digest.hexdigest()[:16], "torch": torch.__version__, "arguments": " ".join(arguments)}
 
 
 def follow(seconds: float) -> None:

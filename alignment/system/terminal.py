@@ -1,5 +1,7 @@
 """Terminal output: the console of all commands, progress lines, and text that is safe to print."""
 
+import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -36,6 +38,12 @@ def progress_line(name: str, total: int, console: Console) -> Iterator[Callable[
                 console.print(f"{name}, step {step} of {total}{text and ', '}{text}", markup=False, soft_wrap=True)
 
         yield advance
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Print a line to stderr, once a process."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -2,14 +2,16 @@
 
 import os
 
-VARIABLES = """RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE
-MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE
-TORCHELASTIC_ERROR_FILE""".split()
 
+def followed(seconds: float) -> bool:
+    """Whether torchrun has started this process as another rank than 0; if so, it has been one until rank 0 ended, which is
+    lost where it does not answer for `seconds`."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        return False
+    from alignment.system.ranks import follow
 
-def is_follower() -> bool:
-    """Whether torchrun has started this process as another rank than 0."""
-    return int(os.environ.get("RANK", "0")) > 0
+    follow(seconds)
+    return True
 
 
 def may_have_started_before(named: bool) -> bool:

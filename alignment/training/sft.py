@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -100,21 +101,15 @@ def warmup_then_linear(step: int, warmup_steps: int, num_steps: int) -> float:
 
 def accumulate(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> torch.Tensor:
     """Add the gradient of the mean loss of a batch's response tokens to the policy; returns that loss."""
-    loss = BatchLoss(sum(len(response) for _, response in examples))
+    loss = partial(batch_loss, sum(len(response) for _, response in examples))
     objective = Objective(loss, entropy=False, supervised=True)
     results = policy.accumulate(collate(*zip(*examples, strict=True), pad_token_id), range(len(examples)), objective)
     return sum(result.sums["loss"] for result in results)
 
 
-@dataclass(frozen=True)
-class BatchLoss:
-    """The negative log-likelihood of a micro-batch, divided by the response tokens of its whole batch."""
-
-    tokens: int
-
-    def __call__(self, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
-        # `supervised_loss` averages over this micro-batch's rows.
-        return supervised_loss(log_probs_bt, mask_bt, normalize_constant=self.tokens / len(rows))
+def batch_loss(tokens: int, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
+    """The negative log-likelihood of a micro-batch, divided by the response `tokens` of its whole batch."""
+    return supervised_loss(log_probs_bt, mask_bt, normalize_constant=tokens / len(rows))  # which averages over these rows
 
 
 def validation_loss(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> float:

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -97,19 +98,15 @@ def rollout_objective(rollout: Rollout, mini_batch: Sequence[int], config: Updat
     """The objective of one optimiser update: any micro-batch's loss, divided by the denominator of the whole `mini_batch`."""
     lengths = rollout.lengths
     denominator = loss_denominator(config.loss.loss_normalization, [lengths[row] for row in mini_batch], config.max_new_tokens)
-    return Objective(RolloutLoss(rollout, config, denominator), config.distribution)
+    return Objective(partial(rollout_loss, rollout, config, denominator), config.distribution)
 
 
-@dataclass(frozen=True)
-class RolloutLoss:
-    """The loss of some rows of a rollout, divided by `denominator`."""
-
-    rollout: Rollout
-    config: UpdateConfig
-    denominator: float
-
-    def __call__(self, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
-        return micro_batch_loss(loss_inputs(self.rollout, rows, log_probs_bt, mask_bt, self.config), self.denominator)
+def rollout_loss(
+    rollout: Rollout, config: UpdateConfig, denominator: float,
+    rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor,
+):  # fmt: skip
+    """The loss of some rows of a rollout, divided by `denominator`, and what it reports."""
+    return micro_batch_loss(loss_inputs(rollout, rows, log_probs_bt, mask_bt, config), denominator)
 
 
 def loss_inputs(

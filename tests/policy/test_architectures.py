@@ -21,6 +21,7 @@ from alignment.policy.policy import Objective
 from alignment.policy.self_check import checking, choose_path
 from alignment.sampling import transformers as sampling_module
 from alignment.sampling.transformers import TransformersSampler, choose_decoding
+from alignment.system import terminal
 from alignment.system.errors import UserError
 from benchmarks.families import (
     FAMILIES,
@@ -37,7 +38,7 @@ PLAIN = {"stablelm", "gptj", "bloom", "falcon", "mpt", "codegen"}
 
 @pytest.fixture(autouse=True)
 def forget_lines():
-    self_check.say.cache_clear()
+    terminal.say_once.cache_clear()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,5 @@
 """The kinds of answers: a quantity with its unit, words, a listing, a matrix, a region of the real line, ..."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flint import arb
@@ -31,7 +29,7 @@ class Quantity:
 class About:
     """An answer marked as an approximation: ≈ 3.14, about 5."""
 
-    answer: Answer
+    answer: "Answer"
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Labelled:
     """`label = answer`."""
 
     label: str
-    answer: Answer
+    answer: "Answer"
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,14 @@ class Listing:
     values of several labels, ":" for a ratio, "+" for a measure in two units."""
 
     kind: str
-    parts: tuple[Answer, ...]
+    parts: tuple["Answer", ...]
 
 
 @dataclass(frozen=True)
 class Matrix:
     """Rows of cells."""
 
-    rows: tuple[tuple[Answer, ...], ...]
+    rows: tuple[tuple["Answer", ...], ...]
 
 
 @dataclass(frozen=True)

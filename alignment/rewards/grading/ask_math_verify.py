@@ -3,8 +3,6 @@
 It reads LaTeX with a grammar and then lets sympy compute, for any time and in any memory: it runs in workers that limit both.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """The stages of grading, cheapest first: whether an answer equals a ground truth, and which stage decided it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

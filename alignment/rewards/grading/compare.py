@@ -3,8 +3,6 @@
 It is not symmetric: the ground truth sets the precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass

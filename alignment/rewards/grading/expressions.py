@@ -4,8 +4,6 @@ The text is hostile. A grammar of our own parses it; it is never evaluated as Py
 constructors compute eagerly (`Integer(9)**Integer(9)**...`); its size is bounded here, that of its values in `values.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction

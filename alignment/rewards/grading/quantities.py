@@ -1,7 +1,5 @@
 """The parser of quantities: numbers in all spellings, money, percentages, units, bases, times of day."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

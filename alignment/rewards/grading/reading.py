@@ -1,7 +1,5 @@
 """The parser of answers: normalised text of any structure becomes one of the types of `answers.py`."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import re

@@ -7,8 +7,6 @@ rule ends in sympy's `parse_expr`, which runs text as Python; here our own parse
 so the verdicts can differ on text that only one of the two reads.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 

@@ -1,7 +1,5 @@
 """Unions of intervals of the real line, open and closed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flint import arb

@@ -1,7 +1,5 @@
 """Answers in words: option letters, plain words, and the answer inside a sentence. All functions map text to text."""
 
-from __future__ import annotations
-
 import re
 
 from alignment.rewards.grading.expressions import NAMES

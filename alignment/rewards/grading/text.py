@@ -3,8 +3,6 @@ r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, 
 `TABLES` holds those of `notation.toml`: signs, LaTeX commands, units and words.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import tomllib

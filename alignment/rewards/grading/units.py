@@ -1,7 +1,5 @@
 """Reads units of measure and money ("cm^2", "dollar/h"), and numbers in words ("two thirds")."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from fractions import Fraction
@@ -103,8 +101,6 @@ def same_unit(a: str, b: str) -> bool:
         return True
     return (a + b).isalpha() and min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1])
 
-
-# --- number words ---------------------------------------------------------------------------------------
 
 _BELOW_HUNDRED = dict(zip(TABLES["cardinals"].split(), (*range(20), *range(20, 100, 10)), strict=True))
 SCALES = TABLES["scales"]

@@ -5,8 +5,6 @@ rigorous bound on their error (Johansson 2017, "Arb: efficient arbitrary-precisi
 IEEE Trans. Comput. 66(8)). A ball that excludes zero proves a difference. Every size is bounded before it is computed.
 """
 
-from __future__ import annotations
-
 import math
 import operator as op
 import random
@@ -33,8 +31,7 @@ def equal_values(a: Node, b: Node) -> bool | None:
 
     Constants are compared once. Expressions with variables are compared at random rational points (Schwartz 1980,
     J. ACM 27(4); Zippel 1979), also negative ones, at which both are defined: distinct rational functions agree at a
-    generic point by accident only, and the real branches of |x|, roots and logarithms differ in sign.
-    """
+    generic point by accident only, and the real branches of |x|, roots and logarithms differ in sign."""
     gammas = sum(isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n)) for n in subtrees(("=", a, b)))
     if gammas > MAX_GAMMAS:
         return None
@@ -127,9 +124,6 @@ def _equal_at(a: Node, b: Node, point: dict[str, Fraction], field: type) -> bool
         return False
     size = max(at_a.abs_upper(), at_b.abs_upper(), _NEGLIGIBLE)
     return True if difference.abs_upper() < _NEGLIGIBLE * min(size, arb(2) ** 50) else None
-
-
-# --- evaluation at a point --------------------------------------------------------------------------
 
 
 def _evaluate(node: Node, point: dict[str, Fraction], field: type) -> _Value | None:
