@@ -5,11 +5,12 @@ import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import MethodType
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import distribute_tensor
 
 from alignment.core.records import Batch, Distribution
@@ -41,17 +42,6 @@ def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     return [sorted(hand) for hand in hands]
 
 
-class Root(torch.nn.Module):
-    """Calls a function with the model, within torch's hooks, which gather the embedding, the last norm and the head first."""
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__()
-        self.model = model
-
-    def forward(self, compute: Callable):
-        return compute(self.model)
-
-
 class Shard(SingleDevicePolicy):
     """One rank's part of the policy, on the device of its place on its machine; its share of the rows is `deal`'s. With
     `replicated` each rank has all of the weights; else the ranks of one machine share them, and each machine has all (hybrid
@@ -69,16 +59,17 @@ class Shard(SingleDevicePolicy):
         if (device := torch.device(self.devices[0])).type == "cuda":
             torch.cuda.set_device(device)
         mesh = init_device_mesh(device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape))
-        self.root = Root(model)
+        model.compute = MethodType(lambda model, function, *arguments: function(model, *arguments), model)
         stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
-        for module in (*(layer for stack in stacks for layer in stack), self.root):
+        for module in (*(layer for stack in stacks for layer in stack), model):
             fully_shard(module, mesh=mesh if self.mesh_shape["copies"] > 1 else mesh["parts"])
             module.set_gradient_divide_factor(1.0)  # a sum over ranks, in which
             module.set_force_sum_reduction_for_comms(True)  # no factor is multiplied: gloo cannot
+        register_fsdp_forward_method(model, "compute")  # which first gathers the embedding, the last norm and the head
         return model
 
     def run(self, function: Callable, *arguments):
-        return self.root(lambda model: function(model, *arguments))
+        return self.model.compute(function, *arguments)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         results = [to_cpu(result) for result in super().accumulate(batch, self._own_rows(batch, rows), objective)]
@@ -124,7 +115,7 @@ class Shard(SingleDevicePolicy):
             numbers = [rows[i] for i in piece]
             part = take_rows(batch, numbers) if piece else ONE_TOKEN
             results.append((numbers, self.run(model_log_probs, part, distribution, self.dtype).cpu()))
-        self.root.reshard()  # which a backward pass would do: what is gathered now must not outlive the next step
+        self.model.reshard()  # which a backward pass would do: what is gathered now must not outlive the next step
         return [(numbers, values) for numbers, values in results if numbers]
 
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:

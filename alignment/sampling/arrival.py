@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
 
 import torch
 
@@ -15,15 +14,6 @@ COLUMNS = 8  # of each matrix, other ones for each version
 Held = Mapping[str, tuple[list[str], int]]
 """Of each tensor of an engine, the names of the weights that it is made of, and its checksum."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-
-
-class CheckedSampler(Sampler, Protocol):
-    """A sampler that says which weights it holds."""
-
-    dtype: torch.dtype  # The type that it keeps them in
-
-    def weight_checksums(self, version: int) -> Held | None:
-        """The `tensor_checksum` of everything that it holds; None where the engine's parts are spread over several workers."""
 
 
 def checked_columns(width: int, version: int) -> list[int]:
@@ -48,7 +38,9 @@ def tensor_checksum(tensor: torch.Tensor, version: int, dtype: torch.dtype) -> i
 
 
 def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> None:
-    """Give a sampler new weights. Raises `RunStopped` if it is a `CheckedSampler` and does not hold them afterwards."""
+    """Give a sampler new weights. One that has `weight_checksums(version) -> Held | None` says what it holds, by the
+    `tensor_checksum` of everything in its `dtype`; None where its parts are spread over several workers. Raises `RunStopped` if
+    these are not the weights that it was given."""
     if not hasattr(sampler, "weight_checksums"):
         sampler.load_weights(named_tensors, version)
         return

@@ -62,7 +62,7 @@ class TransformersSampler:
         return self.model.dtype
 
     def weight_checksums(self, version: int) -> Held:
-        """See `CheckedSampler`."""
+        """See `load_proven`."""
         return {name: ([name], tensor_checksum(tensor, version, self.dtype)) for name, tensor in self.model.named_parameters()}
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ class VLLMSampler:
         self.policy_version = version
 
     def weight_checksums(self, version: int) -> Held:
-        """See `CheckedSampler`."""
+        """See `load_proven`."""
         return self._ask("checksums", version)
 
     def close(self) -> None:

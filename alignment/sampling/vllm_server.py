@@ -123,7 +123,7 @@ class VLLMServerSampler:
         self.policy_version = version
 
     def weight_checksums(self, version: int) -> Held | None:
-        """See `CheckedSampler`."""
+        """See `load_proven`."""
         by_worker = self._call("sampler_checksums", time.monotonic() + self._timeout, version)
         if len(by_worker) > 1:
             return None
