@@ -78,7 +78,9 @@ class Shard(SingleDevicePolicy):
     def _micro_batches(
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
     ) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
-        for piece in self._pieces(split):
+        pieces = self._pieces(split)
+        for number, piece in enumerate(pieces, start=1):
+            self.model.set_requires_all_reduce(number == len(pieces))  # copies of the model sum a step's gradient once
             if piece:
                 micro_batch = MicroBatch(self, batch, [rows[i] for i in piece], objective)
             else:

@@ -55,3 +55,12 @@ def test_three_processes_have_the_gradients_and_checkpoints_of_one():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_step_sends_what_the_closed_form_says_for_1_to_64_ranks():
+    """Number and bytes of every kind of collective, counted on a fake process group."""
+    command = [sys.executable, "-m", "benchmarks.collectives"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
