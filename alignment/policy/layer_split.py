@@ -29,7 +29,7 @@ class LayerSplitPolicy(SingleDevicePolicy):
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
     ) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
         """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`."""
-        longest = max(len(prompt) + len(response) for prompt, response in split)
+        longest = max((len(prompt) + len(response) for prompt, response in split), default=1)
         in_flight = max(1, min(IN_FLIGHT * len(self.devices), self.micro_batch_tokens // longest))
         pieces = cut_by_tokens(split, max(1, self.micro_batch_tokens // in_flight))
         head_on_last_device = str(self.model.get_output_embeddings().weight.device) == self.devices[-1]

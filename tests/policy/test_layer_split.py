@@ -15,7 +15,7 @@ from alignment.policy.layer_split import LayerSplitPolicy
 from alignment.policy.loading import spread
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.placement import ModelShape, partition_layers
-from alignment.policy.policy import PolicyConfig, open_policy, policy_kind
+from alignment.policy.policy import PolicyConfig, open_policy
 from alignment.training.update import rollout_objective
 
 CONFIG = Qwen2Config(
@@ -102,8 +102,8 @@ def test_micro_batches_do_not_wait_for_the_device(saved, monkeypatch):
 
 def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(saved):
     policies = [
-        open_policy("single" if len(devices) == 1 else "layer_split", PolicyConfig(saved, devices, "float32", micro_batch_tokens=16))
-        for devices in (("cpu",), ("cpu", "cpu:0"))
+        open_policy(kind, PolicyConfig(saved, devices, "float32", micro_batch_tokens=16))
+        for kind, devices in (("single", ("cpu",)), ("layer_split", ("cpu", "cpu:0")))
     ]
     whole, split = policies
     split.devices = ("cpu", "cpu:0")  # two names for the CPU, which torch takes for one
@@ -124,6 +124,18 @@ def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(
     assert norms[1] == pytest.approx(norms[0], rel=1e-6) and norms[0] > 0.1
     assert split.gradient().norm().item() == pytest.approx(0.01, rel=1e-4)
     torch.testing.assert_close(split.gradient(), whole.gradient(), rtol=0, atol=1e-6)
+
+
+def test_without_rows_the_gradient_is_zeros(saved):
+    """A mini-batch whose groups have equal rewards has no row with a gradient."""
+    policy, rollout = open_policy("layer_split", PolicyConfig(saved, ("cpu", "cpu:0"), "float32")), made_up_rollout()
+    objective = rollout_objective(rollout, range(16), ARGS.update_config)
+    assert list(policy.accumulate(rollout.batch, [], objective)) == []
+    parameters = list(policy.model.parameters())
+    assert all(p.grad is not None and not p.grad.any() for p in parameters) and policy.clip_gradient(1.0) == 0
+    before = [p.detach().clone() for p in parameters]
+    policy.step(0.1)
+    assert all(map(torch.equal, before, parameters))
 
 
 def test_the_counter_sees_a_wait():
