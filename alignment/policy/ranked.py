@@ -8,12 +8,12 @@ from alignment.system.ranks import lead
 
 def on_all_ranks(method: str) -> Callable:
     """A method that calls the one of this name on every rank's part, and returns rank 0's result."""
-    return lambda self, *arguments: self.ranks.call(method, *arguments)
+    return lambda self, *arguments, **named: self.ranks.call(method, *arguments, **named)
 
 
 def on_rank_0(method: str) -> Callable:
     """A method that calls the one of this name on rank 0's part: one that needs no other rank, and works after one is lost."""
-    return lambda self, *arguments: getattr(self._own, method)(*arguments)
+    return lambda self, *arguments, **named: getattr(self._own, method)(*arguments, **named)
 
 
 class RankedPolicy:

@@ -125,21 +125,21 @@ class Ranks:
         self._wait_for(f"opened {self.opened}")  # loading a model may take longer than a call
         return opened
 
-    def call(self, method: str, *arguments) -> object:
+    def call(self, method: str, *arguments, **named) -> object:
         """Have every rank call a method of its object, and return rank 0's result. The others exhaust an iterator that rank 0
         iterates over. Raises `RunStopped` where a rank is lost, as every later call does."""
         with self.faults():
-            dist.broadcast_object_list([(method, arguments, torch.initial_seed())], group=self.calls)
-            result = self._run(method, *arguments)
+            dist.broadcast_object_list([(method, arguments, named, torch.initial_seed())], group=self.calls)
+            result = self._run(method, *arguments, **named)
         return self._guarded(result) if isinstance(result, Iterator) else result
 
     def _guarded(self, results: Iterator) -> Iterator:
         with self.faults():
             yield from results
 
-    def _run(self, method: str, *arguments) -> object:
+    def _run(self, method: str, *arguments, **named) -> object:
         if method:
-            return getattr(self.object, method)(*arguments)
+            return getattr(self.object, method)(*arguments, **named)
         path, *rest = arguments
         self.object = None  # frees the memory of the one before
         self.object = import_object("--policy_parallelism", path)(self, *rest)
@@ -155,11 +155,11 @@ class Ranks:
                 dist.broadcast_object_list(message, group=self.calls)
             except RuntimeError:  # rank 0 has ended, well or not: its exit code tells
                 return
-            method, arguments, seed = message[0]
+            method, arguments, named, seed = message[0]
             if torch.initial_seed() != seed:
                 torch.manual_seed(seed)
             try:
-                result = self._run(method, *arguments)
+                result = self._run(method, *arguments, **named)
                 if isinstance(result, Iterator):
                     deque(result, maxlen=0)
             except Exception as error:

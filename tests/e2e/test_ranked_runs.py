@@ -58,6 +58,14 @@ def assert_near(run: Path, other: Path) -> None:
         assert near["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4) and near["reward"] == record["reward"]
 
 
+def test_supervised_fine_tuning_by_two_processes_is_that_of_one(tmp_path):
+    flags = ["--num_steps", "2", "--batch_size", "8", "--max_problems", "4", "--max_new_tokens", "16", "--output_dir", "."]
+    run(tmp_path, "-m", "alignment.sft", *flags, "--sft_base", "one")
+    run(tmp_path, "-m", "alignment.sft", *flags, "--sft_base", "two", *SHARDED)
+    one, two = (load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two"))
+    assert one.keys() == two.keys() and all((one[name] - two[name]).abs().max() < 1e-5 for name in one)
+
+
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(sharded, warm, tmp_path):
     cut = cut_after_step_2(sharded, tmp_path)
     run(tmp_path, *command(warm, *SHARDED, "--resume"))
