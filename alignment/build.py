@@ -11,10 +11,10 @@ from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluator
-from alignment.models import evaluation, kind_of_policy, make_policy, make_sampler, sampler_config
+from alignment.models import evaluation, make_policy, make_sampler, sampler_config
 from alignment.policy.frozen import FrozenModel
 from alignment.policy.loading import compute_dtype, context_length, load_config, load_tokenizer, make_deterministic
-from alignment.policy.policy import RANKED, Policy
+from alignment.policy.policy import Policy
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
 from alignment.policy.reference_protocol import ServedModel, reference_token
 from alignment.rollouts.ahead import AheadConfig, AheadRollouts
@@ -48,7 +48,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     if run.checkpoint:
         policy.load_optimizer(run.checkpoint / OPTIMIZER)
     run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
-    references = make_references(args, run, base)
+    references = make_references(args, run, base, policy)
     eval_sampler = make_eval_sampler(args, run, base, tokenizer, policy)
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):
@@ -80,10 +80,10 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
     return max(map(len, encoded)) + args.max_new_tokens
 
 
-def make_references(args: RLArgs, run: Run, base: str) -> References:
+def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:
     """The sources of old and reference log-probs. The reference model is the model that the run started from."""
     config, roles, old_policy = args.update_config, roles_of(args), None
-    ranked = kind_of_policy(args, base)[1] in RANKED  # ranks share a pass, which is faster than one device's
+    ranked = hasattr(policy, "ranks")  # which share a pass: that is faster than one device's
     if config.old_log_probs == "policy" and roles.policy != (roles.reference,) and not ranked:
         dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
         old_policy = FrozenModel(base, roles.reference, dtype)

@@ -23,7 +23,7 @@ from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_token, find_engine, named_engine, sampler_address
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
-from alignment.system.torchrun import may_have_started_before, ranks_here
+from alignment.system.torchrun import PROCESSES, PROCESSES_HERE, may_have_started_before
 
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
 """Models that `alignment.data.embedded` builds, which need no download."""
@@ -38,8 +38,9 @@ def check(args: Args) -> Task:
     find_engine(args.sampler)
     check_parallelism(args.policy_parallelism)
     refuse_ranked_8bit(args, args.policy_parallelism)
-    if args.policy_ranks > 1 and args.policy_parallelism in ("single", "layer_split"):
-        raise UserError(f"--policy_ranks {args.policy_ranks}: a policy that is {args.policy_parallelism} is one process")
+    if max(args.policy_ranks, PROCESSES) > 1 and args.policy_parallelism in ("single", "layer_split"):
+        many = f"--policy_ranks {args.policy_ranks}" if args.policy_ranks > 1 else f"torchrun has started {PROCESSES} processes"
+        raise UserError(f"{many}: a policy that is {args.policy_parallelism} is one process")
     if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
         raise UserError(f"--output_dir {args.output_dir}: is a file; name a folder")
     return task
@@ -163,7 +164,7 @@ def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
 def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
     """The device of each of this machine's ranks: --policy_ranks of the policy's devices, or of torchrun's processes; ranks
     without GPUs share the CPU. Raises `UserError` where there are too few devices."""
-    number = ranks_here() or args.policy_ranks or len(devices)
+    number = PROCESSES_HERE or args.policy_ranks or len(devices)
     if args.policy_ranks not in (0, number):
         raise UserError(f"--policy_ranks {args.policy_ranks}: torchrun has started {number} processes here; leave the flag out")
     if devices == ("cpu",):

@@ -15,6 +15,7 @@ from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, p
 from alignment.rewards.reward import evaluation_reward
 from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
+from alignment.system.torchrun import PROCESSES
 
 
 def make_policy(args: Args, base: str) -> Policy:
@@ -27,7 +28,7 @@ def make_policy(args: Args, base: str) -> Policy:
 def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
     """The policy's devices, and its --policy_parallelism where that is "auto"."""
     devices = roles_of(args).policy
-    if args.policy_parallelism in RANKED or args.policy_parallelism == "auto" and args.policy_ranks:
+    if args.policy_parallelism in RANKED or args.policy_parallelism == "auto" and (args.policy_ranks or PROCESSES):
         devices = devices_of_ranks(args, devices)
 
     def fits_each() -> bool:
@@ -35,7 +36,7 @@ def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
         state = parameters * OPTIMIZERS[getattr(args, "optimizer", "adamw")].device_bytes
         return state <= STATE_SHARE * min(map(total_bytes, devices)) / (1 if "cuda" in devices[0] else len(devices))
 
-    kind = policy_kind(args.policy_parallelism, devices, fits_each)
+    kind = policy_kind(args.policy_parallelism, max(PROCESSES, len(devices)), fits_each)
     refuse_ranked_8bit(args, kind)
     return devices, kind
 

@@ -29,7 +29,7 @@ from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.data.embedded import embedded_model
 from alignment.policy.policy import RANKED, Objective, Policy, PolicyConfig, open_policy
 from alignment.rollouts.batches import collate_groups, with_advantages
-from alignment.system.torchrun import followed, ranks_here
+from alignment.system.torchrun import PROCESSES_HERE, followed
 from alignment.training.sft import batch_loss
 from alignment.training.update import rollout_objective, rows_with_gradient
 
@@ -122,7 +122,7 @@ def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED):
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(embedded_model("tiny", folder))
-        config = PolicyConfig(path, ("cpu",) * (ranks_here() or ranks), "float32", micro_batch_tokens=64)
+        config = PolicyConfig(path, ("cpu",) * (PROCESSES_HERE or ranks), "float32", micro_batch_tokens=64)
         world = int(os.environ.get("WORLD_SIZE", ranks))
         single = open_policy("single", dataclasses.replace(config, devices=("cpu",)))
         want = dict(measured(single))

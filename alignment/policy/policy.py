@@ -118,12 +118,12 @@ POLICIES: Mapping[str, str] = {
 RANKED = ("replicated", "sharded")  # those of one process a device
 
 
-def policy_kind(parallelism: str, devices: Sequence[str], fits_each: Callable[[], bool]) -> str:
-    """--policy_parallelism, with "auto" replaced by a key of `POLICIES`. `fits_each()` says whether each device could hold all
-    weights, gradients and moments."""
+def policy_kind(parallelism: str, devices: int, fits_each: Callable[[], bool]) -> str:
+    """--policy_parallelism, with "auto" replaced by a key of `POLICIES`. `devices` is their number on all machines;
+    `fits_each()` says whether each could hold all weights, gradients and moments."""
     if parallelism != "auto":
         return parallelism
-    if len(devices) == 1:
+    if devices == 1:
         return "single"
     return "replicated" if fits_each() else "sharded"
 

@@ -2,6 +2,10 @@
 
 import os
 
+# Read once: rank 0 drops the variables before it starts processes of its own. 0 where there is no torchrun.
+PROCESSES = int(os.environ.get("WORLD_SIZE", "0"))  # on all machines
+PROCESSES_HERE = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # on this machine
+
 
 def followed(seconds: float) -> bool:
     """Whether torchrun has started this process as another rank than 0; if so, it has been one until rank 0 ended, which is
@@ -18,8 +22,3 @@ def may_have_started_before(named: bool) -> bool:
     """Whether this command may have begun its run already: torchrun starts all ranks again after one is lost, of which only
     the machine that lost it is told. So behind torchrun a run that is `named` goes on where it exists."""
     return "TORCHELASTIC_RUN_ID" in os.environ and (named or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0)
-
-
-def ranks_here() -> int:
-    """How many processes torchrun has started on this machine; 0 where there is no torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))

@@ -1,5 +1,6 @@
 """Policies of several processes: the same numbers as one process's. (Processes: `benchmarks.ranks`, run as a command.)"""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,9 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alignment import checks, models
+from alignment.args import RLArgs, from_preset
 from alignment.core.tokens import packed_tokens
+from alignment.data.embedded import embedded_model
 from alignment.policy.policy import policy_kind
 from alignment.policy.sharded import deal
+from alignment.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30).map(
@@ -46,7 +51,21 @@ def test_rows_are_dealt_largest_group_first():
     ],
 )
 def test_the_kind_of_policy(parallelism, devices, fits, kind):
-    assert policy_kind(parallelism, devices, lambda: fits) == kind
+    assert policy_kind(parallelism, len(devices), lambda: fits) == kind
+
+
+@pytest.mark.parametrize(("here", "everywhere"), [(1, 2), (2, 2), (2, 4)])
+def test_auto_takes_all_processes_that_torchrun_has_started(here, everywhere, tmp_path, monkeypatch):
+    """One on each of two machines, two on one, and two on each of two."""
+    for module in (checks, models):
+        monkeypatch.setattr(module, "PROCESSES", everywhere)
+    monkeypatch.setattr(checks, "PROCESSES_HERE", here)
+    monkeypatch.setattr(checks, "visible_gpus", lambda: 0)
+    args, base = from_preset(RLArgs, "tiny"), str(embedded_model("tiny", str(tmp_path)))
+    devices, kind = models.kind_of_policy(args, base)
+    assert devices == ("cpu",) * here and kind == "replicated"
+    with pytest.raises(UserError, match=f"torchrun has started {everywhere} processes: a policy that is single is one process"):
+        checks.check(dataclasses.replace(args, policy_parallelism="single"))
 
 
 def test_three_processes_have_the_gradients_and_checkpoints_of_one():
