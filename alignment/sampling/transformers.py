@@ -361,7 +361,7 @@ def open_transformers(config: SamplerConfig, tokenizer, policy: Policy | None = 
     model = policy.model_on(config.device, dtype) if policy is not None else None
     model = load_model(config.model_path, (config.device,), dtype) if model is None else model
     sampler = TransformersSampler(model, tokenizer, context_length(model.config), config.policy_version)
-    sampler.plain_path = once("decoding", model, lambda: choose_decoding(sampler))
+    sampler.plain_path |= once("decoding", model, lambda: choose_decoding(sampler))
     return sampler
 
 
