@@ -33,13 +33,13 @@ def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     for number, (prompt, _) in enumerate(rows):
         groups[prompt].append(number)
     tokens = {prompt: packed_tokens([rows[number] for number in numbers]) for prompt, numbers in groups.items()}
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    dealt = [0] * ranks
+    rows_of_rank: list[list[int]] = [[] for _ in range(ranks)]
+    tokens_of_rank = [0] * ranks
     for prompt in sorted(groups, key=lambda prompt: -tokens[prompt]):
-        poorest = dealt.index(min(dealt))
-        hands[poorest] += groups[prompt]
-        dealt[poorest] += tokens[prompt]
-    return [sorted(hand) for hand in hands]
+        rank = tokens_of_rank.index(min(tokens_of_rank))
+        rows_of_rank[rank] += groups[prompt]
+        tokens_of_rank[rank] += tokens[prompt]
+    return [sorted(numbers) for numbers in rows_of_rank]
 
 
 class Shard(SingleDevicePolicy):

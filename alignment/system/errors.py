@@ -42,11 +42,11 @@ def run_command(main: Callable[[], None]) -> None:
     except (Interrupted, Exception) as error:
         # A library that is interrupted while it is imported may make another error of it.
         stop = error if isinstance(error, Interrupted) else received_signal()
-        if stop is None and type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
+        if stop is None:
+            if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for it
+                raise
             said = ". ".join(str(error).split(". ")[:2])
             print(f"error: {said}: docs/devices.md says what to do when memory is short", file=sys.stderr)
             sys.exit(1)
-        if stop is None:
-            raise
         print(f"interrupted by {stop}", file=sys.stderr)
         sys.exit(128 + stop.signum)
