@@ -148,7 +148,7 @@ class Ranks:
         return self.object
 
     def follow(self) -> None:
-        """Repeat rank 0's calls until it ends. Raises what a call raised, after telling rank 0 of it."""
+        """Repeat rank 0's calls until it ends. Raises what a call raised, once rank 0 can read of it."""
         while True:
             message = [None]
             try:
