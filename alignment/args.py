@@ -21,7 +21,7 @@ from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import SamplingConfig
 from alignment.data.tasks import find_task, gsm8k
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.rewards.controls import CONTROLS as CONTROLS
+from alignment.rewards.rules import CONTROLS as CONTROLS
 from alignment.rewards.rules import RULES as RULES
 from alignment.rewards.rules import evaluation_rule
 from alignment.rollouts.config import RolloutConfig, Schedule

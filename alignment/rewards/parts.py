@@ -1,14 +1,21 @@
-"""Parts of a reward: functions of a response that a run may add up with weights."""
+"""Parts of a reward: functions of a response that a run may add up with weights, ours, the user's own, or TRL's."""
 
+import inspect
+import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from alignment.core.records import Problem
+from alignment.core.records import Problem, Score
 from alignment.rewards.grading.cascade import grade
-from alignment.rewards.user_functions import PartFn
+from alignment.rewards.rules import call_user_function
+from alignment.system.errors import RunStopped
+
+PartFn = Callable[[Sequence[Problem], Sequence[str], Sequence[Score]], list[float]]
+"""(problems, responses, their scores by the task's rule) -> rewards, one for each response."""
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 STEPS = re.compile(r"Step \d+:|^\s*\d+\.\s|^\s*[-*]\s|\b(?:First|Second|Third|Next|Then|Finally),", re.MULTILINE)
@@ -95,3 +102,42 @@ PARTS: Mapping[str, Part] = {
     ),
     "language_consistency": Part(lambda problems, texts, _: list(map(language_consistency, problems, texts))),
 }
+
+
+def part_of_function(name: str, function: Callable) -> Part:
+    """The part made of a function f(response, ground_truth), which returns a number or a score, or of one with an argument
+    `completions`, which is called as TRL calls it. Raises `TypeError` or `ValueError` for a callable without a signature, and
+    `RunStopped` later where it fails, or returns another count of rewards or something that is no finite number."""
+    rewards = _as_trl if "completions" in inspect.signature(function).parameters else _pair_by_pair
+
+    def part(problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score]) -> list[float]:
+        values = call_user_function(name, lambda: rewards(function, problems, texts))
+        if len(values) != len(texts):
+            raise RunStopped(f"--reward {name}: gave {len(values)} rewards for {len(texts)} completions")
+        return [_as_number(name, value) for value in values]
+
+    return Part(part)
+
+
+def _pair_by_pair(function: Callable, problems: Sequence[Problem], texts: Sequence[str]) -> list:
+    results = [function(text, problem.ground_truth) for problem, text in zip(problems, texts, strict=True)]
+    return [result["reward"] if isinstance(result, Mapping) else result for result in results]
+
+
+def _as_trl(function: Callable, problems: Sequence[Problem], texts: Sequence[str]) -> list:
+    """The rewards by f(prompts=..., completions=..., **columns) -> list of numbers or None."""
+    fields = {"prompts": "prompt", "question": "question", "ground_truth": "ground_truth", "answer": "ground_truth", "id": "id"}
+    columns = {key: [getattr(problem, field) for problem in problems] for key, field in fields.items()}
+    columns["completions"] = list(texts)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return list(function(**{key: values for key, values in columns.items() if takes_all or key in parameters}))
+
+
+def _as_number(name: str, value: object) -> float:
+    """The value as a number, None as 0."""
+    with suppress(TypeError, ValueError):
+        number = 0.0 if value is None else float(value)
+        if math.isfinite(number):
+            return number
+    raise RunStopped(f"--reward {name}: gave {value!r}, which is no number")

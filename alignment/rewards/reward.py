@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from alignment.core.records import Completion, Group, Problem, Score
-from alignment.rewards.controls import CONTROLS
-from alignment.rewards.parts import PARTS, Part, of_response
-from alignment.rewards.rules import RULES, RewardFn, evaluation_rule, find_rule
-from alignment.rewards.user_functions import part_of_function
+from alignment.rewards.parts import PARTS, Part, of_response, part_of_function
+from alignment.rewards.rules import CONTROLS, RULES, RewardFn, evaluation_rule, find_rule
 from alignment.system.errors import UserError
 from alignment.system.registry import find
 
@@ -79,11 +77,11 @@ def _name_and_weight(item: str) -> tuple[str, float]:
 
 def _find_part(name: str, rule: RewardFn, rules: Sequence[str]) -> Part:
     table = {
-        **{key: Part(part_of_function(key, function)) for key, function in RULES.items()},
+        **{key: part_of_function(key, function) for key, function in RULES.items()},
         **{key: of_response(partial(control, rule)) for key, control in CONTROLS.items()},
         **PARTS,
     }
-    part = find("--reward", name, table, lambda function: Part(part_of_function(name, function)), choose="choose of")
+    part = find("--reward", name, table, partial(part_of_function, name), choose="choose of")
     for key in rules:
         if key in part.unfit:
             raise UserError(f"--reward {name}: {part.unfit[key]}")

@@ -27,7 +27,7 @@ from alignment.core.losses import (
 )
 from alignment.core.normalization import NORMALIZATIONS, loss_denominator
 from alignment.core.train_step import grpo_microbatch_train_step, sft_microbatch_train_step
-from alignment.rewards.controls import CONTROLS
+from alignment.rewards.rules import CONTROLS
 
 WITH_RATIO = sorted(name for name, loss in LOSSES.items() if loss.uses_ratio)
 

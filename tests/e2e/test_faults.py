@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.rewards.controls import CONTROLS
-from alignment.rewards.rules import RULES
+from alignment.rewards.rules import CONTROLS, RULES
 from alignment.runs import run as run_module
 from alignment.runs.checkpoint import last_whole_step
 from alignment.system.errors import run_command

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.core.records import Completion, Problem
-from alignment.rewards.controls import CONTROLS, random_reward
 from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn, strict_answer
 from alignment.rewards.reward import evaluation_reward, find_reward, grading_report, score_groups
+from alignment.rewards.rules import CONTROLS, random_reward
 from alignment.system.errors import RunStopped, UserError
 
 HERE = Path(__file__).parent
