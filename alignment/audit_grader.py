@@ -3,24 +3,18 @@
 uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0
 """
 
-from __future__ import annotations
-
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tyro
+from rich.console import Console
 
 from alignment.data.tasks.jsonl import text_rows
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_jsonl
 from alignment.system.terminal import make_console, make_table, printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 GRADERS = ("ours", "math-verify", "reference")
 MAX_PRINTED = 20  # disagreements; the file lists all
@@ -35,31 +29,6 @@ class AuditArgs:
     completions: str  # A run's folder, its completions folder, or one file of completions.
     labels: str = ""
     """File of disagreements in which a person has set "label"; empty: grader_disagreements.jsonl in the run's folder."""
-
-
-@dataclass(frozen=True)
-class Graded:
-    """A distinct pair of answer and ground truth, its number of occurrences, and each grader's verdict and reason."""
-
-    answer: str
-    ground_truth: str
-    count: int
-    verdicts: Mapping[str, bool]
-    reasons: Mapping[str, str]
-
-    @property
-    def disputed(self) -> bool:
-        return len(set(self.verdicts.values())) > 1
-
-
-@dataclass(frozen=True)
-class Rates:
-    """A grader's false accepts among the `wrong` answers and false rejects among the `right` ones."""
-
-    false_accepts: int
-    wrong: int
-    false_rejects: int
-    right: int
 
 
 def completion_files(location: str) -> list[Path]:
@@ -79,28 +48,30 @@ def read_completions(file: Path) -> list[Pair]:
     return [(row["text"], row["ground_truth"]) for _, row in text_rows(file, "text", "ground_truth")]
 
 
-def grade_all(pairs: Sequence[Pair]) -> list[Graded]:
-    """Each distinct pair with the verdicts of the three graders."""
+def grade_all(pairs: Sequence[Pair]) -> list[dict]:
+    """Each distinct pair with its number of occurrences, and the verdict and the reason of each of `GRADERS`."""
     from alignment.rewards.grading.ask_math_verify import math_verify_many
     from alignment.rewards.grading.cascade import grade_many
     from alignment.rewards.grading.reference import reference_verdict
 
     counts = Counter(pairs)
     ours = grade_many(*zip(*counts, strict=True)) if counts else []
-    math_verify = math_verify_many(list(counts))
     graded = []
-    for (pair, count), our_verdict, math_verify_verdict in zip(counts.items(), ours, math_verify, strict=True):
-        verdicts, reasons = zip(our_verdict, math_verify_verdict, reference_verdict(*pair), strict=True)
-        graded.append(Graded(*pair, count, dict(zip(GRADERS, verdicts, strict=True)), dict(zip(GRADERS, reasons, strict=True))))
+    for pair, *others in zip(counts, ours, math_verify_many(list(counts)), strict=True):
+        columns = zip(*others, reference_verdict(*pair), strict=True)
+        verdicts, reasons = (dict(zip(GRADERS, column, strict=True)) for column in columns)
+        facts = {"count": counts[pair], "verdicts": verdicts, "reasons": reasons}
+        graded.append({"answer": pair[0], "ground_truth": pair[1], **facts})
     return graded
 
 
-def error_rates(labelled: Sequence[Mapping]) -> dict[str, Rates]:
-    """Each grader's errors on the labelled disagreements; every distinct pair counts once."""
+def error_rates(labelled: Sequence[Mapping]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    """Each grader's false accepts of the wrong answers, (3, 10), and its false rejects of the right ones, among the labelled
+    disagreements; every distinct pair counts once."""
     rates = {}
     for grader in GRADERS:
         n = Counter((row["verdicts"][grader], row["label"]) for row in labelled)
-        rates[grader] = Rates(n[True, False], n[True, False] + n[False, False], n[False, True], n[True, True] + n[False, True])
+        rates[grader] = tuple((n[not label, label], n[True, label] + n[False, label]) for label in (False, True))
     return rates
 
 
@@ -131,14 +102,14 @@ def audit(args: AuditArgs, console: Console) -> Path:
     labels = read_labels(labels_file) if labels_file.exists() else {}
     pairs = [(answer, truth) for file in files for answer, truth in answers[file] if answer is not None]
     with console.status(f"grading {len(pairs)} answers, {len(set(pairs))} of them distinct"):
-        graded = grade_all(pairs)
-    disputed = sorted((pair for pair in graded if pair.disputed), key=lambda pair: -pair.count)
-    rows = [{**dataclasses.asdict(pair), "label": labels.get((pair.answer, pair.ground_truth))} for pair in disputed]
+        graded = {(row["answer"], row["ground_truth"]): row for row in grade_all(pairs)}
+    disputed = {pair: row for pair, row in graded.items() if len(set(row["verdicts"].values())) > 1}
+    rows = [{**row, "label": labels.pop(pair, None)} for pair, row in disputed.items()]
+    rows.sort(key=lambda row: -row["count"])
     # A label is a person's work: the file keeps it, even for a pair that is no longer disputed or not in this audit.
-    listed = {(row["answer"], row["ground_truth"]) for row in rows}
-    kept = [{"answer": a, "ground_truth": t, "label": label} for (a, t), label in labels.items() if (a, t) not in listed]
+    kept = [{"answer": answer, "ground_truth": truth, "label": label} for (answer, truth), label in labels.items()]
     write_jsonl(labels_file, [*rows, *kept])
-    _print_accuracy(answers, {(pair.answer, pair.ground_truth): pair.verdicts for pair in graded}, console)
+    _print_accuracy(answers, graded, console)
     _print_disagreements(rows, console)
     _print_rates([row for row in rows if row["label"] is not None], console)
     note = f'{len(rows)} disagreements: {labels_file}; set "label" to true or false there and run this again'
@@ -146,14 +117,14 @@ def audit(args: AuditArgs, console: Console) -> Path:
     return labels_file
 
 
-def _print_accuracy(answers: Mapping[Path, list], verdicts: Mapping[Pair, Mapping[str, bool]], console: Console) -> None:
+def _print_accuracy(answers: Mapping[Path, list], graded: Mapping[Pair, Mapping], console: Console) -> None:
     """Print each grader's accuracy for each evaluation, and for all rollouts together."""
     groups = {file.stem: pairs for file, pairs in answers.items() if file.stem.startswith("eval")}
     others = [pair for file, pairs in answers.items() if file.stem not in groups for pair in pairs]
     groups |= {"rollouts" if groups else "completions": others} if others else {}
     rows = []
     for name, pairs in groups.items():
-        accepted = [sum(pair[0] is not None and verdicts[pair][grader] for pair in pairs) for grader in GRADERS]
+        accepted = [sum(pair[0] is not None and graded[pair]["verdicts"][grader] for pair in pairs) for grader in GRADERS]
         rows.append((name, str(len(pairs)), *(f"{count / max(1, len(pairs)):.4f}" for count in accepted)))
     columns = ("completions", *GRADERS)
     console.print(make_table("accuracy as each grader reads it", ("", *columns), rows, numbers=columns))
@@ -171,13 +142,11 @@ def _print_disagreements(rows: Sequence[Mapping], console: Console) -> None:
 
 
 def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
-    rows = []
+    columns, rows = ("false accepts", "false rejects"), []
     for grader, rates in error_rates(labelled).items():
-        errors = ((rates.false_accepts, rates.wrong), (rates.false_rejects, rates.right))
-        rows.append((grader, *(f"{n} of {total} ({n / total:.0%})" if total else "no such label" for n, total in errors)))
+        rows.append((grader, *(f"{n} of {total} ({n / total:.0%})" if total else "no such label" for n, total in rates)))
     if labelled:
         title = f"errors on {len(labelled)} labelled disagreements"
-        columns = ("false accepts", "false rejects")
         console.print(make_table(title, ("grader", *columns), rows, numbers=columns))
 
 
