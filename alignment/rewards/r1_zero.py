@@ -90,7 +90,7 @@ def worked_out(answer: str, ground_truth: str) -> bool:
         return True
     given = _read(answer) or _read(answer_in_sentence(_normalised(answer)))
     whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
-    values = [value for part in _parts(given) for value in ([part.right] if isinstance(part, Relation) else [part.value])]
+    values = _values(given)
     return bool(values) and all(_is_numeral(value) or (not whole and _is_fraction(value)) for value in values)
 
 
@@ -101,35 +101,40 @@ def _read(text: str) -> Answer | None:
     return None
 
 
-def _parts(answer: Answer | None) -> list[Quantity | Relation]:
-    """The quantities of an answer, at any depth, and its relations, whose right side is the answer; [] if it contains
-    anything else."""
-    if isinstance(answer, Quantity | Relation):
-        return [answer]
-    if isinstance(answer, About | Labelled):
-        return _parts(answer.answer)
-    if isinstance(answer, Listing) and all(nested := [_parts(part) for part in answer.parts]):
-        return [part for parts in nested for part in parts]
+def _values(answer: Answer | None) -> list[Node]:
+    """The values of an answer's quantities, at any depth, and the right sides of its relations; [] if it contains anything
+    else."""
+    match answer:
+        case Quantity(value) | Relation(right=value):
+            return [value]
+        case About() | Labelled():
+            return _values(answer.answer)
+        case Listing(parts=parts) if all(nested := list(map(_values, parts))):
+            return [value for values in nested for value in values]
     return []
 
 
 def _is_numeral(node: Node) -> bool:
     """A number, its negative, or a number times a power of ten."""
-    if isinstance(node, tuple) and node[0] == "*":
-        return _is_numeral(node[1]) and _is_power_of_ten(node[2])
-    if isinstance(node, tuple) and node[0] == "^":
-        return _is_power_of_ten(node)
-    return isinstance(node, Fraction) or (isinstance(node, tuple) and node[:2] == ("-", Fraction(0)) and _is_numeral(node[2]))
+    match node:
+        case ("-", 0, operand):
+            return _is_numeral(operand)
+        case ("*", factor, power):
+            return _is_numeral(factor) and _is_power_of_ten(power)
+    return isinstance(node, Fraction) or _is_power_of_ten(node)
 
 
 def _is_power_of_ten(node: Node) -> bool:
-    if not isinstance(node, tuple) or node[:2] != ("^", Fraction(10)):
-        return False
-    exponent = node[2][2] if isinstance(node[2], tuple) and node[2][:2] == ("-", Fraction(0)) else node[2]
-    return isinstance(exponent, Fraction)
+    match node:
+        case ("^", 10, ("-", 0, exponent)) | ("^", 10, exponent):
+            return isinstance(exponent, Fraction)
+    return False
 
 
 def _is_fraction(node: Node) -> bool:
-    if isinstance(node, tuple) and node[:2] == ("-", Fraction(0)):
-        return _is_fraction(node[2])
-    return _is_numeral(node) or (isinstance(node, tuple) and node[0] == "/" and all(map(_is_numeral, node[1:])))
+    match node:
+        case ("-", 0, operand):
+            return _is_fraction(operand)
+        case ("/", top, bottom):
+            return _is_numeral(top) and _is_numeral(bottom)
+    return _is_numeral(node)

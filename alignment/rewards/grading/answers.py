@@ -56,21 +56,15 @@ class Matrix:
     rows: tuple[tuple["Answer", ...], ...]
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A piece of the real line; infinite ends are open."""
-
-    low: arb
-    low_closed: bool
-    high: arb
-    high_closed: bool
+Cut = tuple[arb, bool]
+"""A place between the real numbers: before the point, or with True after it."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A union of intervals, in order and apart from each other."""
+    """A union of intervals. Its cuts are in order; it begins at the first, ends at the second, begins at the third, ..."""
 
-    pieces: tuple[Interval, ...]
+    cuts: tuple[Cut, ...]
 
 
 @dataclass(frozen=True)

@@ -31,21 +31,24 @@ def ask_math_verify(answer: str, truth: str) -> Outcome:
     if not _NOTATION.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
         return False, "unread"
     try:
-        return WORKERS.submit(f"{__name__}:math_verify_equal", (answer, truth), SECONDS).result(), "math-verify"
+        return _submit(answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)).result()[0], "math-verify"
     except CallFailed as failure:
         return False, str(failure)
 
 
+def _submit(answer: str, truth: str) -> Future:
+    return WORKERS.submit(f"{__name__}:math_verify_reading", (answer, truth), SECONDS)
+
+
 def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
     """math-verify's verdict on each unchanged (answer, truth) and its reading of the answer; for audits."""
-    replies = [
-        WORKERS.submit(f"{__name__}:math_verify_reading", pair, SECONDS) if max(map(len, pair)) <= MAX_CHARS_OF_AUDITS else None
-        for pair in pairs
-    ]
-    return [(False, "too long to ask") if reply is None else _outcome(reply) for reply in replies]
+    replies = [_submit(*pair) if max(map(len, pair)) <= MAX_CHARS_OF_AUDITS else None for pair in pairs]
+    return list(map(_outcome, replies))
 
 
-def _outcome(reply: Future) -> Outcome:
+def _outcome(reply: Future | None) -> Outcome:
+    if reply is None:
+        return False, "too long to ask"
     try:
         return tuple(reply.result())
     except CallFailed as failure:
@@ -88,15 +91,10 @@ def _whole(text: str) -> bool:
     )
 
 
-def math_verify_equal(answer: str, truth: str) -> bool:
-    """math-verify's verdict on two normalised texts. May take any time and memory; an error means no."""
-    return math_verify_reading(answer.translate(_TO_LATEX), truth.translate(_TO_LATEX))[0]
-
-
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
-    """math-verify's verdict on two texts in LaTeX, and how it read the answer. Only its LaTeX extraction is safe: the one for
-    plain expressions calls sympy's `parse_expr`, which is `eval`, while the LaTeX grammar gives sympy no text but number
-    tokens. Its time-out by `signal.alarm` is off: the worker has its own."""
+    """math-verify's verdict on two texts in LaTeX, and how it read the answer. May take any time and memory; an error means
+    no. Only its LaTeX extraction is safe: the one for plain expressions calls sympy's `parse_expr`, which is `eval`, while the
+    LaTeX grammar gives sympy no text but number tokens. Its time-out by `signal.alarm` is off: the worker has its own."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     config = [LatexExtractionConfig()]

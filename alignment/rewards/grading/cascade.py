@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -102,33 +102,27 @@ def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool 
     ValueError where the two lengths differ."""
     pairs = list(zip(answers, ground_truths, strict=True))
     distinct = [pair for pair in dict.fromkeys(pairs) if max(map(len, pair)) <= MAX_CHARS]
-    if len(distinct) >= SPREAD:
-        verdicts = dict(zip(distinct, decide_many(distinct, fast), strict=True))
-    else:
-        verdicts = {pair: _decide(*pair, fast) for pair in distinct}
-    unread = [] if fast else [pair for pair, verdict in verdicts.items() if verdict.stage == "unread"]
-    if unread:
-        with ThreadPoolExecutor(WORKERS.size) as threads:  # each thread waits for a worker
-            verdicts |= dict(zip(unread, threads.map(lambda pair: grade_detail(*pair), unread), strict=True))
+    verdicts = dict(zip(distinct, decide_many(distinct, fast), strict=True)) if len(distinct) >= SPREAD else {}
+    left = [pair for pair in distinct if pair not in verdicts or (verdicts[pair].stage == "unread" and not fast)]
+    with ThreadPoolExecutor(WORKERS.size) as threads:  # each thread may wait for a worker that runs math-verify
+        verdicts |= dict(zip(left, threads.map(lambda pair: grade_detail(*pair, fast), left), strict=True))
     return [verdicts.get(pair, Verdict(False, "bounds")) for pair in pairs]
 
 
 def decide_many(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Verdict]:
-    """The verdicts of all stages but math-verify on each pair, in order, computed by the workers."""
+    """The verdicts of all stages but math-verify on each pair, in order, computed by the workers. Where one of them fails, the
+    pairs of its chunk are graded one by one to find the one that is to blame."""
     size = max(64, -(-len(pairs) // (4 * WORKERS.size)))
     chunks = [pairs[i : i + size] for i in range(0, len(pairs), size)]
     replies = [WORKERS.submit(f"{__name__}:decide_pairs", (chunk, fast), CHUNK_SECONDS) for chunk in chunks]
-    return [verdict for chunk, reply in zip(chunks, replies, strict=True) for verdict in _verdicts(chunk, reply, fast)]
-
-
-def _verdicts(chunk: Sequence[tuple[str, str]], reply: Future, fast: bool) -> list[Verdict]:
-    """The verdicts of a chunk. Where its worker failed, the pairs are graded one by one to find the one that is to blame."""
-    try:
-        return [Verdict(*verdict) for verdict in reply.result()]
-    except CallFailed as failure:
-        if len(chunk) == 1:
-            return [Verdict(False, str(failure))]
-        return [verdict for pair in chunk for verdict in decide_many([pair], fast)]
+    verdicts: list[Verdict] = []
+    for chunk, reply in zip(chunks, replies, strict=True):
+        try:
+            verdicts += [Verdict(*verdict) for verdict in reply.result()]
+        except CallFailed as failure:
+            one_by_one = (verdict for pair in chunk for verdict in decide_many([pair], fast))
+            verdicts += [Verdict(False, str(failure))] if len(chunk) == 1 else one_by_one
+    return verdicts
 
 
 def decide_pairs(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Verdict]:

@@ -151,10 +151,10 @@ class Comparison:
     def _symbol_as_unit(self, a: Quantity, t: Quantity) -> bool:
         """Whether 5m, which is read as algebra, means the 5 metres of the other side."""
         for one, other in ((a, t), (t, a)):
-            value = one.value
-            product = isinstance(value, tuple) and value[0] == "*" and isinstance(value[1], Fraction) and value[2] in SYMBOLS
-            if product and not one.unit and other.unit and read_unit(value[2]) == other.unit:
-                return self.values(value[1], other.value) is True
+            match one.value:
+                case ("*", Fraction() as number, str(symbol)) if symbol in SYMBOLS and not one.unit and other.unit:
+                    if read_unit(symbol) == other.unit:
+                        return self.values(number, other.value) is True
         return False
 
     # --- structures -----------------------------------------------------------------------------------
@@ -306,12 +306,11 @@ def _same_time(a: Clock, t: Clock) -> bool:
 
 def _same_region(a: Answer, t: Answer) -> bool | None:
     try:
-        pieces_a, pieces_t = as_region(a).pieces, as_region(t).pieces
+        cuts_a, cuts_t = as_region(a).cuts, as_region(t).cuts
     except Refused:
         return False
-    closed_a, closed_t = ([(piece.low_closed, piece.high_closed) for piece in pieces] for pieces in (pieces_a, pieces_t))
-    pairs = zip(pieces_a, pieces_t, strict=False)
-    return closed_a == closed_t and all(same_point(x.low, y.low) and same_point(x.high, y.high) for x, y in pairs)
+    same = (same_point(x, y) and after_x == after_y for (x, after_x), (y, after_y) in zip(cuts_a, cuts_t, strict=False))
+    return len(cuts_a) == len(cuts_t) and all(same)
 
 
 def _rows(answer: Answer) -> tuple[tuple[Answer, ...], ...] | None:

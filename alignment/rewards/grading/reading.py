@@ -64,7 +64,7 @@ def _alternatives(text: str, levels: int) -> Answer | None:
     if all(isinstance(part, Region) for part in inner):
         return regions.union(inner) if pieces[1] == "or" else regions.intersection(inner)
     if pieces[1] == "or" and all(regions.is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
-        return regions.union([regions.as_region(part) for part in inner])
+        return regions.union(map(regions.as_region, inner))
     return _collect("or", parts)
 
 
@@ -222,8 +222,7 @@ def _inequality(sides: list[str], signs: list[str]) -> Answer:
     if len(sides) == 3 and set(signs) <= {"<", "≤"} and _VARIABLE.fullmatch(sides[1]):
         low, high = _end(sides[0]), _end(sides[2])
         if low is not None and high is not None:
-            piece = answers.Interval(low, signs[0] == "≤", high, signs[1] == "≤")
-            return Labelled(_label(sides[1]), regions.region_of([piece]))
+            return Labelled(_label(sides[1]), regions.interval(low, signs[0] == "≤", high, signs[1] == "≤"))
     if len(sides) != 2:
         raise NoAnswer("a chain of inequalities")
     left, right = map(parse_expression, sides)
@@ -244,7 +243,7 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     if not all(map(is_narrow, at)) or not (at[2] - at[1] - slope).contains(0) or slope.contains(0):
         return None
     ends = sorted(((arb(c.numerator) / c.denominator - at[0]) / slope for c in (right, -right)), key=float)
-    inside = regions.region_of([answers.Interval(ends[0], sign in "≤>", ends[1], sign in "≤>")])
+    inside = regions.interval(ends[0], sign in "≤>", ends[1], sign in "≤>")
     return Labelled(names.pop(), inside if sign in "<≤" else regions.complement(inside)) if sign != "≠" else None
 
 

@@ -1,20 +1,20 @@
 """Unions of intervals of the real line, open and closed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from flint import arb
 
-from alignment.rewards.grading.answers import Answer, Interval, Labelled, Listing, Quantity, Region, Words
+from alignment.rewards.grading.answers import Answer, Cut, Labelled, Listing, Quantity, Region, Words
 from alignment.rewards.grading.expressions import Refused
 from alignment.rewards.grading.values import is_narrow, real_value
+
+_INFINITY = arb.pos_inf()
+_LOWEST, _HIGHEST = (-_INFINITY, True), (_INFINITY, False)
+EVERYWHERE = Region((_LOWEST, _HIGHEST))
 
 
 def is_interval(answer: Answer) -> bool:
     return isinstance(answer, Listing) and answer.kind in ("()", "(]", "[)", "[]") and len(answer.parts) == 2
-
-
-_INFINITY = arb.pos_inf()
-EVERYWHERE = Region((Interval(-_INFINITY, False, _INFINITY, False),))
 
 
 def edge(answer: Answer) -> arb:
@@ -27,10 +27,14 @@ def edge(answer: Answer) -> arb:
     raise Refused("no end of an interval")
 
 
+def interval(low: arb, low_closed: bool, high: arb, high_closed: bool) -> Region:
+    """The region between two ends; nothing where they are in the wrong order."""
+    return _region([((low, not low_closed), (high, high_closed))])
+
+
 def half_line(sign: str, end: arb) -> Region:
-    below = Interval(-_INFINITY, False, end, sign in "≤")
-    above = Interval(end, sign in "≥", _INFINITY, False)
-    return region_of([below, above] if sign == "≠" else [below] if sign in "<≤" else [above])
+    below, above = interval(-_INFINITY, False, end, sign == "≤"), interval(end, sign == "≥", _INFINITY, False)
+    return union([below, above]) if sign == "≠" else below if sign in "<≤" else above
 
 
 def as_region(answer: Answer) -> Region:
@@ -42,11 +46,10 @@ def as_region(answer: Answer) -> Region:
     if answer == Words("∅"):
         return Region(())
     if isinstance(answer, Listing) and answer.kind == "{}":
-        points = [edge(part) for part in answer.parts]
-        return region_of([Interval(point, True, point, True) for point in points])
+        return union(interval(point, True, point, True) for point in map(edge, answer.parts))
     if is_interval(answer):
         low, high = map(edge, answer.parts)
-        return region_of([Interval(low, answer.kind[0] == "[", high, answer.kind[1] == "]")])
+        return interval(low, answer.kind[0] == "[", high, answer.kind[1] == "]")
     raise Refused("no region")
 
 
@@ -55,33 +58,30 @@ def same_point(a: arb, b: arb) -> bool:
     return a == b or (a - b).contains(0)  # the first for infinities
 
 
-def region_of(intervals: Sequence[Interval]) -> Region:
-    """The union of intervals, in order; those that touch or overlap become one. Empty ones are dropped."""
-    pieces: list[Interval] = []
-    whole = [i for i in intervals if i.low < i.high or (same_point(i.low, i.high) and i.low_closed and i.high_closed)]
-    for new in sorted(whole, key=lambda i: (float(i.low), not i.low_closed)):
-        last = pieces[-1] if pieces else None
-        if last is None or new.low > last.high or (
-            same_point(new.low, last.high) and not (new.low_closed or last.high_closed)
-        ):  # fmt: skip
-            pieces.append(new)
-            continue
-        reaches = new.high > last.high or (same_point(new.high, last.high) and new.high_closed)
-        high, closed = (new.high, new.high_closed) if reaches else (last.high, last.high_closed)
-        low_closed = last.low_closed or (same_point(new.low, last.low) and new.low_closed)
-        pieces[-1] = Interval(last.low, low_closed, high, closed)
-    return Region(tuple(pieces))
+def _before(a: Cut, b: Cut) -> bool:
+    return a[0] < b[0] or (same_point(a[0], b[0]) and a[1] < b[1])
 
 
-def union(regions: Sequence[Region]) -> Region:
-    return region_of([piece for region in regions for piece in region.pieces])
+def _region(pieces: Iterable[tuple[Cut, Cut]]) -> Region:
+    """The union of pieces between two cuts; those that touch or overlap become one. Empty ones are dropped."""
+    full = (piece for piece in pieces if _before(*piece))
+    cuts: list[Cut] = []
+    for low, high in sorted(full, key=lambda piece: (float(piece[0][0]), piece[0][1])):
+        if not cuts or _before(cuts[-1], low):
+            cuts += [low, high]
+        elif _before(cuts[-1], high):
+            cuts[-1] = high
+    return Region(tuple(cuts))
+
+
+def union(regions: Iterable[Region]) -> Region:
+    return _region(piece for region in regions for piece in zip(region.cuts[::2], region.cuts[1::2], strict=True))
 
 
 def complement(region: Region) -> Region:
-    ends = [(end, not closed) for p in region.pieces for end, closed in ((p.low, p.low_closed), (p.high, p.high_closed))]
-    ends = [(-_INFINITY, False), *ends, (_INFINITY, False)]
-    return region_of([Interval(*low, *high) for low, high in zip(ends[::2], ends[1::2], strict=True)])
+    ends = (_LOWEST, *region.cuts, _HIGHEST)
+    return _region(zip(ends[::2], ends[1::2], strict=True))
 
 
-def intersection(regions: Sequence[Region]) -> Region:
-    return complement(union([complement(region) for region in regions]))
+def intersection(regions: Iterable[Region]) -> Region:
+    return complement(union(map(complement, regions)))

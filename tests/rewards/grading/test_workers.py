@@ -35,7 +35,7 @@ def math_verify_that(monkeypatch, tmp_path):
 
     def start(body: str):
         code = "import time, os, signal\nfrom alignment.rewards.grading import ask_math_verify\n"
-        code += f"def fake(answer, truth):\n    {body}\nask_math_verify.math_verify_equal = fake\n"
+        code += f"def fake(answer, truth):\n    {body}\nask_math_verify.math_verify_reading = fake\n"
         (tmp_path / "fake_math_verify.py").write_text(code)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setattr(asking, "WORKERS", workers)
