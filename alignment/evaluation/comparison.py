@@ -18,28 +18,15 @@ SHOWN = 200  # problems of each kind on the page
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One problem: the mean reward of each side, and both sides' first completions."""
-
-    problem: str
-    question: str
-    ground_truth: str
-    a: float
-    b: float
-    a_text: str
-    b_text: str
-
-
-@dataclass(frozen=True)
 class PairedDifference:
-    """B - A, with its 95 % interval, and the problems on which the mean rewards differ."""
+    """B - A, with its 95 % interval, and the problems on which the mean rewards differ, a row of comparison.jsonl each."""
 
     a: float
     b: float
     difference: float
     interval: tuple[float, float]
-    won: tuple[Outcome, ...]
-    lost: tuple[Outcome, ...]
+    won: tuple[dict, ...]
+    lost: tuple[dict, ...]
 
 
 def paired_difference(
@@ -59,20 +46,15 @@ def paired_difference(
 
     low = difference - _reach(mean_b - interval_b[0], interval_a[1] - mean_a, r)
     high = difference + _reach(interval_b[1] - mean_b, mean_a - interval_a[0], r)
-    outcomes = [
-        Outcome(
-            x.problem.id,
-            x.problem.question,
-            x.problem.ground_truth,
-            _mean(x),
-            _mean(y),
-            x.completions[0].text,
-            y.completions[0].text,
-        )
-        for x, y in zip(a, b, strict=True)
-    ]
-    won, lost = (tuple(o for o in outcomes if sign * (o.b - o.a) > 0) for sign in (1, -1))
+    outcomes = list(map(_outcome, a, b))
+    won, lost = (tuple(o for o in outcomes if sign * (o["b"] - o["a"]) > 0) for sign in (1, -1))
     return PairedDifference(mean_a, mean_b, difference, (low, high), won, lost)
+
+
+def _outcome(a: Group, b: Group) -> dict[str, str | float]:
+    """One problem: the mean reward of each side, and both sides' first completions."""
+    facts = {"problem": a.problem.id, "question": a.problem.question, "ground_truth": a.problem.ground_truth}
+    return {**facts, "a": _mean(a), "b": _mean(b), "a_text": a.completions[0].text, "b_text": b.completions[0].text}
 
 
 def _reach(one: float, other: float, r: float) -> float:
@@ -82,7 +64,7 @@ def _reach(one: float, other: float, r: float) -> float:
 def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path) -> Path:
     """Write comparison.jsonl, a line for each problem won or lost, and comparison.html, which is returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
-    records = [{"outcome": kind, **vars(outcome)} for kind, outcomes in kinds for outcome in outcomes]
+    records = [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes]
     write_jsonl(folder / "comparison.jsonl", records)
     source = Path(__file__).with_name("comparison.html.j2").read_text(encoding="utf-8")
     template = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined)
@@ -96,7 +78,8 @@ def print_comparison(comparison: PairedDifference, names: Sequence[str], console
     (low, high), won, lost = comparison.interval, comparison.won, comparison.lost
     difference = f"{names[1]} - {names[0]}: {comparison.difference:+.4f} (95 %: {low:+.4f} .. {high:+.4f})"
     console.print(f"{difference}; {len(won)} problems won, {len(lost)} lost", style="bold", markup=False)
-    rows = [(f"{kind}: {o.question}", o.a_text, o.b_text) for kind, side in (("won", won), ("lost", lost)) for o in side[:1]]
+    firsts = [(kind, outcome) for kind, side in (("won", won), ("lost", lost)) for outcome in side[:1]]
+    rows = [(f"{kind}: {outcome['question']}", outcome["a_text"], outcome["b_text"]) for kind, outcome in firsts]
     table = make_table("", ("", *names), [[Text(printable(cell)) for cell in row] for row in rows])
     table.show_lines = True
     console.print(table)

@@ -32,9 +32,9 @@ def test_case_and_white_space_do_not_make_another_question():
 
 
 def test_terms_by_hand():
-    assert arithmetic.terms((2, "+", 3, "*", 4, "-", 1)) == "+ [2] + [3, 4] - [1]"
-    assert arithmetic.terms((4, "*", 3, "-", 1, "+", 2)) == "+ [2] + [3, 4] - [1]"
-    assert arithmetic.terms((3, "-", 4)) == "+ [3] - [4]"
+    assert arithmetic.terms("2 + 3 * 4 - 1") == "+ [2] + [3, 4] - [1]"
+    assert arithmetic.terms("4 * 3 - 1 + 2") == "+ [2] + [3, 4] - [1]"
+    assert arithmetic.terms("3 - 4") == "+ [3] - [4]"
     assert arithmetic.key(question("How much is 2 + 3?")) == "how much is 2 + 3?"
     assert countdown.key(question("Reach 6 from 3 1 2")) == "reach 6 from 3 1 2"
 

@@ -72,9 +72,9 @@ def solve(expression: Expression, by_precedence: bool) -> list[Step]:
     return steps
 
 
-def terms(expression: Expression) -> str:
+def terms(expression: str) -> str:
     """The terms of an expression in one order, and the factors of each: equal for 2 + 3 * 4 - 1 and 4 * 3 - 1 + 2."""
-    products = re.findall(r"([-+]) (\d+(?: \* \d+)*)", " ".join(map(str, ("+", *expression))))
+    products = re.findall(r"([-+]) (\d+(?: \* \d+)*)", f"+ {expression}")
     return " ".join(sorted(f"{sign} {sorted(map(int, factors.split(' * ')))}" for sign, factors in products))
 
 
@@ -82,9 +82,7 @@ def terms(expression: Expression) -> str:
 def key(problem: Problem) -> str:
     """What a problem asks, whatever the order of its terms and factors (`Task.key`); the text of a question of another kind."""
     match = re.fullmatch(r"What is (\d+(?: [-+*] \d+)*)\?", problem.question)
-    if match is None:
-        return question_text(problem)
-    return terms(tuple(int(part) if part.isdigit() else part for part in match[1].split()))
+    return terms(match[1]) if match else question_text(problem)
 
 
 def solution(expression: Expression, by_precedence: bool = True, shows_work: bool = True, in_format: bool = True) -> str:
@@ -111,9 +109,10 @@ def _expressions(split: str) -> tuple[Expression, ...]:
             for numbers in itertools.product(OPERANDS, repeat=count):
                 expression = (*itertools.chain(*zip(numbers[:-1], signs, strict=True)), numbers[-1])
                 if all(abs(result) <= LARGEST for *_, result in solve(expression, by_precedence=True)):
-                    by_hash.append((_digest(" ".join(map(str, expression))), expression))
-    tested = {"train": False, "test": True}[split]
-    return tuple(e for _, e in sorted(by_hash) if (_digest(terms(e))[-1] % TEST_SHARE == 0) == tested)
+                    text = " ".join(map(str, expression))
+                    if (_digest(terms(text))[-1] % TEST_SHARE == 0) == (split == "test"):
+                        by_hash.append((_digest(text), expression))
+    return tuple(expression for _, expression in sorted(by_hash))
 
 
 def _digest(text: str) -> bytes:

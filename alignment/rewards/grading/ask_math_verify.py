@@ -21,6 +21,10 @@ WORKERS = LimitedWorkers(("math_verify", "alignment.rewards.grading.cascade"))  
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
 _NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never
+_MISSING = re.compile(
+    r"\{ ?\}|[-+*/^_=<≤∪∩∖] ?$|^ ?[*/^_=<>≤≥∪∩∖]|"
+    r"\\(?:frac|binom)(?! ?(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\} ?){2})|\\(?:sqrt|sum|prod|int|lim|begin)(?! ?[\[{_A-Za-z0-9])"
+)
 _TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"})
 
 
@@ -80,15 +84,8 @@ def _harmless(text: str) -> bool:
 
 def _whole(text: str) -> bool:
     """Whether brackets match and nothing is missing: no \\frac without its two parts, no sign at an end."""
-    if not split(text) or re.search(r"\{ ?\}|[-+*/^_=<≤∪∩∖] ?$|^ ?[*/^_=<>≤≥∪∩∖]", text):
-        return False
-    if re.findall(r"\\begin ?\{(\w+)\}", text) != re.findall(r"\\end ?\{(\w+)\}", text):
-        return False
-    return not re.search(
-        r"\\(?:frac|binom)(?! ?(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\} ?){2})|"
-        r"\\(?:sqrt|sum|prod|int|lim|begin)(?! ?[\[{_A-Za-z0-9])",
-        text,
-    )
+    ended = re.findall(r"\\begin ?\{(\w+)\}", text) == re.findall(r"\\end ?\{(\w+)\}", text)
+    return bool(split(text)) and ended and not _MISSING.search(text)
 
 
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:

@@ -21,13 +21,23 @@ def plain_words(text: str) -> str:
 
 
 _OPTION = re.compile(r"(?i:(?:the )?(?:correct |right |best )?(?:option|choice|answer) (?:is )?)?\(?([A-Ja-j])\)?[.):]?")
+_SET_OF_LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
 _OPTION_TEXT = re.compile(r"(?:(?i:option|choice) )?(?:\(([A-J])\)[:.]?|([A-J])[).:]) ?(?=\S)(.*)")
 
 
-def option_letter(text: str) -> str:
-    """The letter of "(A)", "A." or "option A", in lower case; "" for anything else."""
-    match = _OPTION.fullmatch(text)
-    return match[1].lower() if match else ""
+def same_options(answer: str, truth: str) -> bool:
+    """Whether both name the same option, also with its text, or the same set of options."""
+    options = option_letters(truth)
+    return bool(options) and options in (option_letters(answer), {option_with_text(answer)})
+
+
+def option_letters(text: str) -> frozenset[str]:
+    """The letter of "(A)", "A." or "option A", or those of `A, C`, `AC` or `A and C`, in lower case; empty where there is none."""
+    if one := _OPTION.fullmatch(text):
+        return frozenset(one[1].lower())
+    letters = re.findall("[A-J]", text)
+    several = _SET_OF_LETTERS.fullmatch(text) and len(set(letters)) == len(letters)
+    return frozenset(map(str.lower, letters)) if several else frozenset()
 
 
 def option_with_text(text: str) -> str:
@@ -79,22 +89,6 @@ def two_forms(text: str) -> tuple[str, str] | None:
     """The two forms of an answer with a second form in brackets, `1/4 (or 0.25)`; None for anything else."""
     match = _SAME_AGAIN.fullmatch(text)
     return None if match is None or any(map(_SAME_AGAIN.fullmatch, match.groups())) else (match[1], match[2])
-
-
-_SET_OF_LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
-
-
-def option_letters(text: str) -> frozenset[str]:
-    """The letters of several options, `A, C`, `AC` or `A and C`; empty for anything else."""
-    letters = re.findall("[A-J]", text)
-    return frozenset(letters) if _SET_OF_LETTERS.fullmatch(text) and len(set(letters)) == len(letters) else frozenset()
-
-
-def same_options(answer: str, truth: str) -> bool:
-    """Whether both name the same option, also with its text, or the same set of options."""
-    letter, letters = option_letter(truth), option_letters(truth)
-    one = letter and letter in (option_letter(answer), option_with_text(answer))
-    return bool(one or (letters and letters == option_letters(answer)))
 
 
 _CLAUSE = re.compile(
