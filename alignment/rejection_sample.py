@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from alignment.core.records import Completion, Endless, Group, Problem
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.data.tasks.jsonl import read_demonstrations
+from alignment.rewards.parts import language_consistency
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
 from alignment.system.terminal import make_console, make_table
@@ -73,11 +75,9 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     chosen = with_examples(chosen, examples, template, tokenizer)
     sampling = eval_sampling(args, task.stop, args.num_samples)
     sampler = make_sampler(args, path, roles_of(args).sample, tokenizer)
-    try:
-        with console.status(f"sampling {number} problems x {args.num_samples} with {engine_name(args.sampler)}"):
-            return score_groups(chosen, sampler.sample([problem.prompt for problem in chosen], sampling), rule)
-    finally:
-        sampler.close()
+    status = f"sampling {number} problems x {args.num_samples} with {engine_name(args.sampler)}"
+    with closing(sampler), console.status(status):
+        return score_groups(chosen, sampler.sample([problem.prompt for problem in chosen], sampling), rule)
 
 
 def read_examples(file: str) -> Demonstrations:
@@ -118,8 +118,6 @@ def select(groups: Sequence[Group], keep: str, min_consistency: float) -> tuple[
 
 def rejection_reason(completion: Completion, score: dict[str, float], problem: Problem, min_consistency: float) -> str | None:
     """The first of `REASONS` that rejects an answer by itself, None where none does."""
-    from alignment.rewards.parts import language_consistency
-
     if completion.finish_reason != "stop":
         return "unfinished"
     if not score["answer_reward"]:

@@ -1,12 +1,9 @@
 """Models without a download: the randomly initialised tiny policies, and SmolLM2, converted from a Python package."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,9 +13,6 @@ from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder
 
 # Functions import transformers themselves: the policy loads less of it, as long as nothing has loaded it before.
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -53,7 +47,7 @@ def build_tiny(folder: Path, hidden_size: int = 128) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def tiny_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(texts: Iterable[str]):
     """A byte-level tokenizer trained on `texts`: a word, a tag or a digit is one token. Decoding restores any text."""
     from transformers import PreTrainedTokenizerFast
 

@@ -1,14 +1,5 @@
 r"""The R1-Zero rewards: the format of a response, and whether its final answer equals the ground truth.
 
-The grader is a cascade, cheapest stage first; each stage decides or passes the answer on:
-
-1. literal: the same text;
-2. normalised: the same text in one spelling (spacing, sizing, LaTeX synonyms), the same words whatever their case;
-3. rational: numbers with units, as exact fractions: 0.5 is 1/2 and 0.33 is not 1/3;
-4. structured: tuples, sets, intervals, unions, matrices, solutions, part by part;
-5. symbolic: expressions, parsed by our own grammar and evaluated at random rational points (`grading/values.py`);
-6. math-verify: for notation outside that grammar, in a process that is killed when it takes too long.
-
 Model text is hostile input: it is never evaluated as Python, and every size is bounded before anything is computed.
 """
 

@@ -18,12 +18,11 @@ from functools import lru_cache
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
-from alignment.data.questions import distinct, question_text
+from alignment.data.questions import distinct, question_text, split_of
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERANDS = range(1, 7)
 LARGEST = 20  # absolute value of any intermediate result
-TEST_SHARE = 8  # one problem in 8 belongs to the test split
 
 DEMONSTRATIONS = {"train": 60_000, "test": 512}
 CAREFUL_SHARE = 0.6  # of the demonstrations, the first ones
@@ -110,10 +109,6 @@ def _expressions(split: str) -> tuple[Expression, ...]:
                 expression = (*itertools.chain(*zip(numbers[:-1], signs, strict=True)), numbers[-1])
                 if all(abs(result) <= LARGEST for *_, result in solve(expression, by_precedence=True)):
                     text = " ".join(map(str, expression))
-                    if (_digest(terms(text))[-1] % TEST_SHARE == 0) == (split == "test"):
-                        by_hash.append((_digest(text), expression))
+                    if split_of(terms(text)) == split:
+                        by_hash.append((hashlib.sha256(text.encode()).digest(), expression))
     return tuple(expression for _, expression in sorted(by_hash))
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()

@@ -12,22 +12,20 @@ targets up to 30, which a tiny policy can learn on a CPU; its last demonstration
 combines the numbers without a look at the target.
 """
 
-import hashlib
 import operator
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import fill_prompt
-from alignment.data.questions import distinct, question_text
+from alignment.data.questions import distinct, question_text, split_of
 from alignment.system.errors import UserError
 
-TEST_SHARE = 8  # one problem in 8 belongs to the test split
 TEST_PROBLEMS = 1024  # at most, from the first `TEST_DRAWS` draws: those of the small size have 212 distinct questions
 TEST_DRAWS = 4096
 DEMONSTRATIONS = {"train": 40_000, "test": 512}
@@ -36,8 +34,7 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
 IGNORES_TARGET = 0.7  # probability that the careless teacher ignores the target
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """The possible counts of numbers, the largest number, and the largest target."""
 
     counts: tuple[int, ...]
@@ -48,8 +45,7 @@ class Size:
 FULL, SMALL = Size((3, 4), 99, 100), Size((3,), 9, 30)
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """An expression, the steps of its calculation, and its value."""
 
     text: str
@@ -123,13 +119,13 @@ def _problem(index: int, split: str, size: Size) -> Problem:
         if attempt is None or not 1 <= attempt.value <= size.target:
             continue
         problem = as_problem(numbers, int(attempt.value))
-        if _in_test_split(numbers, int(attempt.value)) == (split == "test"):
+        if _split_of(numbers, int(attempt.value)) == split:
             return problem
 
 
-def _in_test_split(numbers: Sequence[int], target: int) -> bool:
-    """Whether a problem belongs to the test split, the same for every order of its numbers."""
-    return hashlib.sha256(f"{sorted(numbers)} {target}".encode()).digest()[-1] % TEST_SHARE == 0
+def _split_of(numbers: Sequence[int], target: int) -> str:
+    """The split of a problem, the same for every order of its numbers."""
+    return split_of(f"{sorted(numbers)} {target}")
 
 
 def _demonstration(problem: Problem, rng: random.Random, careless: bool) -> str:
@@ -160,10 +156,10 @@ def _read(split: str, folder: Path) -> list[Problem]:
     by_name = all(named.values())  # files of one split alone would leave the other split empty
     rows = [row for file in (named[split] if by_name else files) for row in _rows(file)]
     if not by_name:
-        rows = [(numbers, target) for numbers, target in rows if _in_test_split(numbers, target) == (split == "test")]
+        rows = [row for row in rows if _split_of(*row) == split]
     if not rows:
         raise UserError(f"--dataset_path {folder}: has no problem for the {split} split")
-    return [as_problem(numbers, target) for numbers, target in rows]
+    return [as_problem(*row) for row in rows]
 
 
 @lru_cache

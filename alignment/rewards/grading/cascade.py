@@ -1,4 +1,5 @@
-"""The stages of grading, cheapest first: whether an answer equals a ground truth, and which stage decided it."""
+"""The stages of grading, cheapest first: whether an answer equals a ground truth, and which stage decided it. docs/grading.md
+lists them."""
 
 import re
 from collections.abc import Sequence

@@ -100,10 +100,12 @@ def variables(node: Node) -> set[str]:
 
 def is_rational(node: Node) -> bool:
     """Whether the tree is numbers and the four operations only, so that its value is one exact fraction."""
-    return isinstance(node, Fraction) or (
-        isinstance(node, tuple) and node[0] in ("+", "-", "*", "/", "^") and all(map(is_rational, node[1:]))
-        and (node[0] != "^" or isinstance(node[2], Fraction) and node[2].denominator == 1)
-    )  # fmt: skip
+    match node:
+        case ("^", base, exponent):
+            return isinstance(exponent, Fraction) and exponent.denominator == 1 and is_rational(base)
+        case ("+" | "-" | "*" | "/", left, right):
+            return is_rational(left) and is_rational(right)
+    return isinstance(node, Fraction)
 
 
 class _Parser:

@@ -9,6 +9,7 @@ so the verdicts can differ on text that only one of the two reads.
 
 import logging
 import re
+from contextlib import suppress
 
 from pylatexenc.latex2text import LatexNodes2Text
 
@@ -66,17 +67,16 @@ def _same_element(answer: str, truth: str) -> bool:
     letters = {c for c in both.replace("sqrt", "").replace("frac", "") if c.isalpha()}
     if len(letters) > 2 or re.search(r"\^[({]|\^[0-9]+\^|\^[0-9][0-9]", both):
         return False
-    try:
+    with suppress(Refused):
         return equal_values(parse_expression(answer), parse_expression(truth)) is True
-    except Refused:
-        return False
+    return False
 
 
 def _is_whole(text: str) -> bool:
-    try:
-        return abs(float(text.replace(",", "")) - round(float(text.replace(",", "")))) <= 1e-7
-    except (ValueError, OverflowError):
-        return False
+    with suppress(ValueError, OverflowError):
+        number = float(text.replace(",", ""))
+        return abs(number - round(number)) <= 1e-7
+    return False
 
 
 def _elements(text: str) -> list[str]:

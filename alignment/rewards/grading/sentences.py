@@ -32,7 +32,7 @@ def same_options(answer: str, truth: str) -> bool:
 
 
 def option_letters(text: str) -> frozenset[str]:
-    """The letter of "(A)", "A." or "option A", or those of `A, C`, `AC` or `A and C`, in lower case; empty where there is none."""
+    """The letter of "(A)", "A." or "option A", or those of `A, C`, `AC` or `A and C`, in lower case; empty if none."""
     if one := _OPTION.fullmatch(text):
         return frozenset(one[1].lower())
     letters = re.findall("[A-J]", text)
