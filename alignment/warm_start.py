@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import functools
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,11 +17,10 @@ from alignment.data.prompts import prompted
 from alignment.evaluation.accuracy import Evaluation
 from alignment.models import evaluation, make_policy, make_sampler
 from alignment.policy.loading import context_length, load_config, load_tokenizer
-from alignment.runs.checkpoint import save_model
 from alignment.runs.run_folder import RunFolder, write_args
 from alignment.sampling.sampler import encode_prompts
 from alignment.system.errors import UserError
-from alignment.system.files import atomic_folder
+from alignment.system.files import atomic_folder, manifested
 from alignment.system.terminal import progress_line
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
 
@@ -49,7 +47,8 @@ def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
                 console.print(message)
             with closing(RunFolder(building)) as log, progress_line("SFT", args.num_steps, console) as progress:
                 fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
-            save_model(building, functools.partial(policy.save, tokenizer=tokenizer))
+            with manifested(building):
+                policy.save(building, tokenizer)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
             raise MadeMeanwhile(f"--sft_base {target} was made by another command meanwhile; that one is kept") from None

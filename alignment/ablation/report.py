@@ -11,10 +11,10 @@ from rich.console import Console
 from alignment.ablation import verdicts
 from alignment.ablation.figures import figures
 from alignment.ablation.statistics import Comparison, interquartile_mean
-from alignment.ablation.study import Study, shell_command
+from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, question_groups
-from alignment.runs.run_records import Run
-from alignment.system.files import read_jsonl, write_atomically
+from alignment.runs.summary import first_change
+from alignment.system.files import write_atomically
 from alignment.system.terminal import make_table, printable
 
 SHOWN_PAIRS = 15  # in the Markdown summary; the page has all
@@ -126,10 +126,6 @@ def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:
     if not runs:
         return None
     run = runs[min(runs)]
-    files = (run.path / "completions" / f"eval_{record['step']:06d}.jsonl" for record in (run.evals[0], run.evals[-1]))
-    before, after = ({line["problem"]: line for line in read_jsonl(file)} for file in files)
-    changed = [b for b in before if b in after and before[b]["score"]["reward"] != after[b]["score"]["reward"]]
-    chosen = (changed or list(after))[0]
-    old, new = before.get(chosen, after[chosen]), after[chosen]
+    old, new = first_change(run.path, run.evals)
     texts = {"question": new["question"], "truth": new["ground_truth"], "before": old["text"], "after": new["text"]}
     return {key: printable(text)[:600] for key, text in texts.items()}

@@ -16,7 +16,6 @@ from scipy import stats
 from scipy.special import ndtr, ndtri
 
 from alignment.ablation.design import ALPHA
-from alignment.ablation.variances import seed_variances, variance_of_sides
 
 Scores = Mapping[int, np.ndarray]
 """The scores of an arm: for each seed, one score a question [Q], in the same order for all arms."""
@@ -107,12 +106,11 @@ def compare(
     if len(questions) > 1:
         raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
     contrasts = pairs(list(arms)) if contrasts is None else contrasts
-    estimates = {i: e for i, e in enumerate(_estimates(arms, contrasts, groups)) if e}
-    with_unstable = [bool(e.unstable) for e in estimates.values()]
-    if any(with_unstable) and not all(with_unstable):  # comparisons with and without unstable arms err separately
+    estimates = list(_estimates(arms, contrasts, groups))
+    if {bool(e.unstable) for e in estimates if e} == {True, False}:  # comparisons with and without unstable arms err separately
         alpha /= 2
-    settled = dict(zip(estimates, _settle(list(estimates.values()), tie, alpha, len(contrasts)), strict=True))
-    return [settled[i] if i in settled else _without_interval(arms, contrast) for i, contrast in enumerate(contrasts)]
+    settled = iter(_settle([e for e in estimates if e], tie, alpha, len(contrasts)))
+    return [next(settled) if e else _without_interval(arms, c) for e, c in zip(estimates, contrasts, strict=True)]
 
 
 def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None) -> float:
@@ -147,6 +145,58 @@ def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups
         own, questions = (float(weights_A @ cov_AA @ weights_A) for cov_AA in (between_seeds_AA, between_questions_AA))
         mean, by_sides = float(weights_A @ mean_A), variance_of_sides(chosen, contrast.weights)
         yield _Estimate(contrast, len(seeds), mean, own, by_sides, chosen.dof, max(0.0, questions), unstable)
+
+
+@dataclass(frozen=True)
+class SeedVariances:
+    """The variance of an arm's mean score between seeds: common to all arms, and an unbiased estimate by arm, 0 or more.
+    `unstable` names the arms whose variance is larger than the others' by more than chance."""
+
+    common: float
+    dof: int
+    by_arm: Mapping[str, float]
+    unstable: frozenset[str]
+
+
+def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
+    """The variances of a mean score between seeds, from the mean of each run.
+
+    The model of the means is y_as = arm + seed + noise. The common variance is the mean square of its residuals. An arm's own
+    variance comes from the differences of two arms, which have no seed effect and the sum of both variances: the least squares
+    solution over all pairs. An arm is unstable where an F test of its variance against the others' rejects at 2.5 % / arms;
+    about one table in twenty of equally noisy arms names one."""
+    names, seeds = [arm for arm in means if means[arm]], sorted({seed for by_seed in means.values() for seed in by_seed})
+    y_AS = np.array([[means[arm].get(seed, math.nan) for seed in seeds] for arm in names]).reshape(len(names), len(seeds))
+    arm_N, seed_N = np.nonzero(~np.isnan(y_AS))
+    design = np.hstack([np.eye(len(names))[arm_N], np.eye(len(seeds))[seed_N]])
+    fit, _, rank, _ = np.linalg.lstsq(design, y_AS[arm_N, seed_N], rcond=None)
+    dof = int(len(arm_N) - rank)
+    if dof <= 0:
+        return SeedVariances(0.0, 0, dict.fromkeys(means, 0.0), frozenset())
+    common = float(((y_AS[arm_N, seed_N] - design @ fit) ** 2).sum() / dof)
+    i, j = np.triu_indices(len(names), 1)
+    differences = y_AS[i] - y_AS[j]
+    freedom = (~np.isnan(differences)).sum(axis=1) - 1
+    i, j, differences, freedom = (x[freedom > 0] for x in (i, j, differences, freedom))
+    root = np.sqrt(freedom)
+    sums = (np.eye(len(names))[i] + np.eye(len(names))[j]) * root[:, None]
+    own_A = np.linalg.lstsq(sums, np.nanvar(differences, axis=1, ddof=1) * root, rcond=None)[0]
+    # Each arm's share of the degrees of freedom of the common variance.
+    share_A = (np.sum(~np.isnan(y_AS), axis=1) - 1) * (1 - 1 / len(names))
+    rest_A = np.maximum(dof - share_A, 1e-9)
+    others_A = np.maximum((common * dof - own_A * share_A) / rest_A, 1e-12 * common + 1e-300)
+    known_A = (share_A > 0) & (dof > share_A) & (len(names) > 2)
+    p_A = stats.f.sf(own_A / others_A, np.maximum(share_A, 1e-9), rest_A)
+    unstable = np.flatnonzero(known_A & (p_A < 0.025 / len(names)))
+    by_arm = {name: max(0.0, float(own)) for name, own in zip(names, own_A, strict=True)}
+    return SeedVariances(common, dof, dict.fromkeys(means, common) | by_arm, frozenset(names[k] for k in unstable))
+
+
+def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) -> float:
+    """The variance of a seed's weighted sum over arms, where neither side of the contrast counts for less than with the common
+    variance."""
+    sides = [[(w**2, arm) for arm, w in weights.items() if w * sign > 0] for sign in (1, -1)]
+    return sum(max(sum(w * variances.by_arm[arm] for w, arm in s), variances.common * sum(w for w, _ in s)) for s in sides)
 
 
 def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequence[Hashable] | None):

@@ -7,11 +7,10 @@ from itertools import combinations
 
 from alignment.ablation import statistics
 from alignment.ablation.statistics import Comparison, Contrast, Scores, compare
-from alignment.ablation.study import Study
+from alignment.ablation.study import Run, Study
 from alignment.core.records import Problem
 from alignment.data.questions import question_text
 from alignment.data.tasks import TASKS
-from alignment.runs.run_records import Run
 from alignment.system.errors import UserError
 
 

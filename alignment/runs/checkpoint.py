@@ -8,13 +8,13 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from alignment.core.records import Completion, Group, Problem, SampledStep, Score
 from alignment.system.errors import UserError
-from alignment.system.files import atomic_folder, damage, full_disk_is_an_os_error, manifested, read_jsonl
+from alignment.system.files import atomic_folder, damage, manifested, read_jsonl
 
 # Not in the top folder, where loaders take every *.safetensors file for model weights.
 OPTIMIZER = Path("trainer") / "optimizer.safetensors"
@@ -51,18 +51,12 @@ def put_aside(run: Path, after: int) -> None:
 def save_checkpoint(folder: Path, policy, tokenizer, sampled_ahead: Sequence[SampledStep] = ()) -> None:
     """Write the policy, its optimiser, the tokenizer and the rollouts sampled ahead to `folder`, which appears only when all
     of it is on the disk."""
-    with atomic_folder(folder) as building, manifested(building), full_disk_is_an_os_error(folder):
+    with atomic_folder(folder) as building, manifested(building):
         policy.save(building, tokenizer)
         (building / OPTIMIZER).parent.mkdir()
         policy.save_optimizer(building / OPTIMIZER)
         if sampled_ahead:
             (building / ROLLOUTS).write_text("".join(json.dumps(asdict(sampled)) + "\n" for sampled in sampled_ahead))
-
-
-def save_model(folder: Path, save: Callable[[Path], None]) -> None:
-    """Have `save` write a model into a folder that is being made, and note its files in a manifest."""
-    with manifested(folder), full_disk_is_an_os_error(folder):
-        save(folder)
 
 
 def load_rollouts(folder: Path) -> list[SampledStep]:

@@ -11,20 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.core.records import Rollout, SampledStep
-from alignment.runs.checkpoint import (
-    checkpoint_folder,
-    drop_old_checkpoints,
-    last_whole_step,
-    put_aside,
-    save_checkpoint,
-    save_model,
-)
+from alignment.runs.checkpoint import checkpoint_folder, drop_old_checkpoints, last_whole_step, put_aside, save_checkpoint
 from alignment.runs.health import Health, HealthLimits
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, resumed_run_name, write_args
 from alignment.runs.summary import write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError
-from alignment.system.files import atomic_folder, lock_run_folder, read_json, read_jsonl
+from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_json, read_jsonl
 from alignment.system.signals import Interrupted, deliver_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
 
@@ -155,8 +148,8 @@ class Run:
         """Write the final model, the learning curve and the summary, and print the accuracy before and after. The last
         checkpoint is whole by now, so an OSError is reported as it is."""
         self.started = False
-        with atomic_folder(self.path / "final") as building:
-            save_model(building, lambda folder: self._policy.save(folder, self._tokenizer))
+        with atomic_folder(self.path / "final") as building, manifested(building):
+            self._policy.save(building, self._tokenizer)
         write_summary(self.path, title, self.console)
 
     def save_when_stopped(self, stop: BaseException) -> None:

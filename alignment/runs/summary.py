@@ -28,9 +28,7 @@ def write_summary(path: Path, title: str, console: Console) -> None:
     heading, sides = f"{path.name}: {after['problems']} held-out problems, {title}", ("before", "after")
     console.print(make_table(heading, ("", *sides), rows, numbers=sides))
     console.print(f"of these seconds: {', '.join(f'{name} {share:.1%}' for name, share in phase_shares(metrics))}")
-    first, last = (read_jsonl(path / "completions" / f"eval_{e['step']:06d}.jsonl") for e in (before, after))
-    pairs = list(zip(first, last, strict=True))
-    changed = next((pair for pair in pairs if pair[0]["score"]["reward"] != pair[1]["score"]["reward"]), pairs[0])
+    changed = first_change(path, evals)
     console.print(f"the first problem whose outcome changed: {printable(changed[0]['question'])}", markup=False)
     for label, record in zip(("before", "after"), changed, strict=True):
         console.print(f"  {label}: <think>{printable(record['text'])}", markup=False, highlight=False)
@@ -70,6 +68,13 @@ def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[R
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def first_change(path: Path, evals: Sequence[Record]) -> tuple[dict, dict]:
+    """The first and the last evaluation's completion of the first problem whose outcome changed, else of the first problem."""
+    first, last = (read_jsonl(path / "completions" / f"eval_{e['step']:06d}.jsonl") for e in (evals[0], evals[-1]))
+    pairs = list(zip(first, last, strict=True))
+    return next((pair for pair in pairs if pair[0]["score"]["reward"] != pair[1]["score"]["reward"]), pairs[0])
 
 
 def phase_shares(metrics: Sequence[Record]) -> list[tuple[str, float]]:

@@ -93,9 +93,11 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def manifested(folder: Path) -> Iterator[None]:
-    """Write a manifest of `folder` after the block: size and SHA-256 of every file that the block added."""
+    """Write a manifest of `folder` after the block: size and SHA-256 of every file that the block added. Raises OSError where
+    the block finds the disk full."""
     before = _files(folder)
-    yield
+    with full_disk_is_an_os_error(folder):
+        yield
     facts = {
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
         for file in sorted(_files(folder) - before)

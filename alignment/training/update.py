@@ -105,14 +105,7 @@ def rollout_loss(
     rollout: Rollout, config: UpdateConfig, denominator: float,
     rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor,
 ):  # fmt: skip
-    """The loss of some rows of a rollout, divided by `denominator`, and what it reports."""
-    return micro_batch_loss(loss_inputs(rollout, rows, log_probs_bt, mask_bt, config), denominator)
-
-
-def loss_inputs(
-    rollout: Rollout, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor, config: UpdateConfig
-) -> LossInputs:
-    """The inputs of the loss for some rows of a rollout, on the device of `log_probs_bt`."""
+    """The loss of some rows of a rollout, divided by `denominator`, and what it reports, on the device of `log_probs_bt`."""
 
     def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
@@ -121,7 +114,8 @@ def loss_inputs(
     # Without old log-probs a rollout has one update, so the old policy is the current one.
     old_bt = log_probs_bt.detach() if old_bt is None else old_bt
     others = map(take, (rollout.reference_log_probs_BT, rollout.sampler_log_probs_BT))
-    return LossInputs(config.loss, log_probs_bt, mask_bt, rewards_b1, advantages_b1, old_bt, *others)
+    inputs = LossInputs(config.loss, log_probs_bt, mask_bt, rewards_b1, advantages_b1, old_bt, *others)
+    return micro_batch_loss(inputs, denominator)
 
 
 def is_finite(norm: torch.Tensor, results: Sequence[MicroBatchResult]) -> bool:

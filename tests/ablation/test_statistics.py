@@ -16,9 +16,10 @@ from alignment.ablation.statistics import (
     half_width,
     holm,
     interquartile_mean,
+    seed_variances,
     tail,
+    variance_of_sides,
 )
-from alignment.ablation.variances import seed_variances, variance_of_sides
 
 # --- hand-worked ----------------------------------------------------------------------------------------
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from alignment import audit_grader
 from alignment.ablation.design import named_arms
-from alignment.ablation.study import read_study
+from alignment.ablation.study import read_run, read_study
 from alignment.data.tasks import gsm8k
-from alignment.runs.run_records import read_run
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, damage, manifested, read_jsonl
 

@@ -43,7 +43,7 @@ from alignment.training import update
 PHASES = {
     (runs, "save_checkpoint"): "checkpoint",
     (runs, "drop_old_checkpoints"): "checkpoint",
-    (runs, "save_model"): "final",
+    (runs.Run, "finish"): "final",
     (models, "evaluate_vllm"): "evaluation",
     (update, "update"): "update",
     (TransformersSampler, "sample"): "sampling",

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -12,20 +13,16 @@ from hypothesis import strategies as st
 from rollout_helpers import ARGS, open_tiny, parity_reward, problems_of, rollout_of, sample_rollout, with_old_log_probs
 
 from alignment.core.records import SamplingConfig
-from alignment.core.train_step import micro_batch_loss
 from alignment.policy.loading import load_tokenizer
 from alignment.policy.policy import Objective
 from alignment.rewards.reward import score_groups
 from alignment.sampling.transformers import TransformersSampler
-from alignment.training.update import learning_rate, loss_inputs, rows_with_gradient, shuffled_groups, update
+from alignment.training.update import learning_rate, rollout_loss, rows_with_gradient, shuffled_groups, update
 
 
 def accumulate(policy, rollout, rows, denominator, args):
     """Add the gradient of some rows, divided by `denominator`; returns the micro-batches."""
-
-    def loss(rows, log_probs, mask):
-        return micro_batch_loss(loss_inputs(rollout, rows, log_probs, mask, args.update_config), denominator)
-
+    loss = functools.partial(rollout_loss, rollout, args.update_config, denominator)
     return list(policy.accumulate(rollout.batch, rows, Objective(loss, args.update_config.distribution)))
 
 
