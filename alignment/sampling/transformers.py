@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
-from alignment.policy.loading import context_length, load_model, mlp_width
+from alignment.policy.loading import context_length, first_device, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
-from alignment.policy.packing import attention_by_layout, pack
+from alignment.policy.packing import Layout, attention_by_layout, pack
 from alignment.policy.plain_path import own_attention, takes_plain_path
 from alignment.policy.policy import Policy
 from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces
@@ -43,7 +43,7 @@ class TransformersSampler:
         self.model, self.tokenizer, self.context = model, tokenizer, context
         self.policy_version, self.restarts = policy_version, 0
         self.plain_path = takes_plain_path(model)
-        self._device = model.get_input_embeddings().weight.device
+        self._device = first_device(model)
         ends = model.generation_config.eos_token_id
         self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
         self._may_end: dict[tuple[str, ...], list[bool]] = {}
@@ -173,30 +173,25 @@ class TransformersSampler:
 
 
 class _SharedDecoding:
-    """Decoding of `sampling.n` lines of each prompt, which share its keys and values: the first logits, then each next ones."""
+    """Decoding of `sampling.n` lines of each prompt: the first logits, then each next ones.
+
+    It is a `Layout`: each of L lines, one token long, sees its group's prompt and then its own cache. A prompt's keys and
+    values are there once: attention to them is one matrix product a group, of the queries of M lines, some of which stand for
+    none."""
 
     drops_lines = True
 
     def __init__(self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig):
-        self.model, device = model, model.get_input_embeddings().weight.device
+        self.model, self.applied, device = model, [], first_device(model)
         packing, cache = pack([(tuple(prompt), ()) for prompt in encoded]), DynamicCache()
-        with attention_by_layout(model, packing):
-            hidden = model.get_decoder()(
-                input_ids=packing.input_ids_1N.to(device),
-                position_ids=packing.position_ids_1N.to(device),
-                past_key_values=cache,
-                use_cache=True,
-                layout=packing,
-            ).last_hidden_state[0]
+        hidden = self._hidden(packing.input_ids_1N.to(device), packing.position_ids_1N.to(device), cache, packing)[0]
         places_GP = packing.spots_BT.to(device)
         lengths_G = torch.tensor([len(prompt) for prompt in encoded], device=device)
         ends_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
-        self.prefix = _SharedPrefix(
-            keys=[_taken(layer.keys, places_GP) for layer in cache.layers],
-            values=[_taken(layer.values, places_GP) for layer in cache.layers],
-            outside_GP=torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None],
-        )
-        self.prefix.share_among([group for group in range(len(encoded)) for _ in range(sampling.n)])
+        self.keys = [_taken(layer.keys, places_GP) for layer in cache.layers]  # of each layer, [G, H, P, D]
+        self.values = [_taken(layer.values, places_GP) for layer in cache.layers]
+        self.outside_GP = torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None]  # padding behind a prompt
+        self._share_among([group for group in range(len(encoded)) for _ in range(sampling.n)])
         self.positions = lengths_G.repeat_interleave(sampling.n)
         self.cache = Cache(layers=[_PreallocatedLayer(sampling.max_new_tokens) for _ in cache.layers])
         self.first_logits = head_logits(model, hidden[ends_G]).repeat_interleave(sampling.n, dim=0)
@@ -205,87 +200,20 @@ class _SharedDecoding:
         """Go on with some lines only, whose prompts are `groups`."""
         self.positions = self.positions[keep]
         self.cache.batch_select_indices(keep)
-        self.prefix.share_among(groups)
+        self._share_among(groups)
 
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [lines, vocabulary] after one more token of each line."""
-        with attention_by_layout(self.model, self.prefix):
-            hidden = self.model.get_decoder()(
-                input_ids=tokens[:, None],
-                position_ids=self.positions[:, None],
-                past_key_values=self.cache,
-                use_cache=True,
-                layout=self.prefix,
-            ).last_hidden_state[:, -1]
+        hidden = self._hidden(tokens[:, None], self.positions[:, None], self.cache, self)[:, -1]
         self.positions = self.positions + 1
         return head_logits(self.model, hidden)
 
+    def _hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Cache, layout: Layout) -> torch.Tensor:
+        with attention_by_layout(self.model, layout):
+            inputs = {"input_ids": input_ids, "position_ids": position_ids, "past_key_values": cache}
+            return self.model.get_decoder()(**inputs, use_cache=True, layout=layout).last_hidden_state
 
-class _OwnDecoding:
-    """Decoding of one prompt's lines by the model's own attention, and its own cache if it returns one."""
-
-    drops_lines = False  # caches differ in what they can drop
-
-    def __init__(self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig):
-        (prompt,) = encoded
-        self.model, self.cache = model, None
-        device = model.get_input_embeddings().weight.device
-        self.ids = torch.zeros(sampling.n, 0, dtype=torch.int64, device=device)
-        self.first_logits = self.next_logits(torch.tensor([prompt] * sampling.n, device=device))
-
-    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [lines, vocabulary] after one more token of each line."""
-        self.ids = torch.cat([self.ids, tokens.view(len(self.ids), -1)], dim=1)
-        news = self.ids if self.cache is None else tokens[:, None]
-        with own_attention(self.model):
-            outputs = self.model(input_ids=news, past_key_values=self.cache, use_cache=True)
-        self.cache = outputs.get("past_key_values")
-        return outputs.logits[:, -1]
-
-
-@contextmanager
-def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
-    """On a CPU, as many threads as a layer's largest product has work for: dealing out a step of few rows costs more."""
-    before = torch.get_num_threads()
-    work = 2 * rows * model.config.hidden_size * mlp_width(model.config)
-    torch.set_num_threads(max(1, min(before, work // WORK_A_THREAD)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each line of `logits` [lines, vocabulary], by inverting the distribution's CDF at `uniforms` [lines].
-    Returns (tokens [lines], their log-probabilities [lines] under the distribution drawn from). Greedy decoding draws from a
-    point mass, whose log-probability says nothing; it reports the untempered model's instead."""
-    if sampling.temperature == 0:
-        log_probs = logits.float().log_softmax(dim=-1)
-        tokens = logits.argmax(dim=-1)
-    else:
-        log_probs = sampling_logits(logits, sampling.temperature, sampling.top_p, sampling.top_k).log_softmax(dim=-1)
-        cdf = cumulative(log_probs.exp())
-        # right=True finds the first place where the CDF exceeds the target, which always has some probability.
-        tokens = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(1)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(1)
-
-
-def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:  # [G, H, P, D]
-    return states_1HND[0].index_select(1, places_GP.flatten()).unflatten(1, places_GP.shape).transpose(0, 1).contiguous()
-
-
-@dataclass
-class _SharedPrefix:
-    """A `Layout`: each of L lines, one token long, sees its group's prompt and then its own cache. A prompt's keys and values
-    are there once: attention to them is one matrix product a group, of the queries of M lines, some of which stand for none."""
-
-    keys: list[torch.Tensor]  # Of each layer, [G, H, P, D]
-    values: list[torch.Tensor]
-    outside_GP: torch.Tensor  # What is not of the prompt, but padding
-    applied: list[bool] = field(default_factory=list)
-
-    def share_among(self, groups_L: Sequence[int]) -> None:
+    def _share_among(self, groups_L: Sequence[int]) -> None:
         """Say which group each line belongs to."""
         device, held = self.outside_GP.device, [0] * len(self.outside_GP)
         seats = []
@@ -328,6 +256,60 @@ class _SharedPrefix:
         seats_GMHRX = groups_GHSX.unflatten(2, (self.line_GM.shape[1], -1)).transpose(1, 2)
         seats_SHRX = seats_GMHRX.flatten(0, 1)
         return seats_SHRX if self.full else seats_SHRX[self.seat_L]
+
+
+def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:  # [G, H, P, D]
+    return states_1HND[0].index_select(1, places_GP.flatten()).unflatten(1, places_GP.shape).transpose(0, 1).contiguous()
+
+
+class _OwnDecoding:
+    """Decoding of one prompt's lines by the model's own attention, and its own cache if it returns one."""
+
+    drops_lines = False  # caches differ in what they can drop
+
+    def __init__(self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig):
+        (prompt,) = encoded
+        self.model, self.cache = model, None
+        device = first_device(model)
+        self.ids = torch.zeros(sampling.n, 0, dtype=torch.int64, device=device)
+        self.first_logits = self.next_logits(torch.tensor([prompt] * sampling.n, device=device))
+
+    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [lines, vocabulary] after one more token of each line."""
+        self.ids = torch.cat([self.ids, tokens.view(len(self.ids), -1)], dim=1)
+        news = self.ids if self.cache is None else tokens[:, None]
+        with own_attention(self.model):
+            outputs = self.model(input_ids=news, past_key_values=self.cache, use_cache=True)
+        self.cache = outputs.get("past_key_values")
+        return outputs.logits[:, -1]
+
+
+@contextmanager
+def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
+    """On a CPU, as many threads as a layer's largest product has work for: dealing out a step of few rows costs more."""
+    before = torch.get_num_threads()
+    work = 2 * rows * model.config.hidden_size * mlp_width(model.config)
+    torch.set_num_threads(max(1, min(before, work // WORK_A_THREAD)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each line of `logits` [lines, vocabulary], by inverting the distribution's CDF at `uniforms` [lines].
+    Returns (tokens [lines], their log-probabilities [lines] under the distribution drawn from). Greedy decoding draws from a
+    point mass, whose log-probability says nothing; it reports the untempered model's instead."""
+    if sampling.temperature == 0:
+        log_probs = logits.float().log_softmax(dim=-1)
+        tokens = logits.argmax(dim=-1)
+    else:
+        log_probs = sampling_logits(logits, sampling.temperature, sampling.top_p, sampling.top_k).log_softmax(dim=-1)
+        cdf = cumulative(log_probs.exp())
+        # right=True finds the first place where the CDF exceeds the target, which always has some probability.
+        tokens = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(1)
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(1)
 
 
 class _PreallocatedLayer(StaticLayer):

@@ -24,7 +24,6 @@ from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
 from alignment.policy.reference_service import TokenCheck
 from alignment.sampling.arrival import Held, load_proven
-from alignment.sampling.restarts import check_completions
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_token, encode_prompts, sampler_address
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import RunStopped, UserError, os_error
@@ -39,7 +38,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a mac
 SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in KEEPALIVE.items() if hasattr(socket, name)
 ]
-SHARD_BYTES = 2**30  # of weights in memory at a time, unless one tensor has more
+KEY_REMEDY = ". Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
 ANSWER_BYTES = 2**20  # of an answer, and besides for each token of a completion:
 TOKEN_BYTES = 1024
 # What the server else takes from the model's generation_config.json.
@@ -59,8 +58,8 @@ class VLLMServerSampler:
     server, which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch.
 
     Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
-    seconds, answers garbage, or has other weights than ours (it was started again, or another command uses it) raises
-    `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back."""
+    seconds, answers what are no completions, or has other weights than ours (it was started again, or another command uses it)
+    raises `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back."""
 
     def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         model_path, dtype = config.model_path, config.dtype
@@ -71,7 +70,6 @@ class VLLMServerSampler:
         self._weights_folder = Path(config.weights_folder).resolve()
         self._client = _JSONClient(config.url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN"))
         shape = _shape(model_config.get_text_config())
-        self._vocabulary = shape["vocab_size"]
         self._model = self._served_model()
         self._refuse_unfit(shape, dtype, _command(model_path, dtype, self.context))
         try:
@@ -105,17 +103,15 @@ class VLLMServerSampler:
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
             raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
         pairs = zip(encoded, answers, strict=True)
-        drawn = [_completions(answer, tuple(ids), self.policy_version) * repeats for ids, answer in pairs]
-        check_completions(drawn, len(prompts), sampling, self._vocabulary)
-        return drawn
+        return [_completions(answer, tuple(ids), self.policy_version) * repeats for ids, answer in pairs]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `Sampler.load_weights`. `SHARD_BYTES` of them are in memory at a time."""
+        """See `Sampler.load_weights`."""
         # A new name each time: another machine may remember for a while what an old one had in it.
         names = {"dir": self._weights_folder, "prefix": ".sampler_weights.", "suffix": ".tmp"}
         with tempfile.TemporaryDirectory(**names, ignore_cleanup_errors=True) as folder:
             os.chmod(folder, 0o755)  # the server may have a user of its own
-            _write_shards(Path(folder), named_tensors, self.dtype)
+            _write_files(Path(folder), named_tensors, self.dtype)
             until = time.monotonic() + self._timeout
             self._call("sampler_reload", until, folder)
             self._loaded = folder
@@ -162,11 +158,8 @@ class VLLMServerSampler:
         try:
             cards = self._client.ask("GET", "/v1/models", [None], self._until_checked())[0].get("data")
             return next(str(card["id"]) for card in cards if card["owned_by"] == "vllm")
-        except _Refused as error:
-            key = "Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
-            reason = f"{error}. {key if error.status == 401 else 'Check host and port: it seems to be no vLLM server'}"
         except SamplerLost as error:
-            reason = f"{error}. Check the address, and that a vLLM server runs there"
+            reason = f"{error}. Check host and port, and that a vLLM server runs there"
         except (StopIteration, KeyError, TypeError):
             reason = f"{self._client} serves no model, so it is no vLLM server: check host and port"
         raise UserError(f"--sampler_url: {reason}")
@@ -208,25 +201,12 @@ def _shape(config) -> dict:
     return {key: getattr(config, key, None) for key in SHAPE}
 
 
-def _write_shards(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
-    """Write the weights, cast to `dtype`, as safetensors files of about `SHARD_BYTES`."""
-    shard: dict[str, torch.Tensor] = {}
+def _write_files(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Write each weight, cast to `dtype`, as a safetensors file of its own, so that one at a time is in memory."""
     with full_disk_is_an_os_error(folder):
         for number, (name, tensor) in enumerate(named_tensors):
-            shard[name] = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
-            if sum(part.nbytes for part in shard.values()) >= SHARD_BYTES:
-                save_file(shard, folder / f"{number:05d}.safetensors")
-                shard = {}
-        if shard:
-            save_file(shard, folder / "rest.safetensors")
-
-
-class _Refused(SamplerLost):
-    """An answer with a status other than 200."""
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
+            weight = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
+            save_file({name: weight}, folder / f"{number:06d}.safetensors")
 
 
 def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int) -> list[Completion]:
@@ -300,7 +280,8 @@ class _JSONClient:
             said = content.get("error", content.get("detail")) if content else None
             said = said.get("message") if isinstance(said, dict) else said
             reason = f": {' '.join(str(said).split())[:300]}" if said else ""
-            raise _Refused(f"{self} answered {path} with status {response.status_code}{reason}", response.status_code)
+            reason += KEY_REMEDY if response.status_code == 401 else ""
+            raise SamplerLost(f"{self} answered {path} with status {response.status_code}{reason}")
         if content is None:
             raise SamplerLost(f"{self} answered what is no JSON object")
         return content
@@ -328,7 +309,7 @@ class SamplerWorker:
     def sampler_reload(self, folder: str) -> dict:
         """Load the weights of the safetensors files in `folder`, in place."""
         self.sampler_loaded = ""
-        self.reload_weights(weights_iterator=_read_shards(Path(folder)))
+        self.reload_weights(weights_iterator=_read_files(Path(folder)))
         _repack_output_embedding(self)
         self.sampler_loaded = folder
         return {}
@@ -338,7 +319,7 @@ class SamplerWorker:
         return held_checksums(self, version) if self.vllm_config.parallel_config.world_size == 1 else {}
 
 
-def _read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} is not to be seen on {socket.gethostname()}")

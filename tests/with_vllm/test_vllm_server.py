@@ -174,7 +174,7 @@ def test_a_server_that_does_not_fit_says_how_to_start_it(connect, model_path, tm
 
 
 def test_a_folder_that_the_server_does_not_see(connect, monkeypatch):
-    monkeypatch.setattr("alignment.sampling.vllm_server._write_shards", lambda *arguments: None)
+    monkeypatch.setattr("alignment.sampling.vllm_server._write_files", lambda *arguments: None)
     with pytest.raises(UserError, match="is not to be seen on .*It has to see .*weights, where"):
         connect()
 
