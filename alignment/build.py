@@ -21,7 +21,7 @@ from alignment.rollouts.ahead import AheadConfig, AheadRollouts
 from alignment.rollouts.batches import collate_groups
 from alignment.rollouts.source import RolloutSource, open_source
 from alignment.rollouts.sync import Rollouts, SyncRollouts
-from alignment.runs.checkpoint import OPTIMIZER, load_rollouts
+from alignment.runs.checkpoint import TRAINER, load_rollouts
 from alignment.runs.run import Run
 from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import SAMPLERS, Sampler, SamplerConfig, encode_prompts, engine_name, find_engine
@@ -46,7 +46,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
         make_deterministic()
     policy = make_policy(args, base)
     if run.checkpoint:
-        policy.load_optimizer(run.checkpoint / OPTIMIZER)
+        policy.load_optimizer(run.checkpoint / TRAINER)
     run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
     references = make_references(args, run, base, policy)
     eval_sampler = make_eval_sampler(args, run, base, tokenizer, policy)

@@ -24,12 +24,12 @@ TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured 
 
 def digests(run: Path) -> dict[str, str]:
     """SHA-256 of each part of a finished run that a repetition must reproduce: no timings, no dates of files."""
-    from alignment.runs.checkpoint import OPTIMIZER, checkpoint_folder, last_whole_step
+    from alignment.runs.checkpoint import TRAINER, checkpoint_folder, last_whole_step
 
     step, _ = last_whole_step(run)
     return {
         "weights": _hash(file.read_bytes() for file in sorted((run / "final").glob("*.safetensors"))),
-        "optimizer": _hash([(checkpoint_folder(run, step) / OPTIMIZER).read_bytes()]),
+        "optimizer": _hash(_tensors(file) for file in sorted((checkpoint_folder(run, step) / TRAINER).glob("*.safetensors"))),
         "metrics": _hash(_untimed(record) for record in read_jsonl(run / "metrics.jsonl")),
         "evaluations": _hash(_untimed(record) for record in read_jsonl(run / "evals.jsonl")),
         "completions": _hash(
@@ -42,6 +42,13 @@ def digests(run: Path) -> dict[str, str]:
 
 def _hash(parts: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def _tensors(file: Path) -> bytes:
+    """The names and numbers of a file's tensors; the order of entries in the head of such a file is by chance."""
+    from safetensors.numpy import load_file
+
+    return b"".join(name.encode() + array.tobytes() for name, array in sorted(load_file(file).items()))
 
 
 def _untimed(record: dict) -> bytes:

@@ -20,6 +20,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.advantages import AdvantageConfig
@@ -27,8 +28,10 @@ from alignment.core.losses import LOSSES
 from alignment.core.normalization import NORMALIZATIONS
 from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.data.embedded import embedded_model
+from alignment.policy.optimizer_files import read_parts
 from alignment.policy.policy import RANKED, Objective, Policy, PolicyConfig, open_policy
 from alignment.rollouts.batches import collate_groups, with_advantages
+from alignment.runs.checkpoint import TRAINER
 from alignment.system.torchrun import PROCESSES_HERE, followed
 from alignment.training.sft import batch_loss
 from alignment.training.update import rollout_objective, rows_with_gradient
@@ -97,21 +100,27 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).norm() / (one.norm() or 1)).item()
 
 
+def saved(policy: Policy, folder: Path, tokenizer, parameters: list[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """The weights and the optimiser's state that a policy writes to a folder, unsharded."""
+    policy.save(folder, tokenizer)
+    (folder / TRAINER).mkdir()
+    policy.save_optimizer(folder / TRAINER)
+    return {**load_file(folder / "model.safetensors"), **read_parts(folder / TRAINER, parameters)}
+
+
 def reopened(policy: Policy, config: PolicyConfig, kinds: list[str], tokenizer) -> Iterator[tuple[str, bool]]:
     """Whether each kind of policy reads a checkpoint of `policy` and writes the same bits again."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        policy.save(folder / "0", tokenizer)
-        policy.save_optimizer(folder / "0.safetensors")
-        want = [file.read_bytes() for file in (folder / "0" / "model.safetensors", folder / "0.safetensors")]
+        single = open_policy("single", dataclasses.replace(config, devices=config.devices[:1]))
+        parameters = [parameter for group in single.optimizer.param_groups for parameter in group["params"]]
+        want = saved(policy, folder / "0", tokenizer, parameters)
         for number, kind in enumerate(kinds, start=1):
             devices = config.devices if kind in RANKED else config.devices[:1]
             again = open_policy(kind, dataclasses.replace(config, model_path=str(folder / "0"), devices=devices))
-            again.load_optimizer(folder / "0.safetensors")
-            again.save(folder / str(number), tokenizer)
-            again.save_optimizer(folder / f"{number}.safetensors")
-            files = (folder / str(number) / "model.safetensors", folder / f"{number}.safetensors")
-            yield kind, [file.read_bytes() for file in files] == want
+            again.load_optimizer(folder / "0" / TRAINER)
+            found = saved(again, folder / str(number), tokenizer, parameters)
+            yield kind, want.keys() == found.keys() and all(torch.equal(want[key], found[key]) for key in want)
 
 
 def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED):
@@ -136,7 +145,7 @@ def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED):
             parts = {
                 part: max(v for n, v in found.items() if part in n) for part in ("gradient", "loss", "norm", "after a step")
             }
-            same = dict(reopened(policy, config, ["single", *kinds], load_tokenizer(path)))
+            same = dict(reopened(policy, config, ["single", "layer_split", *kinds], load_tokenizer(path)))
             worst = max(worst, *found.values(), *(0.0 if ok else 1.0 for ok in same.values()))
             name = max(found, key=lambda name: found[name])
             table.add_row(kind, *(f"{value:.1e}" for value in parts.values()), name, str(same))

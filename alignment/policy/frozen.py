@@ -1,7 +1,7 @@
 """Models that only compute log-probs: the reference model, and the old policy on a device of its own."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -10,8 +10,53 @@ from alignment.core.tokens import Row, split_rows, take_rows
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
+from alignment.policy.parallel_micro_batches import Result, cut_for_parallel, run_parallel
 from alignment.policy.plain_path import takes_plain_path, unshared
+
+ONE_TOKEN = Batch(*[torch.zeros(1, 1, dtype=torch.int64)] * 2, torch.ones(1, 1, dtype=torch.bool))
+"""A batch for a micro-batch without rows, which a rank computes, and discards, while others have rows: collectives need every
+rank."""
+
+
+class MicroBatchedModel:
+    """A model that computes micro-batches of at most so many tokens, with matrix products in `dtype`."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, micro_batch_tokens: int):
+        self.model, self.dtype, self.micro_batch_tokens = model, dtype, micro_batch_tokens
+
+    def run(self, function: Callable, *arguments):
+        """`function` of the model and some arguments: a forward pass, or a part of one."""
+        return function(self.model, *arguments)
+
+    def in_micro_batches(
+        self, compute: Callable[[Sequence[int]], Result], rows: Sequence[Row], parameters: Iterable[torch.nn.Parameter] = ()
+    ) -> Iterator[tuple[Sequence[int], Result]]:
+        """(indices into `rows`, `compute` of them) of each micro-batch. A CPU may compute two at a time; `parameters` are those
+        to whose gradients `compute` adds."""
+        pieces, parallel = cut_for_parallel(self.model, rows, self.micro_batch_tokens)
+        return zip(pieces, run_parallel(compute, pieces, parallel, parameters), strict=True)
+
+    def forward_passes(
+        self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None, with_last_label: bool = False
+    ) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+        """(row numbers, log-probs [b, t] on the CPU) of each micro-batch of some rows of a batch, without gradient."""
+        self.model.eval()  # dropout would make the ratio to these log-probs differ from 1
+        rows = range(len(batch.labels)) if rows is None else rows
+
+        @torch.no_grad()
+        def compute(piece: Sequence[int]) -> torch.Tensor:
+            part = take_rows(batch, [rows[i] for i in piece]) if piece else ONE_TOKEN
+            return self.run(model_log_probs, part, distribution, self.dtype).cpu()
+
+        computed = self.in_micro_batches(compute, computed_rows(self.model, batch, rows, with_last_label))
+        return (([rows[i] for i in piece], part_bt) for piece, part_bt in computed)
+
+    def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Log-probs [B, T] of a batch's responses, on the CPU, without gradient; 0 elsewhere, and in rows not among `rows`."""
+        log_probs_BT = torch.zeros(batch.labels.shape)
+        for numbers, part_bt in self.forward_passes(batch, distribution, rows):
+            log_probs_BT[numbers, : part_bt.shape[1]] = part_bt
+        return log_probs_BT
 
 
 class FrozenModel:
@@ -26,7 +71,7 @@ class FrozenModel:
     def log_probs(
         self, batch: Batch, distribution: Distribution, micro_batch_tokens: int, rows: Sequence[int] | None = None
     ) -> torch.Tensor:
-        return batch_log_probs(self.model, batch, distribution, micro_batch_tokens, self.dtype, rows)
+        return MicroBatchedModel(self.model, self.dtype, micro_batch_tokens).log_probs(batch, distribution, rows)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -46,30 +91,6 @@ def weights_digest(model: torch.nn.Module, dtype: torch.dtype) -> str:
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(parameter.detach().flatten()[:4096].to("cpu", dtype).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
-
-
-def batch_log_probs(
-    model: PreTrainedModel,
-    batch: Batch,
-    distribution: Distribution,
-    micro_batch_tokens: int,
-    dtype: torch.dtype,
-    rows: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """A model's log-probs [B, T] of a batch's responses, on the CPU, without gradient; 0 elsewhere and in rows not among `rows`
-    (None: all). `dtype` is the type of matrix products."""
-    rows = range(len(batch.labels)) if rows is None else rows
-    log_probs_BT = torch.zeros(batch.labels.shape)
-    pieces, parallel = cut_for_parallel(model, computed_rows(model, batch, rows), micro_batch_tokens)
-    pieces = [[rows[i] for i in piece] for piece in pieces]
-
-    @torch.no_grad()
-    def compute(piece: Sequence[int]) -> torch.Tensor:
-        return model_log_probs(model, take_rows(batch, piece), distribution, dtype).cpu()
-
-    for piece, part_bt in zip(pieces, run_parallel(compute, pieces, parallel), strict=True):
-        log_probs_BT[piece, : part_bt.shape[1]] = part_bt
-    return log_probs_BT
 
 
 def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int], with_last_label: bool = False) -> list[Row]:

@@ -27,7 +27,7 @@ class LayerSplitPolicy(SingleDevicePolicy):
 
     def _micro_batches(
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
-    ) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
+    ) -> Iterator[tuple[Sequence[int], MicroBatch]]:
         """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`."""
         longest = max((len(prompt) + len(response) for prompt, response in split), default=1)
         in_flight = max(1, min(IN_FLIGHT * len(self.devices), self.micro_batch_tokens // longest))
@@ -49,7 +49,7 @@ class LayerSplitPolicy(SingleDevicePolicy):
                 for number in numbers:
                     micro_batch = started.pop(number)
                     micro_batch.backward()
-                    yield micro_batch, pieces[number]
+                    yield pieces[number], micro_batch
 
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         """See `Policy.clip_gradient`. Each device sends the norm of its part; torch would copy the norm of every parameter."""

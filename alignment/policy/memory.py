@@ -9,6 +9,7 @@ import torch
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import devices_of, mlp_width
 from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.policy import PolicyConfig
 
 MAX_TOKENS = 16384  # larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
 # 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free memory is a limit.
@@ -75,13 +76,13 @@ class Budget:
 
 
 def choose_micro_batch_tokens(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, optimizer_name: str, dtype: torch.dtype, longest: int
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: PolicyConfig, longest: int, processes=1, whole=0
 ) -> Budget:
     """The largest micro-batch that fits the free memory, rounded down to a power of two, so that slightly less free
     memory does not change a repeated run.
 
-    `optimizer_name` is the key of `optimizer` in `OPTIMIZERS`; `dtype` is the type of matrix products; `longest` is the number
-    of tokens of the longest row. If it does not fit, the budget asks for gradient checkpointing, which computes layers twice.
+    `longest` is the number of tokens of the longest row. If it does not fit, the budget asks for gradient checkpointing, which
+    computes layers twice. So many `processes` share a device's memory, and each also holds `whole` bytes of copies of weights.
     """
     devices = [str(device) for device in devices_of(model)]
     parameters = sum(own_part(parameter).numel() for parameter in model.parameters()) // len(devices)
@@ -89,14 +90,14 @@ def choose_micro_batch_tokens(
     moments = [value for value in states if torch.is_tensor(value) and value.ndim and str(value.device) in devices]
     moment_bytes = sum(own_part(moment).nbytes for moment in moments) // len(devices)
     # The weights are allocated already. (A device of a split policy needs fewer activations than all layers do.)
-    to_allocate = parameters * (OPTIMIZERS[optimizer_name].device_bytes - 4) - moment_bytes
+    to_allocate = parameters * (OPTIMIZERS[config.optimizer].device_bytes - 4) - moment_bytes + whole
     release_memory()
-    free = min(free_bytes(device) for device in devices) - to_allocate
+    free = min(free_bytes(device) for device in devices) // processes - to_allocate
     available = int(ACTIVATION_SHARE * max(free, 0))
-    factor = 1 if dtype == torch.float32 else BF16_FACTOR
+    factor = 1 if config.dtype == "float32" else BF16_FACTOR
     per_token = int(factor * activation_bytes(model.config))
     checkpointing = available < longest * per_token
     if checkpointing:
         per_token = int(factor * checkpointed_activation_bytes(model.config))
-    tokens = min(max(min(available, MAX_ACTIVATION_BYTES[model.device.type]) // per_token, 1), MAX_TOKENS)
+    tokens = min(max(min(available, MAX_ACTIVATION_BYTES[model.device.type] // processes) // per_token, 1), MAX_TOKENS)
     return Budget(2 ** (tokens.bit_length() - 1), checkpointing)

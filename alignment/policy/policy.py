@@ -101,11 +101,11 @@ class Policy(Protocol):
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write weights and tokenizer as a Hugging Face folder."""
 
-    def save_optimizer(self, file: Path) -> None:
-        """Write the optimiser's state as safetensors."""
+    def save_optimizer(self, folder: Path) -> None:
+        """Write the optimiser's state as safetensors, of which there is a file for each process that holds a part."""
 
-    def load_optimizer(self, file: Path) -> None:
-        """Read what `save_optimizer` wrote."""
+    def load_optimizer(self, folder: Path) -> None:
+        """Read what `save_optimizer` of any kind of policy, of any number of processes, wrote."""
 
 
 POLICIES: Mapping[str, str] = {

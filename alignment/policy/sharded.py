@@ -2,7 +2,7 @@
 `fully_shard`). Every method is called on all ranks together."""
 
 import dataclasses
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MethodType
@@ -10,20 +10,16 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from alignment.core.records import Batch, Distribution
-from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, split_rows, take_rows
-from alignment.policy.frozen import computed_rows, model_log_probs
+from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, split_rows
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import load_model
+from alignment.policy.optimizer_files import read_parts, write_parts
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
+from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.ranks import Ranks
-
-ONE_TOKEN = Batch(*[torch.zeros(1, 1, dtype=torch.int64)] * 2, torch.ones(1, 1, dtype=torch.bool))
-"""What a rank computes, and discards, while others have a micro-batch and it has none: collectives need every rank."""
 
 
 def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
@@ -75,32 +71,21 @@ class Shard(SingleDevicePolicy):
         results = [to_cpu(result) for result in super().accumulate(batch, self._own_rows(batch, rows), objective)]
         return iter(self._gathered(results))
 
-    def _micro_batches(
-        self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
-    ) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
-        pieces = self._pieces(split)
-        for number, piece in enumerate(pieces, start=1):
-            self.model.set_requires_all_reduce(number == len(pieces))  # copies of the model sum a step's gradient once
+    def in_micro_batches(self, compute: Callable, rows: Sequence[Row], parameters=()) -> Iterator[tuple[Sequence[int], object]]:
+        """See `MicroBatchedModel.in_micro_batches`. Computes empty ones too, until there are as many as on every other rank."""
+        pieces = cut_by_tokens(rows, self.micro_batch_tokens)
+        most = torch.tensor(len(pieces))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        for number, piece in enumerate(pieces + [[]] * (most.item() - len(pieces)), start=1):
+            self.model.set_requires_all_reduce(number == most.item())  # copies of the model sum a step's gradient once
+            result = compute(piece)
             if piece:
-                micro_batch = MicroBatch(self, batch, [rows[i] for i in piece], objective)
-            else:
-                micro_batch = MicroBatch(self, ONE_TOKEN, [0], dataclasses.replace(objective, loss=zero))
-            micro_batch.head()
-            micro_batch.backward()
-            if piece:
-                yield micro_batch, piece
+                yield piece, result
 
     def _own_rows(self, batch: Batch, rows: Sequence[int] | None) -> list[int]:
         rows = range(len(batch.labels)) if rows is None else rows
         split = split_rows(batch.input_ids, batch.response_mask)
         return [rows[i] for i in deal([split[row] for row in rows], self.ranks.count)[self.ranks.rank]]
-
-    def _pieces(self, split: Sequence[Row]) -> list[list[int]]:
-        """The micro-batches as indices into `split`, with empty ones until there are as many as on every other rank."""
-        pieces = cut_by_tokens(split, self.micro_batch_tokens)
-        most = torch.tensor(len(pieces))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return pieces + [[] for _ in range(most.item() - len(pieces))]
 
     def _gathered(self, results: list) -> list:
         """All ranks' results in their order on rank 0, and nothing on the others."""
@@ -108,39 +93,33 @@ class Shard(SingleDevicePolicy):
         dist.gather_object(results, everything, group=self.ranks.calls)
         return [result for results in everything or [] for result in results]
 
-    @torch.no_grad()
-    def _forward_passes(self, batch: Batch, rows: Sequence[int], distribution: Distribution, supervised: bool) -> list:
-        """(rows, log-probs [b, t] on the CPU) of each micro-batch of this rank, without gradient."""
-        self.model.eval()
-        results = []
-        for piece in self._pieces(computed_rows(self.model, batch, rows, supervised)):
-            numbers = [rows[i] for i in piece]
-            part = take_rows(batch, numbers) if piece else ONE_TOKEN
-            results.append((numbers, self.run(model_log_probs, part, distribution, self.dtype).cpu()))
+    def forward_passes(self, batch: Batch, distribution: Distribution, rows=None, with_last_label: bool = False) -> Iterator:
+        yield from super().forward_passes(batch, distribution, self._own_rows(batch, rows), with_last_label)
         self.model.reshard()  # which a backward pass would do: what is gathered now must not outlive the next step
-        return [(numbers, values) for numbers, values in results if numbers]
 
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
-        values_BT = torch.zeros(batch.labels.shape)
-        for numbers, part_bt in self._forward_passes(batch, self._own_rows(batch, rows), distribution, False):
-            values_BT[numbers, : part_bt.shape[1]] = part_bt
-        dist.all_reduce(values_BT)  # every row is 0 on all ranks but one
-        return values_BT
+        log_probs_BT = super().log_probs(batch, distribution, rows)
+        dist.all_reduce(log_probs_BT)  # every row is 0 on all ranks but one
+        return log_probs_BT
 
     def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
-        parts = self._forward_passes(batch, self._own_rows(batch, None), Distribution(), True)
-        return iter(self._gathered([values for _, values in parts]))
+        return iter(self._gathered(list(super().supervised_log_probs(batch))))
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
-        """As many tokens as fit on the rank with the least memory; ranks on a CPU share the host's."""
+        """As many tokens as fit on the rank with the least memory."""
         message = super().choose_micro_batch_tokens(longest, previous)
-        if message is None and (previous or self.policy_config.micro_batch_tokens):
-            return None
-        share = self.ranks.local_count if self.devices[0] == "cpu" else 1
-        tokens = torch.tensor([self.micro_batch_tokens // share, message is None])
+        tokens = torch.tensor(self.micro_batch_tokens)
         dist.all_reduce(tokens, op=dist.ReduceOp.MIN)
-        self.micro_batch_tokens = max(1, tokens[0].item())
+        self.micro_batch_tokens = tokens.item()
         return message
+
+    def shared_memory(self) -> tuple[int, int]:
+        """Ranks on a CPU share the host. In fp32 a rank holds, beside its own parts, what is outside the layers and two layers,
+        the one at work and one on its way, as weights and as gradients. Autocast's casts of all layers stay until backward."""
+        layers = [sum(p.numel() for p in m.parameters()) for m in self.model.modules() if isinstance(m, FSDPModule)][1:]
+        outside = sum(p.numel() for p in self.model.parameters()) - sum(layers)
+        casts = 2 * sum(layers) * (self.dtype != torch.float32)
+        return self.ranks.local_count if self.devices[0] == "cpu" else 1, 8 * (outside + 2 * max(layers)) + casts
 
     def save(self, folder: Path, tokenizer) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.weights()}
@@ -148,24 +127,16 @@ class Shard(SingleDevicePolicy):
             self.model.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
 
-    def save_optimizer(self, file: Path) -> None:
-        if self.ranks.rank == 0:
-            super().save_optimizer(file)
+    def save_optimizer(self, folder: Path) -> None:
+        if self.mesh_shape["parts"] == 1:
+            super().save_optimizer(folder)
         else:
-            deque(self.optimizer_tensors(), maxlen=0)  # takes part in gathering them
+            write_parts(folder, dict(self.optimizer_tensors()), self.ranks.calls)
 
-    def stored(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim == 0:
-            return tensor
-        return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    read_optimizer = staticmethod(read_parts)
 
 
 def to_cpu(result: MicroBatchResult) -> MicroBatchResult:
     """A result whose tensors can be sent to another rank."""
     sums = {name: value.cpu() if torch.is_tensor(value) else value for name, value in result.sums.items()}
     return MicroBatchResult(list(result.rows), result.log_probs.cpu(), sums)
-
-
-def zero(rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor) -> tuple[torch.Tensor, dict]:
-    """A loss that is 0 and has a gradient of zeros."""
-    return log_probs_bt.sum() * 0, {}

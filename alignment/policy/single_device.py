@@ -1,6 +1,6 @@
 """A policy on one device. `LayerSplitPolicy` inherits from it and replaces the order of the micro-batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -8,26 +8,27 @@ from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, take_rows
-from alignment.policy.frozen import batch_log_probs, computed_rows, model_log_probs
+from alignment.policy.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import head_log_probs, hidden_states
 from alignment.policy.memory import choose_micro_batch_tokens, whole
 from alignment.policy.optimizers import make_optimizer
 from alignment.policy.packing import send
-from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.system.files import full_disk_is_an_os_error
+
+OPTIMIZER_FILE = "optimizer.safetensors"  # of a policy of one process
 
 
 class MicroBatch:
     """The forward and backward pass of some rows of a batch: the constructor, then `head`, then `backward`. `head`
     backpropagates to the hidden states only, which frees the head's memory before the backward pass of the layers. Supervised
-    objectives keep one graph from the weights to the loss instead."""
+    objectives keep one graph from the weights to the loss instead. Without rows the gradient is zeros."""
 
     def __init__(self, policy: "SingleDevicePolicy", batch: Batch, rows: Sequence[int], objective: Objective):
         self.model, self.dtype, self.rows, self.objective = policy.model, policy.dtype, rows, objective
-        self.part = take_rows(batch, rows)
+        self.part = take_rows(batch, rows) if rows else ONE_TOKEN
         with autocast(first_device(self.model), self.dtype):
             self.hidden_NH = policy.run(hidden_states, self.part.input_ids, self.part.response_mask)
 
@@ -39,7 +40,7 @@ class MicroBatch:
         with autocast(first_device(self.model), self.dtype):
             outputs = head_log_probs(self.model, self.head_input_NH, labels, mask, objective.distribution, objective.entropy)
         log_probs = outputs["log_probs"]
-        loss, sums = objective.loss(self.rows, log_probs, send(mask, log_probs.device))
+        loss, sums = (objective.loss if self.rows else zero)(self.rows, log_probs, send(mask, log_probs.device))
         loss.backward()
         names = {"entropy_sum": "token_entropy", "sampling_entropy_sum": "sampling_entropy"} if objective.entropy else {}
         entropy = {name: outputs[values].sum() for name, values in names.items()}
@@ -56,28 +57,23 @@ class MicroBatch:
         return MicroBatchResult(self.rows, self.log_probs, {"tokens": tokens, **self.sums})
 
 
-class SingleDevicePolicy:
+def zero(rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor) -> tuple[torch.Tensor, Mapping]:
+    """A loss that is 0 and has a gradient of zeros."""
+    return log_probs_bt.sum() * 0, {}
+
+
+class SingleDevicePolicy(MicroBatchedModel):
     """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be loaded."""
 
     def __init__(self, config: PolicyConfig):
         self.policy_config = config
         self.devices = config.devices
-        self.dtype = getattr(torch, config.dtype)
-        self.micro_batch_tokens = config.micro_batch_tokens
-        self.model = self._load(config.model_path)
+        super().__init__(self._load(config.model_path), getattr(torch, config.dtype), config.micro_batch_tokens)
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
 
     def _load(self, model_path: str) -> PreTrainedModel:
         return load_model(model_path, self.devices, torch.float32)
-
-    def run(self, function: Callable, *arguments):
-        """`function` of the model and some arguments: a forward pass, or a part of one."""
-        return function(self.model, *arguments)
-
-    def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
-        self.model.eval()  # dropout would make the ratio to these differ from 1
-        return batch_log_probs(self.model, batch, distribution, self.micro_batch_tokens, self.dtype, rows)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         self.model.train()
@@ -85,13 +81,13 @@ class SingleDevicePolicy:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows, objective.supervised)
-        for micro_batch, piece in self._micro_batches(batch, rows, split, objective):
+        for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
             yield micro_batch.result(packed_tokens([split[i] for i in piece]))
 
     def _micro_batches(
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
-    ) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
-        """Yield each micro-batch, after adding its gradient, with its indices into `rows`. A CPU may compute two at a time."""
+    ) -> Iterator[tuple[Sequence[int], MicroBatch]]:
+        """Yield each micro-batch's indices into `rows`, and itself, after adding its gradient."""
 
         def compute(piece: Sequence[int]) -> MicroBatch:
             micro_batch = MicroBatch(self, batch, [rows[i] for i in piece], objective)
@@ -99,19 +95,10 @@ class SingleDevicePolicy:
             micro_batch.backward()
             return micro_batch
 
-        pieces, parallel = cut_for_parallel(self.model, split, self.micro_batch_tokens)
-        return zip(run_parallel(compute, pieces, parallel, self.model.parameters()), pieces, strict=True)
+        return self.in_micro_batches(compute, split, self.model.parameters())
 
     def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
-        self.model.eval()
-        rows = range(len(batch.labels))
-        pieces, parallel = cut_for_parallel(self.model, computed_rows(self.model, batch, rows, True), self.micro_batch_tokens)
-
-        @torch.no_grad()
-        def compute(piece: Sequence[int]) -> torch.Tensor:
-            return model_log_probs(self.model, take_rows(batch, piece), Distribution(), self.dtype)
-
-        return run_parallel(compute, pieces, parallel)
+        return (log_probs_bt for _, log_probs_bt in self.forward_passes(batch, Distribution(), with_last_label=True))
 
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
@@ -135,11 +122,15 @@ class SingleDevicePolicy:
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
         return self.model if self.devices == (device,) and self.model.dtype == dtype else None
 
+    def shared_memory(self) -> tuple[int, int]:
+        """How many processes share the device, and the bytes of others' weights that this one holds during a step."""
+        return 1, 0
+
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
         """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""
         if self.micro_batch_tokens:
             return None
-        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.policy_config.optimizer, self.dtype, longest)
+        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.policy_config, longest, *self.shared_memory())
         self.micro_batch_tokens = previous or budget.tokens
         if not budget.checkpointing:
             return None
@@ -150,24 +141,29 @@ class SingleDevicePolicy:
         self.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
+    def save_optimizer(self, folder: Path) -> None:
+        tensors = {name: whole(tensor).cpu().contiguous() for name, tensor in self.optimizer_tensors()}
+        with full_disk_is_an_os_error(folder):
+            save_file(tensors, folder / OPTIMIZER_FILE)
+
+    def load_optimizer(self, folder: Path) -> None:
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for name, tensor in self.read_optimizer(folder, parameters).items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = tensor
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the optimiser's state; each name begins with the number of its parameter."""
         for index, values in self.optimizer.state_dict()["state"].items():
-            yield from ((f"{index}.{key}", whole(tensor).cpu()) for key, tensor in values.items())
+            yield from ((f"{index}.{key}", tensor) for key, tensor in values.items())
 
-    def save_optimizer(self, file: Path) -> None:
-        tensors = {name: tensor.contiguous() for name, tensor in self.optimizer_tensors()}
-        with full_disk_is_an_os_error(file):
-            save_file(tensors, file)
+    @staticmethod
+    def read_optimizer(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+        """What `optimizer_tensors` were when a policy saved them: of `parameters`, the part that this process holds."""
+        if (file := folder / OPTIMIZER_FILE).exists():
+            return load_file(file)
+        from alignment.policy.optimizer_files import read_parts
 
-    def load_optimizer(self, file: Path) -> None:
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for name, tensor in load_file(file).items():
-            index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = self.stored(parameters[int(index)], tensor)
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
-
-    def stored(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the optimiser's state for a parameter, as this policy keeps it."""
-        return tensor
+        return read_parts(folder, parameters)

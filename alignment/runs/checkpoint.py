@@ -17,8 +17,8 @@ from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, damage, manifested, read_jsonl
 
 # Not in the top folder, where loaders take every *.safetensors file for model weights.
-OPTIMIZER = Path("trainer") / "optimizer.safetensors"
-ROLLOUTS = Path("trainer") / "rollouts.jsonl"
+TRAINER = "trainer"
+ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -53,8 +53,8 @@ def save_checkpoint(folder: Path, policy, tokenizer, sampled_ahead: Sequence[Sam
     of it is on the disk."""
     with atomic_folder(folder) as building, manifested(building):
         policy.save(building, tokenizer)
-        (building / OPTIMIZER).parent.mkdir()
-        policy.save_optimizer(building / OPTIMIZER)
+        (building / TRAINER).mkdir()
+        policy.save_optimizer(building / TRAINER)
         if sampled_ahead:
             (building / ROLLOUTS).write_text("".join(json.dumps(asdict(sampled)) + "\n" for sampled in sampled_ahead))
 

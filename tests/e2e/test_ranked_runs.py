@@ -12,13 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from alignment.runs.checkpoint import checkpoint_folder
+from alignment.policy.loading import load_model
+from alignment.policy.optimizer_files import read_parts
+from alignment.runs.checkpoint import TRAINER, checkpoint_folder, last_whole_step
 from alignment.system.files import read_jsonl
 from alignment.verify_resume import digests
 from tests.e2e.conftest import NAME, SMALL
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-SHARDED = ["--policy_parallelism", "sharded", "--policy_ranks", "2"]
+
+
+def ranks(kind: str, number: int) -> list[str]:
+    return ["--policy_parallelism", kind, "--policy_ranks", str(number)]
+
+
+SHARDED = ranks("sharded", 4)
 
 
 def command(warm: Path, *flags: str) -> list[str]:
@@ -33,7 +41,7 @@ def run(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def sharded(warm, tmp_path_factory) -> Path:
-    """The folder of an undisturbed run of two processes."""
+    """The folder of an undisturbed run of four processes."""
     output = tmp_path_factory.mktemp("sharded")
     run(output, *command(warm, *SHARDED))
     return output / NAME
@@ -61,7 +69,7 @@ def assert_near(run: Path, other: Path) -> None:
 def test_supervised_fine_tuning_by_two_processes_is_that_of_one(tmp_path):
     flags = ["--num_steps", "2", "--batch_size", "8", "--max_problems", "4", "--max_new_tokens", "16", "--output_dir", "."]
     run(tmp_path, "-m", "alignment.sft", *flags, "--sft_base", "one")
-    run(tmp_path, "-m", "alignment.sft", *flags, "--sft_base", "two", *SHARDED)
+    run(tmp_path, "-m", "alignment.sft", *flags, "--sft_base", "two", *ranks("sharded", 2))
     one, two = (load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two"))
     assert one.keys() == two.keys() and all((one[name] - two[name]).abs().max() < 1e-5 for name in one)
 
@@ -72,13 +80,36 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(sharded, warm, tmp_pa
     assert digests(cut) == digests(sharded)
 
 
-def test_one_process_goes_on_with_a_run_of_two(sharded, warm, tmp_path):
+@pytest.mark.parametrize("then", [ranks("sharded", 2), ranks("replicated", 3)], ids=["sharded", "replicated"])
+def test_fewer_ranks_and_then_one_process_go_on_with_a_run_of_four(sharded, warm, tmp_path, then):
+    """Four write steps 1 and 2, others step 3, and one process step 4."""
     cut = cut_after_step_2(sharded, tmp_path)
+    run(tmp_path, *command(warm, *then, "--resume", "--num_steps", "3"))
     run(tmp_path, *command(warm, "--policy_parallelism", "single", "--resume"))
     assert_near(cut, sharded)
+    files = [len(list((checkpoint_folder(cut, step) / TRAINER).iterdir())) for step in (2, 3, 4)]
+    assert files == [4, 2 if "sharded" in then else 1, 1]
 
 
-def test_two_machines_of_two_processes_go_on_with_a_run_of_two(sharded, warm, tmp_path):
+@pytest.mark.parametrize(("harm", "said"), [("lost", "is missing"), ("flipped", "has changed since it was written")])
+def test_a_ranks_part_that_is_lost_or_damaged_is_named_and_the_step_before_is_used(sharded, tmp_path, harm, said):
+    cut = cut_after_step_2(sharded, tmp_path)
+    folder = checkpoint_folder(cut, 2) / TRAINER
+    part = sorted(folder.iterdir())[2]
+    if harm == "lost":
+        part.unlink()
+        parameters = list(load_model(str(checkpoint_folder(cut, 1)), ("cpu",), torch.float32).parameters())
+        with pytest.raises(OSError, match=r"parts of \d+\.exp_avg are missing"):
+            read_parts(folder, parameters)
+    else:
+        content = bytearray(part.read_bytes())
+        content[-1] ^= 1
+        part.write_bytes(content)
+    step, damages = last_whole_step(cut)
+    assert step == 1 and damages == [f"{checkpoint_folder(cut, 2)} is damaged: {TRAINER}/{part.name} {said}"]
+
+
+def test_two_machines_of_two_processes_go_on_with_a_run_of_four(sharded, warm, tmp_path):
     """Two torchruns; a run that is named goes on by itself."""
     cut = cut_after_step_2(sharded, tmp_path)
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
@@ -94,7 +125,7 @@ def test_two_machines_of_two_processes_go_on_with_a_run_of_two(sharded, warm, tm
 
 def test_a_killed_process_ends_the_run_with_its_name_and_nothing_is_left(sharded, warm, tmp_path):
     cut = cut_after_step_2(sharded, tmp_path)
-    line = [sys.executable, *command(warm, *SHARDED, "--resume", "--num_steps", "500")]
+    line = [sys.executable, *command(warm, *ranks("sharded", 2), "--resume", "--num_steps", "500")]
     with subprocess.Popen(
         line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as started:

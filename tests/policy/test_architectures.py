@@ -12,7 +12,7 @@ from transformers import AutoConfig, BertConfig, BertLMHeadModel, Gemma3Config, 
 
 from alignment.core.records import Batch, Distribution, SamplingConfig
 from alignment.policy import log_probs, packing, self_check
-from alignment.policy.frozen import FrozenModel, batch_log_probs
+from alignment.policy.frozen import FrozenModel, MicroBatchedModel
 from alignment.policy.loading import load_config, load_model, load_tokenizer, spread
 from alignment.policy.log_probs import get_response_log_probs, sampling_logits
 from alignment.policy.placement import ModelShape, partition_layers
@@ -82,11 +82,12 @@ def test_the_plain_path_gives_what_the_packed_one_gives():
     torch.manual_seed(0)
     batch = rows_of([(20, 20), (20, 18)], repeats=4)
     batch = Batch(input_ids=batch.input_ids, labels=batch.labels, response_mask=batch.response_mask)
-    packed = batch_log_probs(model, batch, Distribution(0.8), 160, torch.float32)
+    packed = MicroBatchedModel(model, torch.float32, 160).log_probs(batch, Distribution(0.8))
     take_plain_path(model)
     sizes = []
     model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True)
-    torch.testing.assert_close(batch_log_probs(model, batch, Distribution(0.8), 160, torch.float32), packed, rtol=0, atol=2e-5)
+    again = MicroBatchedModel(model, torch.float32, 160).log_probs(batch, Distribution(0.8))
+    torch.testing.assert_close(again, packed, rtol=0, atol=2e-5)
     assert len(sizes) == 2 and max(sizes) <= 160
 
 
@@ -121,13 +122,13 @@ def test_rounding_to_16_bits_is_no_fault(family, capsys):
     torch.manual_seed(0)
     batch = rows_of([(11, 12), (3, 9)], repeats=2)
     padded = Batch(batch.input_ids, batch.labels, batch.response_mask)
-    packed = batch_log_probs(model, padded, Distribution(), 1000, torch.bfloat16)
+    packed = MicroBatchedModel(model, torch.bfloat16, 1000).log_probs(padded, Distribution())
     choose_path(model)
     sampler = TransformersSampler(model, NoTokenizer(), 64)
     choose_decoding(sampler)
     assert not takes_plain_path(model) and not sampler.plain_path and not capsys.readouterr().err
     take_plain_path(model)
-    own = batch_log_probs(model, padded, Distribution(), 1000, torch.bfloat16)
+    own = MicroBatchedModel(model, torch.bfloat16, 1000).log_probs(padded, Distribution())
     assert (own - packed)[batch.response_mask].abs().mean() > 0.15
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from alignment.core.records import Distribution
-from alignment.policy.frozen import FrozenModel, batch_log_probs
+from alignment.policy.frozen import FrozenModel, MicroBatchedModel
 from alignment.policy.loading import load_model
 from alignment.policy.placement import ModelShape
 from benchmarks.families import FAMILIES, family_model, rows_of
@@ -25,7 +25,7 @@ def test_a_frozen_model_computes_what_the_policy_does_under_autocast(saved):
     policy, frozen = load_model(saved, ("cpu",), torch.float32), FrozenModel(saved, "cpu", torch.bfloat16)
     torch.manual_seed(0)
     batch = rows_of([(9, 8), (4, 9)], repeats=2)
-    theirs = batch_log_probs(policy, batch, Distribution(), 1000, torch.bfloat16)
+    theirs = MicroBatchedModel(policy, torch.bfloat16, 1000).log_probs(batch, Distribution())
     assert theirs.lt(0).any() and torch.equal(frozen.log_probs(batch, Distribution(), 1000), theirs)
 
 
@@ -48,5 +48,5 @@ def test_autocast_casts_experts(family):
         if hasattr(module, "_apply_gate"):
             gate = module._apply_gate
             module._apply_gate = lambda values, gate=gate: seen.append(values.dtype) or gate(values)
-    batch_log_probs(model, rows_of([(9, 8)], repeats=2), Distribution(), 1000, torch.bfloat16)
+    MicroBatchedModel(model, torch.bfloat16, 1000).log_probs(rows_of([(9, 8)], repeats=2), Distribution())
     assert set(seen) == {torch.bfloat16}

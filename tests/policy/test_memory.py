@@ -11,6 +11,7 @@ from alignment.policy import memory
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.memory import activation_bytes, checkpointed_activation_bytes, choose_micro_batch_tokens
 from alignment.policy.optimizers import make_optimizer
+from alignment.policy.policy import PolicyConfig
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +103,12 @@ def test_existing_moments_are_not_counted_again(policy, monkeypatch):
     free = int(300 * activation_bytes(model.config) / memory.ACTIVATION_SHARE) + 4 * parameters + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
 
-    def chosen(optimizer, dtype=torch.float32) -> int:
-        return choose_micro_batch_tokens(model, optimizer, "adamw", dtype, longest=10).tokens
+    def chosen(optimizer, dtype="float32") -> int:
+        config = PolicyConfig("", ("cpu",), dtype)
+        return choose_micro_batch_tokens(model, optimizer, config, longest=10).tokens
 
     assert chosen(policy.optimizer) == 256
-    assert chosen(policy.optimizer, torch.bfloat16) == 256  # 300 / 0.6 = 500
+    assert chosen(policy.optimizer, "bfloat16") == 256  # 300 / 0.6 = 500
     assert chosen(unused) < 256
 
 

@@ -5,17 +5,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from alignment import checks, models
 from alignment.args import RLArgs, from_preset
 from alignment.core.tokens import packed_tokens
 from alignment.data.embedded import embedded_model
-from alignment.policy.policy import policy_kind
-from alignment.policy.sharded import deal
+from alignment.policy import memory
+from alignment.policy.policy import PolicyConfig, policy_kind
+from alignment.policy.sharded import Shard, deal
 from alignment.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +70,28 @@ def test_auto_takes_all_processes_that_torchrun_has_started(here, everywhere, tm
     assert devices == ("cpu",) * here and kind == "replicated"
     with pytest.raises(UserError, match=f"torchrun has started {everywhere} processes: a policy that is single is one process"):
         checks.check(dataclasses.replace(args, policy_parallelism="single"))
+
+
+@pytest.mark.parametrize(("dtype", "casts"), [("float32", 0), ("bfloat16", 2)])
+def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(tmp_path, monkeypatch, dtype, casts):
+    """Four ranks on one host have a quarter of its memory each. One needs 12 bytes for each parameter of its quarter (gradient
+    and moments), and 8 for those outside the layers and in two of them, which it gathers; under autocast 2 for all layers'."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        ranks = SimpleNamespace(rank=0, local_rank=0, count=4, local_count=4)
+        shard = Shard(ranks, PolicyConfig(str(embedded_model("tiny", str(tmp_path))), ("cpu",) * 4, dtype), replicated=False)
+        layers, everything = shard.model.model.layers, sum(p.numel() for p in shard.model.parameters())
+        layer = sum(p.numel() for p in layers[0].parameters())
+        whole = 8 * (everything - len(layers) * layer + 2 * layer) + casts * len(layers) * layer
+        a_token = int(memory.activation_bytes(shard.config) * (memory.BF16_FACTOR if casts else 1))
+        free = 4 * (128 * int(a_token / memory.ACTIVATION_SHARE) + 12 * (everything // 4) + whole)
+        for spare, tokens in ((4 * 12 * 100, 128), (-4 * a_token, 64)):
+            monkeypatch.setattr(memory, "free_bytes", lambda device, bytes=free + spare: bytes)
+            shard.micro_batch_tokens = 0
+            shard.choose_micro_batch_tokens(longest=10)
+            assert shard.micro_batch_tokens == tokens
+    finally:
+        dist.destroy_process_group()
 
 
 def test_three_processes_have_the_gradients_and_checkpoints_of_one():

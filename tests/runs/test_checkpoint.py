@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from alignment.policy.loading import load_tokenizer
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import PolicyConfig
-from alignment.policy.single_device import SingleDevicePolicy
-from alignment.runs.checkpoint import OPTIMIZER, checkpoint_folder, drop_old_checkpoints, last_whole_step, save_checkpoint
+from alignment.policy.single_device import OPTIMIZER_FILE, SingleDevicePolicy
+from alignment.runs.checkpoint import TRAINER, checkpoint_folder, drop_old_checkpoints, last_whole_step, save_checkpoint
 from alignment.system.files import manifested
 
 
@@ -32,13 +32,13 @@ def test_a_checkpoint_continues_bit_for_bit(tiny_folder, tmp_path, optimizer):
     saved = checkpoint_folder(tmp_path, 3)
     save_checkpoint(saved, policy, tokenizer)
     resumed = open_policy(saved, optimizer)
-    resumed.load_optimizer(saved / OPTIMIZER)
+    resumed.load_optimizer(saved / TRAINER)
     for each, name in ((policy, "undisturbed"), (resumed, "resumed")):
         step_once(each, 3)
         save_checkpoint(tmp_path / name, each, tokenizer)
     for (name, one), (_, other) in zip(policy.weights(), resumed.weights(), strict=True):
         assert torch.equal(one, other), name
-    undisturbed, resumed_state = (load_file(tmp_path / name / OPTIMIZER) for name in ("undisturbed", "resumed"))
+    undisturbed, resumed_state = (load_file(tmp_path / name / TRAINER / OPTIMIZER_FILE) for name in ("undisturbed", "resumed"))
     assert undisturbed.keys() == resumed_state.keys()
     assert all(torch.equal(undisturbed[name], resumed_state[name]) for name in undisturbed)
 

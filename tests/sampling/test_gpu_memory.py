@@ -96,7 +96,7 @@ def test_the_budget_of_micro_batches_counts_what_torch_keeps_as_free(tiny_folder
     monkeypatch.setattr(memory, "devices_of", lambda model: [torch.device("cuda:0"), torch.device("cuda:1")])
     read = memory.free_bytes
     monkeypatch.setattr(memory, "free_bytes", lambda device: frees.append(read(device)) or frees[-1])
-    choose_micro_batch_tokens(policy.model, policy.optimizer, "adamw", torch.float32, longest=9)
+    choose_micro_batch_tokens(policy.model, policy.optimizer, policy.policy_config, longest=9)
     assert frees == [24 * GIB] * 2 and len(collected) == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rollout_helpers import ARGS, sample_rollout, with_old_log_probs
 
-from alignment.policy.frozen import FrozenModel, batch_log_probs, weights_digest
+from alignment.policy.frozen import FrozenModel, MicroBatchedModel, weights_digest
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.clock import Clock
@@ -64,7 +64,7 @@ def test_in_bfloat16_the_reference_computes_exactly_what_the_policy_does(sampler
     batch, config = sample_rollout(sampler).batch, dataclasses.replace(ARGS, beta=0.1).update_config
     ours, theirs = policy.log_probs(batch, config.distribution), reference.log_probs(batch, config.distribution, 1000)
     assert ours.lt(0).any() and torch.equal(ours, theirs)
-    other = batch_log_probs(policy.model.bfloat16(), batch, config.distribution, 1000, torch.bfloat16)
+    other = MicroBatchedModel(policy.model.bfloat16(), torch.bfloat16, 1000).log_probs(batch, config.distribution)
     assert not torch.equal(ours, other)  # as all in bfloat16
 
 
