@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import tyro
 from rich.console import Console
-from rich.table import Column, Table
 
 from alignment.args import GradientsArgs, RLArgs, from_preset
 from alignment.checks import check_rl, roles_of
 from alignment.core.losses import LOSSES
 from alignment.system.errors import UserError, run_command
-from alignment.system.terminal import make_console
+from alignment.system.terminal import make_console, make_table
 
 if TYPE_CHECKING:
     from alignment.training.microscope import Estimator, Statistics
@@ -63,16 +62,15 @@ def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple[Estima
 
 def print_statistics(inspected: Iterable[tuple[Estimator, Statistics]], console: Console) -> None:
     """A row for each estimator."""
-    words, numbers = ("loss", "length", "/ std"), ("group", "norm", "spread", "SNR", "cosine", "ESS", "silent")
-    columns = [Column(heading, justify="right" if heading in numbers else "left", no_wrap=True) for heading in words + numbers]
-    table = Table(*columns, title="gradients on one frozen set of rollouts")
+    numbers = ("group", "norm", "spread", "SNR", "cosine", "ESS", "silent")
+    rows = []
     for e, s in inspected:
         uses_std = "normalize_by_std" in LOSSES[e.loss_type].arguments
         std = ("yes" if e.normalize_by_std else "no") if uses_std else ""
         cells = f"{s.norm:.2g}", f"{s.std:.2g}", f"{s.snr:+.2f}", f"{s.cosine:.2f}", f"{s.effective:.0f}", f"{s.silent:.0%}"
         name = e.loss_type + (" (2nd update)" if e.second_update else "")
-        table.add_row(name, e.loss_normalization, std, str(e.group_size), *cells)
-    console.print(table)
+        rows.append((name, e.loss_normalization, std, str(e.group_size), *cells))
+    console.print(make_table("gradients on one frozen set of rollouts", ("loss", "length", "/ std", *numbers), rows, numbers))
     console.print(
         "norm and spread are of the whole batch's gradient; SNR, its squared expectation over its variance, is what may be"
         " compared between estimators, since an optimiser like Adam takes the scale away. cosine: a prompt's gradient with the"

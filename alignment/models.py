@@ -12,7 +12,7 @@ from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
-from alignment.rewards.reward import evaluation_reward
+from alignment.rewards.rules import find_rule
 from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
 from alignment.system.torchrun import PROCESSES
@@ -62,7 +62,7 @@ def eval_sampling(args: Args, stop: tuple[str, ...], n: int = 1) -> SamplingConf
 
 def evaluation(args: Args, task: Task, problems: Sequence[Problem], n: int = 1) -> Callable[[Sampler], Evaluation]:
     """The evaluation of a sampler by `n` samples of each problem, graded by the task's rules."""
-    rule, sampling = evaluation_reward(args.reward, task.rules), eval_sampling(args, task.stop, n)
+    rule, sampling = find_rule(args.evaluation_rule), eval_sampling(args, task.stop, n)
     return lambda sampler: evaluate_vllm(sampler, rule, problems, sampling, task.rules)
 
 

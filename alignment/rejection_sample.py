@@ -20,6 +20,7 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.data.tasks.jsonl import read_demonstrations
 from alignment.rewards.parts import language_consistency
+from alignment.rewards.rules import find_rule
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
 from alignment.system.terminal import make_console, make_table
@@ -61,11 +62,10 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     """Scored answers to the first training problems, each prompted with the examples; a group a problem."""
     from alignment.models import eval_sampling, make_sampler
     from alignment.policy.loading import load_tokenizer
-    from alignment.rewards.reward import evaluation_reward, score_groups
+    from alignment.rewards.reward import score_groups
     from alignment.sampling.sampler import engine_name
 
     task = find_task(args.task)
-    rule = evaluation_reward(args.reward, task.rules)
     problems = task.training_problems(args.dataset_path)
     number = args.num_problems if isinstance(problems, Endless) else min(args.num_problems, len(problems))
     path = resolve_model(args.model, args.output_dir)
@@ -77,7 +77,8 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     sampler = make_sampler(args, path, roles_of(args).sample, tokenizer)
     status = f"sampling {number} problems x {args.num_samples} with {engine_name(args.sampler)}"
     with closing(sampler), console.status(status):
-        return score_groups(chosen, sampler.sample([problem.prompt for problem in chosen], sampling), rule)
+        completions = sampler.sample([problem.prompt for problem in chosen], sampling)
+        return score_groups(chosen, completions, find_rule(args.evaluation_rule))
 
 
 def read_examples(file: str) -> Demonstrations:

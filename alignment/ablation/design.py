@@ -67,7 +67,7 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     an arm's prompts a step are divided by its group size, so that all arms train on equally many responses; with "prompts" they
     train on the same prompts, and a larger group costs more. Raises `UserError` where an arm cannot work."""
     varied = {name: list(dict.fromkeys(several)) for name, several in values.items() if len(several) > 1}
-    base = _arm(preset, {name: single[0] for name, single in values.items() if len(single) == 1})
+    base = from_preset(RLArgs, preset, **{name: single[0] for name, single in values.items() if len(single) == 1})
     arms: dict[str, RLArgs] = {}
     for combination in itertools.product(*varied.values()):
         chosen = dict(zip(varied, combination, strict=True))
@@ -105,15 +105,15 @@ def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str,
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def _arm(preset: str, values: Mapping[str, object], place: str = "") -> RLArgs:
-    """The preset's arguments, overridden by `values`. Raises `UserError`, beginning with `place`, for unknown names and
-    malformed values."""
+def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
+    """The preset's arguments, overridden by a file's `values`. Raises `UserError`, beginning with `place`, for unknown names
+    and malformed values."""
     hints = get_type_hints(RLArgs)
     for name, value in values.items():
         if name not in hints or name in NOT_SWEPT | {"seed"}:
             raise UserError(f"{place}{name} is no argument of an arm")
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        if place and name == "loss_type" and ":" not in str(value):  # with a colon it is the path of the user's own
+        if name == "loss_type" and ":" not in str(value):  # with a colon it is the path of the user's own
             choices = tuple(LOSSES)
         kind = next((kind for kind in get_args(hints[name]) if kind in _KINDS), hints[name])
         if choices and value not in choices:

@@ -104,13 +104,10 @@ class RemoteReference:
         deadline, answer = time.monotonic() + self.timeout, bytearray()
         url = self.url.rstrip("/") + path
         with self._http.stream(method, url, content=body, timeout=min(seconds, self.timeout)) as response:
-            try:
-                for part in response.iter_raw():
-                    answer += part
-                    if len(answer) > most or time.monotonic() > deadline:
-                        raise httpx.ProtocolError("its answer has no end")
-            except httpx.RemoteProtocolError:
-                raise httpx.ProtocolError("its answer was cut short") from None
+            for part in response.iter_raw():
+                answer += part
+                if len(answer) > most or time.monotonic() > deadline:
+                    raise httpx.ProtocolError("its answer has no end")
         return response.status_code, bytes(answer), response.headers.get(WEIGHTS_HEADER)
 
     def _read_log_probs(self, answer: bytes, mask: torch.Tensor) -> torch.Tensor:

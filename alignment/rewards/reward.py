@@ -9,7 +9,7 @@ from functools import partial
 
 from alignment.core.records import Completion, Group, Problem, Score
 from alignment.rewards.parts import PARTS, Part, of_response, part_of_function
-from alignment.rewards.rules import CONTROLS, RULES, RewardFn, evaluation_rule, find_rule
+from alignment.rewards.rules import CONTROLS, RULES, RewardFn, find_rule
 from alignment.system.errors import UserError
 from alignment.system.registry import find
 
@@ -54,11 +54,6 @@ def find_reward(name: str, rules: Sequence[str]) -> Reward:
     if len({part for part, _, _ in parts}) < len(parts):
         raise UserError(f"--reward {name}: a part is named twice")
     return Reward(rule, parts)
-
-
-def evaluation_reward(reward: str, rules: Sequence[str]) -> RewardFn:
-    """The rule that evaluates a run trained on `reward`, for a task with these rules."""
-    return find_rule(evaluation_rule(reward, rules))
 
 
 def _name_and_weight(item: str) -> tuple[str, float]:

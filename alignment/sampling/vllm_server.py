@@ -33,6 +33,7 @@ CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
 START_SECONDS = 1800  # at least, for the first weights, whatever --sampler_timeout says
 RETRY_SECONDS = 0.1
+LAST_SECONDS = 1.0  # for the answer to a last request whether a busy server has finished
 CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone is noticed in two minutes
 SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
@@ -134,16 +135,10 @@ class VLLMServerSampler:
     def _drop_cached_prefixes(self, until: float) -> None:
         """Cached keys and values would be the old weights', and would make a result depend on earlier calls. Refused while
         there are requests, such as those of a caller that has just been interrupted, so they are waited for."""
-        busy = None
-        while busy is None or time.monotonic() + RETRY_SECONDS <= until:
-            try:
-                if self._client.ask("POST", "/reset_prefix_cache", [None], until)[0].get("success") is True:
-                    return
-            except SamplerLost as error:
-                raise (busy if busy and time.monotonic() >= until else error) from None
-            busy = SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
+        while self._client.ask("POST", "/reset_prefix_cache", [None], until)[0].get("success") is not True:
+            if time.monotonic() + LAST_SECONDS > until:
+                raise SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
             time.sleep(RETRY_SECONDS)
-        raise busy
 
     def _call(self, method: str, until: float, *arguments: str | int) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""

@@ -624,7 +624,7 @@ def results(change=lambda t: t, name="log_probs", *headers: str) -> bytes:
     ("answer", "words"),
     [
         (b"", "does not answer"),
-        (http_answer(b"abc", 200, length=1 << 40), "does not answer .its answer was cut short"),
+        (http_answer(b"abc", 200, length=1 << 40), "does not answer .peer closed connection"),
         (http_answer(bytes(1 << 20), 200, "Reference-Weights: w"), "does not answer .its answer has no end"),
         (http_answer(b"abc", 200, "Reference-Weights: w"), "what are no log-probs"),
         (results(name="other"), "what are no log-probs"),

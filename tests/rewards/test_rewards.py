@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from alignment.core.records import Completion, Problem
 from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn, strict_answer
-from alignment.rewards.reward import evaluation_reward, find_reward, grading_report, score_groups
-from alignment.rewards.rules import CONTROLS, random_reward
+from alignment.rewards.reward import find_reward, grading_report, score_groups
+from alignment.rewards.rules import CONTROLS, evaluation_rule, find_rule, random_reward
 from alignment.system.errors import RunStopped, UserError
 
 HERE = Path(__file__).parent
@@ -121,8 +121,8 @@ def test_controls_teach_nothing_about_answers(response, format_only, inverted):
     for name in CONTROLS:
         score = rewarded(name, response)
         assert score == {**true, "reward": score["reward"], f"part_{name}": score["reward"]}
-        assert evaluation_reward(name, MATHS) is r1_zero_reward_fn
-    assert evaluation_reward("r1_zero_strict", MATHS) is r1_zero_strict_reward_fn
+        assert find_rule(evaluation_rule(name, MATHS)) is r1_zero_reward_fn
+    assert find_rule(evaluation_rule("r1_zero_strict", MATHS)) is r1_zero_strict_reward_fn
 
 
 def test_the_random_reward_is_a_fair_coin_that_can_be_thrown_again():
@@ -275,7 +275,7 @@ def test_a_task_may_have_a_rule_of_its_own(tmp_path, monkeypatch):
     (group,) = find_reward("users_rule:rule", rules).score([PROBLEM], [[completion("it is 5"), completion("6")]])
     assert [score["reward"] for score in group.scores] == [1, 0]
     assert grading_report([group], rules) == {"reward_users_rule.rule": 0.5, "grading_failed": 0}
-    assert evaluation_reward("random", rules)("5", "5")["reward"] == 1
+    assert find_rule(evaluation_rule("random", rules))("5", "5")["reward"] == 1
     with pytest.raises(UserError, match="r1_zero: it does not fit this --task, which is graded by users_rule:rule"):
         find_reward("r1_zero", rules)
     for name, message in (
@@ -283,7 +283,7 @@ def test_a_task_may_have_a_rule_of_its_own(tmp_path, monkeypatch):
         ("breaks", r"KeyError.*users_rule.py:10"),
     ):
         with pytest.raises(RunStopped, match=message):
-            evaluation_reward("random", (f"users_rule:{name}",))("5", "5")
+            find_rule(evaluation_rule("random", (f"users_rule:{name}",)))("5", "5")
 
 
 def test_a_part_that_cannot_go_with_a_rule_says_why():

@@ -7,33 +7,28 @@ the beginning of the response.
 import dataclasses
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 from alignment.core.records import Endless, Problem
 from alignment.system.errors import UserError
 
-TEMPLATES = {path.stem: path for path in sorted(Path(__file__).parent.iterdir()) if path.suffix in (".prompt", ".chat")}
+PROMPTS, CHATS = (
+    {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob(f"*.{kind}"))}
+    for kind in ("prompt", "chat")
+)
 
 
 def check_template(name: str) -> None:
     """Raise `UserError` where there is no template of that name."""
-    if name not in TEMPLATES:
-        raise UserError(f"--prompt {name}: there is no such template; choose one of {', '.join(TEMPLATES)}")
+    if name not in PROMPTS | CHATS:
+        raise UserError(f"--prompt {name}: there is no such template; choose one of {', '.join(sorted(PROMPTS | CHATS))}")
 
 
 def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
     """The problems with their prompts filled in from the template `name`; `Endless` problems stay endless. Raises `UserError`
     for an unknown template, and for a chat if the tokenizer has no chat template."""
     check_template(name)
-    template = _template(name)
-    if TEMPLATES[name].suffix == ".chat":
-        if not getattr(tokenizer, "chat_template", None):
-            plain = ", ".join(other for other, path in TEMPLATES.items() if path.suffix == ".prompt")
-            raise UserError(
-                f"--prompt {name}: it is a chat, and the tokenizer of this model has no chat template; choose one of {plain}"
-            )
-        template = _chat(name, tokenizer)
+    template = _chat(name, tokenizer) if name in CHATS else PROMPTS[name]
 
     def fill(problem: Problem) -> Problem:
         return dataclasses.replace(problem, prompt=template.replace("{question}", problem.question))
@@ -47,12 +42,15 @@ def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Prob
 
 def fill_prompt(name: str, question: str) -> str:
     """The prompt of a question, by the plain template `name`; braces inside the question stay as they are."""
-    return _template(name).replace("{question}", question)
+    return PROMPTS[name].replace("{question}", question)
 
 
 def _chat(name: str, tokenizer) -> str:
     """The chat `name` as one text that still contains `{question}`."""
-    parts = re.split(r"^### (\w+)\n", _template(name), flags=re.MULTILINE)[1:]
+    if not getattr(tokenizer, "chat_template", None):
+        kind = "it is a chat, and the tokenizer of this model has no chat template"
+        raise UserError(f"--prompt {name}: {kind}; choose one of {', '.join(PROMPTS)}")
+    parts = re.split(r"^### (\w+)\n", CHATS[name], flags=re.MULTILINE)[1:]
     turns = {role: text.removesuffix("\n") for role, text in zip(parts[::2], parts[1::2], strict=True)}
     beginning = turns.pop("assistant")
     messages = [{"role": role, "content": text} for role, text in turns.items()]
@@ -64,8 +62,3 @@ def _chat(name: str, tokenizer) -> str:
     if first and first[0] == tokenizer.bos_token_id:  # encoding the prompt adds it again
         text = text.removeprefix(tokenizer.bos_token)
     return text + beginning
-
-
-@lru_cache
-def _template(name: str) -> str:
-    return TEMPLATES[name].read_text(encoding="utf-8")
