@@ -106,20 +106,18 @@ class Shard(SingleDevicePolicy):
         return iter(self._gathered(list(super().supervised_log_probs(batch))))
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
-        """As many tokens as fit on the rank with the least memory."""
-        message = super().choose_micro_batch_tokens(longest, previous)
+        """As many tokens as fit on the rank with the least memory; ranks on a CPU share the host's. In fp32 a rank holds, beside
+        its own parts, what is outside the layers and two layers, the one at work and one on its way, as weights and as
+        gradients. Autocast's casts of all layers stay until backward."""
+        layers = [sum(p.numel() for p in m.parameters()) for m in self.model.modules() if isinstance(m, FSDPModule)][1:]
+        outside = sum(p.numel() for p in self.model.parameters()) - sum(layers)
+        whole = 8 * (outside + 2 * max(layers)) + 2 * sum(layers) * (self.dtype != torch.float32)
+        processes = self.ranks.local_count if self.devices[0] == "cpu" else 1
+        message = super().choose_micro_batch_tokens(longest, previous, processes, whole)
         tokens = torch.tensor(self.micro_batch_tokens)
         dist.all_reduce(tokens, op=dist.ReduceOp.MIN)
         self.micro_batch_tokens = tokens.item()
         return message
-
-    def shared_memory(self) -> tuple[int, int]:
-        """Ranks on a CPU share the host. In fp32 a rank holds, beside its own parts, what is outside the layers and two layers,
-        the one at work and one on its way, as weights and as gradients. Autocast's casts of all layers stay until backward."""
-        layers = [sum(p.numel() for p in m.parameters()) for m in self.model.modules() if isinstance(m, FSDPModule)][1:]
-        outside = sum(p.numel() for p in self.model.parameters()) - sum(layers)
-        casts = 2 * sum(layers) * (self.dtype != torch.float32)
-        return self.ranks.local_count if self.devices[0] == "cpu" else 1, 8 * (outside + 2 * max(layers)) + casts
 
     def save(self, folder: Path, tokenizer) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.weights()}

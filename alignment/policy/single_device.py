@@ -1,6 +1,6 @@
 """A policy on one device. `LayerSplitPolicy` inherits from it and replaces the order of the micro-batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +40,9 @@ class MicroBatch:
         with autocast(first_device(self.model), self.dtype):
             outputs = head_log_probs(self.model, self.head_input_NH, labels, mask, objective.distribution, objective.entropy)
         log_probs = outputs["log_probs"]
-        loss, sums = (objective.loss if self.rows else zero)(self.rows, log_probs, send(mask, log_probs.device))
+        loss, sums = log_probs.sum() * 0, {}
+        if self.rows:
+            loss, sums = objective.loss(self.rows, log_probs, send(mask, log_probs.device))
         loss.backward()
         names = {"entropy_sum": "token_entropy", "sampling_entropy_sum": "sampling_entropy"} if objective.entropy else {}
         entropy = {name: outputs[values].sum() for name, values in names.items()}
@@ -55,11 +57,6 @@ class MicroBatch:
     def result(self, tokens: int) -> MicroBatchResult:
         """The record that `Policy.accumulate` yields; `tokens` is the number of computed tokens."""
         return MicroBatchResult(self.rows, self.log_probs, {"tokens": tokens, **self.sums})
-
-
-def zero(rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor) -> tuple[torch.Tensor, Mapping]:
-    """A loss that is 0 and has a gradient of zeros."""
-    return log_probs_bt.sum() * 0, {}
 
 
 class SingleDevicePolicy(MicroBatchedModel):
@@ -122,15 +119,11 @@ class SingleDevicePolicy(MicroBatchedModel):
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
         return self.model if self.devices == (device,) and self.model.dtype == dtype else None
 
-    def shared_memory(self) -> tuple[int, int]:
-        """How many processes share the device, and the bytes of others' weights that this one holds during a step."""
-        return 1, 0
-
-    def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
+    def choose_micro_batch_tokens(self, longest: int, previous: int = 0, *memory: int) -> str | None:
         """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""
         if self.micro_batch_tokens:
             return None
-        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.policy_config, longest, *self.shared_memory())
+        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.policy_config, longest, *memory)
         self.micro_batch_tokens = previous or budget.tokens
         if not budget.checkpointing:
             return None
