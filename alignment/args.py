@@ -54,7 +54,7 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
             " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout rank_timeout"
             " cliprange_high",
         ),
-        ("at least 1", lambda x: x >= 1, "max_new_tokens num_samples sync_every kill_after cpus_per_run gpu_memory"),
+        ("at least 1", lambda x: x >= 1, "lora_alpha max_new_tokens num_samples sync_every kill_after cpus_per_run gpu_memory"),
         ("at least 2", lambda x: x >= 2, "max_seeds"),
         ("at least 2, to have a variance", lambda x: x >= 2, "prompts"),
         ("from 0 to 1", lambda x: 0 <= x <= 1, "max_grader_failures min_consistency"),
@@ -68,7 +68,7 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
         ("0 (any length) or more", _not_negative, "max_prompt_tokens"),
         ("0 (never) or more", _not_negative, "max_refills"),
         ("0 (one a device) or more", _not_negative, "policy_ranks"),
-        ("0 (none) or more", _not_negative, "beta"),
+        ("0 (none) or more", _not_negative, "beta lora_rank"),
         ("0 (none) or above 1", lambda x: x == 0 or 1 < x < math.inf, "dual_clip"),
         ("from 0 (any) to 65535", lambda x: 0 <= x < 65536, "port"),
         ("from 1 to 65536", lambda x: 0 < x <= 1 << 16, "max_upload_mib max_pending"),
@@ -121,6 +121,9 @@ class Args:
     device; on several, replicated where weights, gradients and moments fit on each, else sharded."""
     policy_ranks: int = 0  # Processes, on each machine, of a replicated or sharded policy; 0: one for each policy device.
     rank_timeout: float = 60.0  # Seconds after which a process of the policy that does not answer is lost, and the run stops.
+    lora_rank: int = 0  # Train low-rank adapters of this rank instead of the weights (LoRA, extra "lora"); 0: the weights.
+    lora_alpha: int = 32  # What adapters add to the weights counts alpha / rank times.
+    lora_targets: str = ""  # Linear layers with adapters, such as q_proj,v_proj; empty: all but the output head.
     gpu_memory_utilization: float | None = None  # Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU.
     sampler_timeout: float = 3600.0  # Seconds after which a vLLM engine, or a reference server, without an answer is hung.
 
@@ -137,6 +140,8 @@ class Args:
     def __post_init__(self) -> None:
         _check_bounds(self)
         _require_folder_name(self, "run_name")
+        if self.lora_rank and not find_spec("peft"):
+            raise UserError(f"--lora_rank {self.lora_rank} needs peft: start with `uv run --extra lora ...`")
 
     @property
     def evaluation_rule(self) -> str:

@@ -23,6 +23,7 @@ from alignment.rollouts.source import RolloutSource, open_source
 from alignment.rollouts.sync import Rollouts, SyncRollouts
 from alignment.runs.checkpoint import TRAINER, load_rollouts
 from alignment.runs.run import Run
+from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.restarts import open_sampler
 from alignment.sampling.sampler import SAMPLERS, Sampler, SamplerConfig, encode_prompts, engine_name, find_engine
 from alignment.system.errors import UserError
@@ -31,6 +32,8 @@ from alignment.system.terminal import printable
 from alignment.training.mismatch import sampler_mismatch
 from alignment.training.references import LocalReference, Reference, References
 from alignment.warm_start import warm_start
+
+PROBED = 8  # test problems that samplers are asked with random adapters
 
 
 def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluator, int]:
@@ -44,7 +47,8 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     longest = longest_row(args, source, problems, base, tokenizer)
     if args.deterministic:
         make_deterministic()
-    policy = make_policy(args, base)
+    start = warm_start(args, run.console) if run.checkpoint and args.lora_rank else base  # to which adapters are added
+    policy = make_policy(args, start, run.checkpoint)
     if run.checkpoint:
         policy.load_optimizer(run.checkpoint / TRAINER)
     run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
@@ -64,6 +68,10 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
         rollout = collate_groups(groups, args.rollout_config, pad_id)
         sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
 
+    if args.lora_rank:
+        prompts = [problem.prompt for problem in problems[:PROBED]]
+        for sampler in dict.fromkeys((eval_sampler, getattr(rollouts, "sampler", eval_sampler))):
+            run.console.print(prove_adapters_arrive(sampler, policy, prompts, args.sampling, pad_id), soft_wrap=True)
     checks = None if shared else check
     evaluator = Evaluator(evaluation(args, task, problems), args.eval_interval, eval_sampler, run, policy, checks)
     processes = (rollouts, references) if shared else (rollouts, references, eval_sampler)
@@ -83,14 +91,16 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
 def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:
     """The sources of old and reference log-probs. The reference model is the model that the run started from."""
     config, roles, old_policy = args.update_config, roles_of(args), None
-    ranked = hasattr(policy, "ranks")  # which share a pass: that is faster than one device's
-    if config.old_log_probs == "policy" and roles.policy != (roles.reference,) and not ranked:
+    itself = hasattr(policy, "ranks") or args.lora_rank  # ranks share a pass, and adapters need no copy of the weights
+    if config.old_log_probs == "policy" and roles.policy != (roles.reference,) and not itself:
         dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
         old_policy = FrozenModel(base, roles.reference, dtype)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
     reference = None
-    if args.beta:
+    if args.beta and args.lora_rank and not args.reference_url:
+        reference = LocalReference(lambda batch, distribution, _: policy.base_log_probs(batch, distribution))
+    elif args.beta:
         reference = make_reference(args, run, warm_start(args, run.console) if run.step else base)
     return References(config, old_policy, reference, run.clock)
 
@@ -110,7 +120,7 @@ def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
             )
         return remote
     if args.rollouts == "sync":
-        return LocalReference(FrozenModel(model_path, roles.reference, dtype))
+        return LocalReference(FrozenModel(model_path, roles.reference, dtype).log_probs)
     served = ServedModel(model_path, roles.reference, name, max_pending=args.staleness + 4, deterministic=args.deterministic)
     process = ReferenceProcess(served, vocabulary, args.sampler_timeout)
     run.closing.callback(process.close)
@@ -145,7 +155,7 @@ def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, refer
     config = configuration(
         AheadConfig, args, rollouts=args.rollout_config, sampler=rollout_sampler_config(args, run, base),
         engine="vllm_server" if args.sampler_url else engine_name(args.sampler), micro_batch_tokens=policy.micro_batch_tokens,
-        reference=None if reference is None else (reference.url, reference.token),
+        reference=(reference.url, reference.token) if hasattr(reference, "url") else None,
     )  # fmt: skip
     rollouts = AheadRollouts(config, load_rollouts(run.checkpoint) if run.checkpoint else [], run.clock)
     run.closing.callback(rollouts.close)

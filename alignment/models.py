@@ -1,6 +1,7 @@
 """From arguments to policies and samplers. Below these builders nothing takes an arguments object."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from alignment.args import Args, configuration
 from alignment.checks import devices_of_ranks, refuse_ranked_8bit, resolve_model, roles_of
@@ -10,7 +11,7 @@ from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.policy.loading import compute_dtype, load_config
 from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.placement import ModelShape, engine_share, partition_layers
+from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
 from alignment.rewards.rules import find_rule
 from alignment.sampling.restarts import open_sampler
@@ -18,11 +19,13 @@ from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
 from alignment.system.torchrun import PROCESSES
 
 
-def make_policy(args: Args, base: str) -> Policy:
-    """The policy that is trained from the folder `base`."""
+def make_policy(args: Args, base: str, checkpoint: Path | None = None) -> Policy:
+    """The policy that is trained from the folder `base`; with --lora_rank, with a checkpoint's adapters where one is given."""
+    if args.lora_rank:
+        adapted_layers(empty_model(load_config(base)), args.lora_targets)  # says at once where a target is none
     devices, kind = kind_of_policy(args, base)
-    dtype = compute_dtype(args.dtype, devices[0])
-    return open_policy(kind, configuration(PolicyConfig, args, model_path=base, devices=devices, dtype=dtype))
+    facts = {"devices": devices, "dtype": compute_dtype(args.dtype, devices[0]), "checkpoint": str(checkpoint or "")}
+    return open_policy(kind, configuration(PolicyConfig, args, model_path=base, **facts))
 
 
 def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
@@ -32,8 +35,8 @@ def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
         devices = devices_of_ranks(args, devices)
 
     def fits_each() -> bool:
-        parameters = sum(ModelShape.from_config(load_config(base)).parameters.values())
-        state = parameters * OPTIMIZERS[getattr(args, "optimizer", "adamw")].device_bytes
+        shape = ModelShape.from_config(load_config(base), args.lora_rank, args.lora_targets)
+        state = shape.state_bytes(shape.parameters, OPTIMIZERS[getattr(args, "optimizer", "adamw")].device_bytes)
         return state <= STATE_SHARE * min(map(total_bytes, devices)) / (1 if "cuda" in devices[0] else len(devices))
 
     kind = policy_kind(args.policy_parallelism, max(PROCESSES, len(devices)), fits_each)

@@ -22,7 +22,7 @@ def main() -> None:
     from alignment.policy.loading import compute_dtype, load_config
 
     config = load_config(resolve_model(args.model, args.output_dir))
-    shape = ModelShape.from_config(config)
+    shape = ModelShape.from_config(config, args.lora_rank, args.lora_targets)
     rows = []
     optimizer = args.optimizer or from_preset(RLArgs, args.preset).optimizer
     itemsize = 4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2
@@ -54,11 +54,12 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
 
     prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
     longest = prompt + args.max_new_tokens, prompt + (args.eval_max_new_tokens or args.max_new_tokens)
+    frozen = (args.beta > 0 and not args.reference_url) + (args.needs_old_policy and roles.policy != (roles.reference,))
     return configuration(
         StepShape, args, card=int(card), prompt=prompt, rows=max(args.rollout_size, problems), vllm=vllm,
         sampled=max(args.rollout_size * longest[0], problems * longest[1]),
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
-        frozen=(args.beta > 0 and not args.reference_url) + (args.needs_old_policy and roles.policy != (roles.reference,)),
+        frozen=0 if args.lora_rank else frozen,
         engines=engines_on_shared_gpu(args, roles),
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ def digests(run: Path) -> dict[str, str]:
 
     step, _ = last_whole_step(run)
     return {
-        "weights": _hash(file.read_bytes() for file in sorted((run / "final").glob("*.safetensors"))),
+        "weights": _hash(file.read_bytes() for file in sorted((run / "final").rglob("*.safetensors"))),
         "optimizer": _hash(_tensors(file) for file in sorted((checkpoint_folder(run, step) / TRAINER).glob("*.safetensors"))),
         "metrics": _hash(_untimed(record) for record in read_jsonl(run / "metrics.jsonl")),
         "evaluations": _hash(_untimed(record) for record in read_jsonl(run / "evals.jsonl")),

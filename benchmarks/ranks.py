@@ -38,6 +38,7 @@ from alignment.training.update import rollout_objective, rows_with_gradient
 
 VOCABULARY, TOLERANCE = 60, 1e-5
 GROUP_SIZE = 4
+DEVICES = {"single": ("cpu",), "layer_split": ("cpu", "cpu:0")}  # two names of one CPU; other kinds have one a rank
 
 
 def made_up(prompts: int, silent: int) -> Rollout:
@@ -79,7 +80,9 @@ def objectives() -> Iterator[tuple[str, Rollout, list[int], Objective]]:
 
 
 def measured(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """What all kinds of policy must agree on: gradients of every objective, then after a step log-probs and weights."""
+    """What all kinds of policy must agree on: gradients of every objective, then after a step log-probs and weights. Adapters,
+    where there are any, are random ones: where B is 0, A has no gradient."""
+    policy.use_adapters("random")
     for name, rollout, rows, objective in objectives():
         loss = sum(result.sums["loss"].double() for result in policy.accumulate(rollout.batch, rows, objective))
         yield f"gradient: {name}", policy.gradient()
@@ -91,6 +94,7 @@ def measured(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     policy.clip_gradient(1.0)
     policy.step(1e-4)
     yield "log-probs after a step", policy.log_probs(rollout.batch, objective.distribution)
+    yield "log-probs of the base after a step", policy.base_log_probs(rollout.batch, objective.distribution)
     yield "weights after a step", torch.cat([tensor.detach().flatten() for _, tensor in policy.weights()])
     yield "validation after a step", sum(part.sum() for part in policy.supervised_log_probs(rollout.batch))
 
@@ -105,25 +109,28 @@ def saved(policy: Policy, folder: Path, tokenizer, parameters: list[torch.nn.Par
     policy.save(folder, tokenizer)
     (folder / TRAINER).mkdir()
     policy.save_optimizer(folder / TRAINER)
-    return {**load_file(folder / "model.safetensors"), **read_parts(folder / TRAINER, parameters)}
+    state = read_parts(folder / TRAINER, parameters)
+    adapters = {name: tensor for file in folder.glob("adapter/*.safetensors") for name, tensor in load_file(file).items()}
+    return {**load_file(folder / "model.safetensors"), **adapters, **state}
 
 
 def reopened(policy: Policy, config: PolicyConfig, kinds: list[str], tokenizer) -> Iterator[tuple[str, bool]]:
-    """Whether each kind of policy reads a checkpoint of `policy` and writes the same bits again."""
+    """Whether each kind of policy reads a checkpoint of `policy` and writes the same bits again, adapters included."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         single = open_policy("single", dataclasses.replace(config, devices=config.devices[:1]))
         parameters = [parameter for group in single.optimizer.param_groups for parameter in group["params"]]
         want = saved(policy, folder / "0", tokenizer, parameters)
         for number, kind in enumerate(kinds, start=1):
-            devices = config.devices if kind in RANKED else config.devices[:1]
-            again = open_policy(kind, dataclasses.replace(config, model_path=str(folder / "0"), devices=devices))
+            again = dataclasses.replace(config, devices=DEVICES.get(kind, config.devices))
+            checkpoint = {"checkpoint": str(folder / "0")} if config.lora_rank else {"model_path": str(folder / "0")}
+            again = open_policy(kind, dataclasses.replace(again, **checkpoint))
             again.load_optimizer(folder / "0" / TRAINER)
             found = saved(again, folder / str(number), tokenizer, parameters)
             yield kind, want.keys() == found.keys() and all(torch.equal(want[key], found[key]) for key in want)
 
 
-def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED):
+def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED, lora_rank: int = 0):
     """Print the largest differences of each kind; exit code 1 beyond 1e-5. `ranks`: on this machine; 0: torchrun's."""
     if followed(60):
         return
@@ -131,7 +138,7 @@ def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED):
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(embedded_model("tiny", folder))
-        config = PolicyConfig(path, ("cpu",) * (PROCESSES_HERE or ranks), "float32", micro_batch_tokens=64)
+        config = PolicyConfig(path, ("cpu",) * (PROCESSES_HERE or ranks), "float32", micro_batch_tokens=64, lora_rank=lora_rank)
         world = int(os.environ.get("WORLD_SIZE", ranks))
         single = open_policy("single", dataclasses.replace(config, devices=("cpu",)))
         want = dict(measured(single))
@@ -140,7 +147,7 @@ def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED):
             table.add_column(heading)
         worst = 0.0
         for kind in kinds:
-            policy = open_policy(kind, config)
+            policy = open_policy(kind, dataclasses.replace(config, devices=DEVICES.get(kind, config.devices)))
             found = {name: difference(want[name], value) for name, value in measured(policy)}
             parts = {
                 part: max(v for n, v in found.items() if part in n) for part in ("gradient", "loss", "norm", "after a step")

@@ -181,6 +181,7 @@ def canonical(args: RLArgs) -> dict[str, object]:
         ("kl_estimator",): not facts["beta"],
         ("old_log_probs",): not loss.uses_ratio or args.staleness > 0,
         ("correction_cap",): facts["sampler_correction"] == "none",
+        ("lora_alpha", "lora_targets"): facts["lora_rank"] == 0,
         ("model",): bool(facts["sft_base"]),  # only the warm start derives from it
     }
     left_out = {name for names, idle in without_effect.items() if idle for name in names}

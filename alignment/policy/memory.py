@@ -85,7 +85,7 @@ def choose_micro_batch_tokens(
     computes layers twice. So many `processes` share a device's memory, and each also holds `whole` bytes of copies of weights.
     """
     devices = [str(device) for device in devices_of(model)]
-    parameters = sum(own_part(parameter).numel() for parameter in model.parameters()) // len(devices)
+    parameters = sum(own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad) // len(devices)
     states = [value for state in optimizer.state.values() for value in state.values()]
     moments = [value for value in states if torch.is_tensor(value) and value.ndim and str(value.device) in devices]
     moment_bytes = sum(own_part(moment).nbytes for moment in moments) // len(devices)

@@ -43,23 +43,23 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
 
 def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, held: list[str], device: str) -> dict[str, int]:
     """The larger of an update's and of sampling's bytes on one device; `held` are the policy's modules there."""
-    total, parameters = sum(shape.parameters.values()), sum(shape.parameters[name] for name in held)
+    total, trained = sum(shape.parameters.values()), shape.trained(held)
     samples = device in (roles.sample, roles.eval)
     engines = step.engines if roles.sample == roles.eval else 1
     frozen, vllm = step.frozen * (device == roles.reference), step.vllm
     copy = int((step.gpu_memory_utilization or engine_share(roles, device, engines)) * step.card) if vllm else 2 * total
     kept = {
-        "weights": 4 * parameters,
-        "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * parameters,
+        "weights": shape.state_bytes(held, 4),
+        "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * trained,
         "sampler": engines * copy * samples,
         "reference": shape.frozen_bytes(2) * frozen,
         "context": CONTEXT_BYTES * (bool(held or frozen or not vllm) + engines * (samples and vllm)),
     }
-    update = {**kept, "gradients": 4 * parameters}
+    update = {**kept, "gradients": 4 * trained}
     if held:
         update |= _activations(shape, config, step, held, step.card - sum(update.values()))
     if shape.head in held or frozen:
-        update["logits"] = head_bytes(config, step, trained=shape.head in held)
+        update["logits"] = head_bytes(config, step, trained=shape.head in held and not shape.adapters)
     moments = [update]
     if samples and not vllm:
         all_rows = step.sampled * key_value_bytes(config, 2)
@@ -82,7 +82,7 @@ def _activations(shape: ModelShape, config: Any, step: StepShape, held: list[str
     bias = rows * (heads // kv_heads) * step.max_new_tokens * (step.prompt + step.max_new_tokens) if rows > 1 else 0
     repeated = 4 * tokens * config.hidden_size * (heads > kv_heads)
     return {
-        "casts": 2 * sum(shape.parameters[name] for name in held if name in (*shape.layers, shape.head)),
+        "casts": shape.state_bytes([name for name in held if name in (*shape.layers, shape.head)], 4) // 2,
         "activations": int(a_token * tokens * layers / config.num_hidden_layers),
         "attention": layers * (2 * bias + repeated) + 4 * bias,
     }

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -155,16 +155,20 @@ class ModelShape:
     head: str
     cast: int = 0
     """How many parameters are among `cast_by_autocast`."""
+    adapters: Mapping[str, int] | None = None
+    """With --lora_rank, the parameters of each module's adapters, which are then all that is trained."""
 
     @classmethod
-    def from_config(cls, config: Any) -> ModelShape:
-        """Count a model that has no weights. Raises `UserError` as `of` does."""
-        import torch  # here, as transformers below: both take seconds, and arguments are checked before
-
-        from alignment.policy.huggingface import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            return cls.of(AutoModelForCausalLM.from_config(config))
+    def from_config(cls, config: Any, lora_rank: int = 0, lora_targets: str = "") -> ModelShape:
+        """Count a model that has no weights. Raises `UserError` as `of` and `adapted_layers` do."""
+        model = empty_model(config)
+        shape = cls.of(model)
+        if not lora_rank:
+            return shape
+        adapters = dict.fromkeys(shape.parameters, 0)
+        for name, layer in adapted_layers(model, lora_targets).items():  # A [rank, inputs] and B [outputs, rank]
+            adapters[next(m for m in adapters if f"{name}.".startswith(f"{m}."))] += lora_rank * sum(layer.weight.shape)
+        return replace(shape, adapters=adapters)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelShape:
@@ -194,9 +198,41 @@ class ModelShape:
         """Whether the head's matrix is the embedding's."""
         return self.parameters[self.head] == 0
 
+    def trained(self, modules: Iterable[str]) -> int:
+        """The trained parameters of some modules."""
+        return sum((self.adapters or self.parameters)[name] for name in modules)
+
+    def state_bytes(self, modules: Iterable[str], trained_bytes: int) -> int:
+        """Bytes of some modules' weights, gradients and moments, of which a trained parameter has `trained_bytes`."""
+        frozen = sum(self.parameters[name] for name in modules) if self.adapters else 0
+        return 4 * frozen + trained_bytes * self.trained(modules)
+
     def frozen_bytes(self, itemsize: int) -> int:
         """Bytes of a model that only computes log-probs: `itemsize` for each number that autocast casts, 4 for others."""
         return 4 * sum(self.parameters.values()) - (4 - itemsize) * self.cast
+
+
+def empty_model(config: Any) -> PreTrainedModel:
+    """A model that has no weights."""
+    import torch  # here, as transformers below: both take seconds, and arguments are checked before
+
+    from alignment.policy.huggingface import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def adapted_layers(model: PreTrainedModel, targets: str) -> dict[str, Any]:
+    """Name -> linear layer that gets an adapter: those called one of --lora_targets, or all but the head where it is empty.
+    Raises `UserError` for a target that is no such layer's name."""
+    named = ((name, module) for name, module in model.named_modules() if module is not model.get_output_embeddings())
+    linear = {"Linear", "Conv1D"}  # GPT-2's layers are of the latter class, Falcon's of one derived from the former
+    layers = {name: module for name, module in named if linear & {kind.__name__ for kind in type(module).__mro__}}
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    for target in filter(None, targets.split(",")):
+        if target not in kinds:
+            raise UserError(f"--lora_targets {targets}: {target!r} is none of this model's linear layers: {', '.join(kinds)}")
+    return {name: layer for name, layer in layers.items() if not targets or name.rpartition(".")[2] in targets.split(",")}
 
 
 def cast_by_autocast(model: PreTrainedModel) -> list[Any]:
@@ -302,15 +338,16 @@ def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw", itemsize: i
     for name, device in partition_layers(shape, roles.policy).items():
         held.setdefault(device, []).append(name)
     policy = (
-        Share(device, "policy", tuple(names), entry.device_bytes * sum(parameters[name] for name in names))
+        Share(device, "policy", tuple(names), shape.state_bytes(names, entry.device_bytes))
         for device, names in held.items()
     )
     engines = {"sample+eval": roles.sample} if roles.sample == roles.eval else {"sample": roles.sample, "eval": roles.eval}
-    # A policy that sits whole on the reference's device is the old policy itself, until its first update.
-    reference = {} if roles.policy == (roles.reference,) else {"reference": roles.reference}
+    # A policy that sits whole on the reference's device is the old policy itself, until its first update; one with adapters is
+    # the reference, too.
+    reference = {} if shape.adapters or roles.policy == (roles.reference,) else {"reference": roles.reference}
     copies = engines | reference
     everything, total = tuple(parameters), sum(parameters.values())
-    moments = (Share("cpu", "moments", everything, total * entry.host_bytes),) if entry.host_bytes else ()
+    moments = (Share("cpu", "moments", everything, shape.trained(everything) * entry.host_bytes),) if entry.host_bytes else ()
     sizes = dict.fromkeys(copies, total * itemsize) | {"reference": shape.frozen_bytes(itemsize)}
     others = (Share(device, role, everything, sizes[role]) for role, device in copies.items())
     return (*policy, *moments, *others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from alignment.core.records import Batch, Distribution
 from alignment.system.registry import find, import_object
@@ -30,6 +30,11 @@ class PolicyConfig:
     """Tokens of a micro-batch; 0: as many as fit the free memory (`Policy.choose_micro_batch_tokens`)."""
     rank_timeout: float = 60.0
     """Seconds after which a rank that does not answer is lost."""
+    lora_rank: int = 0  # Rank of adapters (`policy/lora.py`), which are then all that is trained; 0: there are none.
+    lora_alpha: int = 32
+    lora_targets: str = ""  # Names of the adapted layers, with commas between; empty: all linear layers but the head.
+    seed: int = 0  # Of the matrices A.
+    checkpoint: str = ""  # Folder of adapters, and the weights that they make, to go on with; empty: new ones.
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,12 @@ class Policy(Protocol):
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Log-probs [B, T] of a batch's responses, on the CPU, without gradient. Prompts, padding and other rows are 0."""
 
+    def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
+        """`log_probs` of the weights without adapters."""
+
+    def use_adapters(self, kind: Literal["trained", "random"]) -> None:
+        """Compute with random adapters, other than 0, instead of the trained ones, until it is called with "trained"."""
+
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         """Add the gradient of some rows of a batch, micro-batch by micro-batch. Without rows the gradient is zeros."""
 
@@ -86,10 +97,10 @@ class Policy(Protocol):
         """Discard the gradient."""
 
     def gradient(self) -> torch.Tensor:
-        """The gradient of all trained weights as one flat tensor [D] on the CPU, zeros for weights without a gradient."""
+        """The gradient of all that is trained as one flat tensor [D] on the CPU, zeros for weights without a gradient."""
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every weight, unsharded; tied weights once."""
+        """(name, tensor) of every weight, unsharded, with its adapter's part; tied weights once."""
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
         """The policy's model, for reading only, if all of it is on `device` in `dtype`; else None."""
@@ -99,7 +110,7 @@ class Policy(Protocol):
         value before the run was resumed, or 0. Returns a message for the user, or None."""
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write weights and tokenizer as a Hugging Face folder."""
+        """Write weights and tokenizer as a Hugging Face folder, and adapters, in PEFT's format, to its folder adapter/."""
 
     def save_optimizer(self, folder: Path) -> None:
         """Write the optimiser's state as safetensors, of which there is a file for each process that holds a part."""

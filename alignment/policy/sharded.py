@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, split_rows
+from alignment.policy import lora
 from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import load_model
 from alignment.policy.optimizer_files import read_parts, write_parts
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
@@ -50,8 +50,8 @@ class Shard(SingleDevicePolicy):
         self.mesh_shape = {"copies": ranks.count // here, "parts": here}
         super().__init__(dataclasses.replace(config, devices=(config.devices[ranks.local_rank],)))
 
-    def _load(self, model_path: str) -> PreTrainedModel:
-        model = load_model(model_path, ("cpu",), torch.float32)
+    def _load(self) -> PreTrainedModel:
+        model = lora.load_trained_model(self.policy_config, ("cpu",))
         if (device := torch.device(self.devices[0])).type == "cuda":
             torch.cuda.set_device(device)
         mesh = init_device_mesh(device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape))
@@ -121,6 +121,7 @@ class Shard(SingleDevicePolicy):
 
     def save(self, folder: Path, tokenizer) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.weights()}
+        lora.save(self.model, folder, writes=self.ranks.rank == 0)
         if self.ranks.rank == 0:
             self.model.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, take_rows
+from alignment.policy import lora
 from alignment.policy.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import autocast, first_device, load_model
+from alignment.policy.loading import autocast, first_device
 from alignment.policy.log_probs import head_log_probs, hidden_states
 from alignment.policy.memory import choose_micro_batch_tokens, whole
 from alignment.policy.optimizers import make_optimizer
@@ -65,17 +67,24 @@ class SingleDevicePolicy(MicroBatchedModel):
     def __init__(self, config: PolicyConfig):
         self.policy_config = config
         self.devices = config.devices
-        super().__init__(self._load(config.model_path), getattr(torch, config.dtype), config.micro_batch_tokens)
+        super().__init__(self._load(), getattr(torch, config.dtype), config.micro_batch_tokens)
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
 
-    def _load(self, model_path: str) -> PreTrainedModel:
-        return load_model(model_path, self.devices, torch.float32)
+    def _load(self) -> PreTrainedModel:
+        return lora.load_trained_model(self.policy_config, self.devices)
+
+    def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
+        with lora.without_adapters(self.model):
+            return self.log_probs(batch, distribution)
+
+    def use_adapters(self, kind: Literal["trained", "random"]) -> None:
+        lora.use_adapters(self.model, kind)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         self.model.train()
         if not rows:
-            for parameter in self.model.parameters():
+            for parameter in (p for p in self.model.parameters() if p.requires_grad):
                 parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows, objective.supervised)
         for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
@@ -114,10 +123,11 @@ class SingleDevicePolicy(MicroBatchedModel):
         return torch.cat([whole(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in trained])
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, whole(parameter.detach())) for name, parameter in self.model.named_parameters())
+        return lora.merged_weights(self.model)
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
-        return self.model if self.devices == (device,) and self.model.dtype == dtype else None
+        readable = self.devices == (device,) and self.model.dtype == dtype and not self.policy_config.lora_rank
+        return self.model if readable else None
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0, *memory: int) -> str | None:
         """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""
@@ -131,8 +141,9 @@ class SingleDevicePolicy(MicroBatchedModel):
         return "memory is short: activations are computed again in backward (gradient checkpointing)"
 
     def save(self, folder: Path, tokenizer) -> None:
-        self.model.save_pretrained(folder)
+        self.model.save_pretrained(folder, state_dict=dict(self.weights()) if self.policy_config.lora_rank else None)
         tokenizer.save_pretrained(folder)
+        lora.save(self.model, folder)
 
     def save_optimizer(self, folder: Path) -> None:
         tensors = {name: whole(tensor).cpu().contiguous() for name, tensor in self.optimizer_tensors()}

@@ -1,10 +1,14 @@
 """Proof that an engine holds the weights that it was sent: checksums of both sides, bit by bit, after every transfer."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from alignment.core.records import SamplingConfig
+from alignment.core.tokens import collate
+from alignment.policy.policy import Policy
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
 from alignment.system.terminal import say_once
@@ -50,6 +54,27 @@ def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> 
         raise RunStopped(f"the sampler took none of the weights of step {version}. Nothing is sampled with the old ones")
     if (held := sampler.weight_checksums(version)) is not None:
         compare(sent, held, version)
+
+
+def prove_adapters_arrive(
+    sampler: Sampler, policy: Policy, prompts: Sequence[str], sampling: SamplingConfig, pad_token_id: int
+) -> str:
+    """Give a sampler random adapters, draw with them, and give it the policy's own; returns a line on how its log-probs moved.
+    Raises `RunStopped` where they did not follow the trainer's."""
+    sampling, version = replace(sampling, n=1, max_new_tokens=min(16, sampling.max_new_tokens)), sampler.policy_version
+    policy.use_adapters("random")
+    load_proven(sampler, policy.weights(), version)
+    drawn = [completion for (completion,) in sampler.sample(prompts, sampling)]
+    batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad_token_id)
+    drawn_N = torch.tensor([log_prob for completion in drawn for log_prob in completion.log_probs])
+    trainers = (policy.log_probs(batch, sampling.distribution), policy.base_log_probs(batch, sampling.distribution))
+    away, moved = ((log_probs_BT[batch.response_mask] - drawn_N).abs().mean().item() for log_probs_BT in trainers)
+    words = f"with random ones its log-probs are {away:.2g} nats a token from the trainer's, {moved:.2g} from the base's"
+    if not away < moved / 4:
+        raise RunStopped(f"adapters do not reach the sampler: {words}. Nothing was trained")
+    policy.use_adapters("trained")
+    load_proven(sampler, policy.weights(), version)
+    return f"adapters reach the sampler: {words}"
 
 
 def with_checksums(

@@ -1,6 +1,7 @@
 """Old and reference log-probs of a rollout: the other policies that a loss compares with."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -23,15 +24,15 @@ class Reference(Protocol):
 
 
 class LocalReference:
-    """A `Reference` in this process, on a device of its own or on the policy's."""
+    """A `Reference` in this process: a frozen model's log-probs, or those of a policy without its adapters."""
 
     restarts = 0
 
-    def __init__(self, model: FrozenModel):
-        self.model = model
+    def __init__(self, log_probs: Callable[[Batch, Distribution, int], torch.Tensor]):
+        self._log_probs = log_probs
 
     def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        return self.model.log_probs(batch, distribution, micro_batch_tokens)
+        return self._log_probs(batch, distribution, micro_batch_tokens)
 
 
 class References:

@@ -20,11 +20,11 @@ from alignment.checks import roles_of
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.plan import step_shape
-from alignment.policy import log_probs
+from alignment.policy import log_probs, lora
 from alignment.policy.packing import ATTENTION
 from alignment.policy.peak import SPARE, peak_bytes
 from alignment.policy.placement import ModelShape, assign_roles
-from alignment.policy.policy import Objective
+from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 from tests.policy.published_shapes import qwen2
 
@@ -84,17 +84,20 @@ class BytesHeld(TorchDispatchMode):
         return out
 
 
-def counted(config, prompt: int, response: int, rows: int, top_p: float) -> int:
+def counted(config, prompt: int, response: int, rows: int, top_p: float, lora_rank: int) -> int:
     """The most bytes during a later micro-batch of an update: AdamW's moments and the gradient are there before it starts."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
         model.tie_weights()
-        for parameter in model.parameters():
+        if lora_rank:
+            lora._add_adapters(model, PolicyConfig("", ("cpu",), "bfloat16", lora_rank=lora_rank))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
-        moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
+        moments = [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
     batch = collate([list(range(prompt))] * rows, [[7] * response] * rows, 0)
     objective = Objective(lambda rows, log_probs, mask: ((log_probs * mask).sum(), {}), Distribution(1.0, top_p, 0))
-    with BytesHeld([*model.parameters(), *(p.grad for p in model.parameters()), *moments]) as held:
+    with BytesHeld([*model.parameters(), *(p.grad for p in trained), *moments]) as held:
         policy = object.__new__(SingleDevicePolicy)
         policy.model, policy.dtype = model.train(), torch.bfloat16
         micro_batch = MicroBatch(policy, batch, range(rows), objective)
@@ -107,15 +110,17 @@ def counted(config, prompt: int, response: int, rows: int, top_p: float) -> int:
     ("config", "prompt", "response", "rows", "top_p"),
     [(qwen2(1536, 8960, 4, 12), 300, 200, 8, 0.9), (qwen2(2048, 11008, 4, 16), 176, 704, 1, 1.0)],
 )
-def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, response, rows, top_p, monkeypatch):
+@pytest.mark.parametrize("lora_rank", [0, 16])
+def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, response, rows, top_p, lora_rank, monkeypatch):
     monkeypatch.setattr(log_probs, "LOGITS_IN_CACHE", {})  # pieces as on a GPU
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *place, **options: module)  # they are fake, and there
     roles, args = assign_roles(1), from_preset(RLArgs, "single_gpu_gsm8k_kl")
     step = dataclasses.replace(
         step_shape(args, roles, 48e9, True), optimizer="adamw", micro_batch_tokens=prompt + rows * response,
         prompt=prompt, max_new_tokens=response, truncated=top_p < 1, frozen=0,
     )  # fmt: skip
-    kinds = peak_bytes(ModelShape.from_config(config), config, roles, step)["cuda:0"]
+    kinds = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)["cuda:0"]
     form = sum(kinds.values()) - kinds["sampler"] - kinds["context"]
-    tracker = counted(config, prompt, response, rows, top_p)
+    tracker = counted(config, prompt, response, rows, top_p, lora_rank)
     print(f"{form / 1e9:.2f} GB by the form, {tracker / 1e9:.2f} GB counted")
-    assert tracker <= form <= 1.1 * tracker
+    assert tracker <= form <= (1.2 if lora_rank else 1.1) * tracker  # what only CUDA takes is as much beside adapters

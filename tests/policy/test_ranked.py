@@ -94,9 +94,10 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(tmp_path
         dist.destroy_process_group()
 
 
-def test_three_processes_have_the_gradients_and_checkpoints_of_one():
+@pytest.mark.parametrize("flags", [[], ["--lora_rank", "4", "--kinds", "layer_split", "replicated", "sharded"]])
+def test_three_processes_have_the_gradients_and_checkpoints_of_one(flags):
     """Every loss and normalisation, a KL penalty, silent rows, ranks without rows, no rows at all, SFT; within 1e-5."""
-    command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", "3"]
+    command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", "3", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -70,7 +70,7 @@ def test_in_bfloat16_the_reference_computes_exactly_what_the_policy_does(sampler
 
 def test_the_reference_keeps_the_weights_that_training_began_with(policy, sampler, tiny_folder):
     config = dataclasses.replace(ARGS, beta=0.1).update_config
-    reference = LocalReference(FrozenModel(str(tiny_folder), "cpu", torch.float32))
+    reference = LocalReference(FrozenModel(str(tiny_folder), "cpu", torch.float32).log_probs)
     references, reports = References(config, None, reference, Clock()), []
     for step in (1, 2):
         rollout = references.annotate(sample_rollout(sampler), policy, step)

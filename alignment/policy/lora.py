@@ -1,0 +1,124 @@
+"""Low-rank adapters, by PEFT: a linear layer computes with W + alpha / rank * B A, and only A and B are trained (LoRA: Hu et
+al. 2021, arXiv:2106.09685, section 4.1). The one module that imports PEFT."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from alignment.policy.huggingface import PreTrainedModel
+from alignment.policy.loading import load_model, load_weights
+from alignment.policy.memory import whole
+from alignment.policy.placement import adapted_layers
+from alignment.policy.policy import PolicyConfig
+from alignment.system.errors import UserError
+from alignment.system.files import full_disk_is_an_os_error
+
+ADAPTER = "adapter"  # the folder, in PEFT's format, beside a model's merged weights
+FILE = "adapter_model.safetensors"
+
+
+def load_trained_model(config: PolicyConfig, devices: tuple[str, ...]) -> PreTrainedModel:
+    """The model of a policy, in float32. With --lora_rank all of it is frozen but its adapters: new ones, where B is 0, or
+    those of `config.checkpoint`. Raises `UserError` as `load_model` and `adapted_layers` do, and for a model that does not make
+    the checkpoint's weights with them."""
+    model = load_model(config.model_path, devices, torch.float32)
+    if config.lora_rank:
+        _add_adapters(model, config)
+    if config.lora_rank and config.checkpoint:
+        _load_adapters(model, Path(config.checkpoint))
+    return model
+
+
+def _add_adapters(model: PreTrainedModel, config: PolicyConfig) -> None:
+    from peft import LoraConfig, inject_adapter_in_model  # here, because it takes a second, and only this needs it
+
+    layers = adapted_layers(model, config.lora_targets)
+    lora = LoraConfig(
+        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=list(layers), task_type="CAUSAL_LM",
+        fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in layers.values()),
+        base_model_name_or_path=config.model_path,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):  # the same matrices on all ranks, whatever each has drawn before
+        torch.manual_seed(config.seed)
+        inject_adapter_in_model(lora, model)
+
+
+@torch.no_grad()
+def _load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
+    saved, merged = load_file(checkpoint / ADAPTER / FILE), dict(load_weights(str(checkpoint), torch.float32))
+    for name, parameter in _parameters(model).items():
+        parameter.copy_(saved[name])
+    for name, weight in merged_weights(model):
+        if not torch.allclose(weight.cpu(), merged[name], rtol=1e-3, atol=1e-6):
+            raise UserError(f"--resume: {model.name_or_path} has changed since the run began: {name} is not {checkpoint}'s")
+
+
+def _adapted(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The adapters' matrices, by their names in PEFT's files."""
+    return {
+        f"base_model.model.{name}.{side}.weight": getattr(layer, side)["default"].weight
+        for name, layer in _adapted(model).items()
+        for side in ("lora_A", "lora_B")
+    }
+
+
+def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor) of every weight, unsharded, adapters added to it; tied weights once. A merged tensor is a new
+    one, made when it is asked for, so nothing is ever rounded twice."""
+    layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted(model).items()}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        weight = whole(parameter.detach())
+        if layer := layers.get(name):
+            a, b = (whole(getattr(layer, side)["default"].weight.detach()) for side in ("lora_A", "lora_B"))
+            change = (b @ a) * (layer.lora_alpha["default"] / layer.r["default"])
+            weight = weight + (change.T if layer.fan_in_fan_out else change)
+        yield name.replace(".base_layer.", "."), weight
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model compute with the weights that its adapters started from."""
+    layers = _adapted(model).values()
+    try:
+        for layer in layers:
+            layer.set_scale("default", 0)
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale("default", 1)
+
+
+@torch.no_grad()
+def use_adapters(model: torch.nn.Module, kind: str) -> None:
+    """See `Policy.use_adapters`. Only B is replaced, so that numbers of alpha / rank * B A have the variance 1 / inputs: PEFT
+    draws A with the variance 1 / (3 * inputs)."""
+    from torch.distributed.tensor import DTensor, distribute_tensor  # here, because it takes a second
+
+    for number, layer in enumerate(_adapted(model).values()):
+        b = layer.lora_B["default"].weight
+        if kind == "random":
+            layer.trained_b = b.detach().clone()
+            numbers = torch.randn(b.shape, generator=torch.Generator().manual_seed(number))  # the same on every rank
+            numbers *= (3 / b.shape[1]) ** 0.5 / layer.scaling["default"]
+            b.copy_(distribute_tensor(numbers, b.device_mesh, b.placements) if isinstance(b, DTensor) else numbers)
+        else:
+            b.copy_(layer.trained_b)
+
+
+def save(model: PreTrainedModel, folder: Path, writes: bool = True) -> None:
+    """Write the adapters of a model, if it has any, to a folder in `folder` that `peft.PeftModel.from_pretrained` reads. All
+    ranks call it, one of which `writes`."""
+    matrices = {name: whole(parameter.detach()).cpu() for name, parameter in _parameters(model).items()}
+    if matrices and writes:
+        model.peft_config["default"].save_pretrained(folder / ADAPTER)
+        with full_disk_is_an_os_error(folder):
+            save_file(matrices, folder / ADAPTER / FILE, metadata={"format": "pt"})
