@@ -105,7 +105,7 @@ def counted(machines: int, local: int, replicated: bool, model_path: str):
     """A step's traffic on rank 0 as counted and by `closed_form`, and CommDebugMode's number of collectives."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=machines * local)
     try:
-        ranks = SimpleNamespace(rank=0, local_rank=0, count=machines * local, local_count=local, calls=None)
+        ranks = SimpleNamespace(rank=0, local_rank=0, count=machines * local, local_count=local, seconds=60.0)
         shard = Shard(ranks, PolicyConfig(model_path, ("cpu",) * local, "float32", micro_batch_tokens=30), replicated)
         shard._gathered = lambda results: results  # Python objects, which go to rank 0 over gloo
         batch = batch_of(ranks.count)

@@ -4,12 +4,14 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from alignment.core.records import Batch, Distribution
@@ -55,6 +57,8 @@ class Shard(SingleDevicePolicy):
         if (device := torch.device(self.devices[0])).type == "cuda":
             torch.cuda.set_device(device)
         mesh = init_device_mesh(device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape))
+        for name in self.mesh_shape:  # half an hour, where a group has not all ranks
+            _set_pg_timeout(timedelta(seconds=self.ranks.seconds), mesh.get_group(name))
         model.compute = MethodType(lambda model, function, *arguments: function(model, *arguments), model)
         stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
         for module in (*(layer for stack in stacks for layer in stack), model):
@@ -106,8 +110,8 @@ class Shard(SingleDevicePolicy):
         return iter(self._gathered(list(super().supervised_log_probs(batch))))
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
-        """As many tokens as fit on the rank with the least memory; ranks on a CPU share the host's. In fp32 a rank holds, beside
-        its own parts, what is outside the layers and two layers, the one at work and one on its way, as weights and as
+        """As many tokens as fit on the rank with the least memory; ranks on a CPU share the host's. In fp32 a rank holds,
+        beside its own parts, what is outside the layers and two layers, the one at work and one on its way, as weights and as
         gradients. Autocast's casts of all layers stay until backward."""
         layers = [sum(p.numel() for p in m.parameters()) for m in self.model.modules() if isinstance(m, FSDPModule)][1:]
         outside = sum(p.numel() for p in self.model.parameters()) - sum(layers)
@@ -127,10 +131,10 @@ class Shard(SingleDevicePolicy):
             tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        if self.mesh_shape["parts"] == 1:
-            super().save_optimizer(folder)
-        else:
+        if self.mesh_shape["parts"] > 1:
             write_parts(folder, dict(self.optimizer_tensors()), self.ranks.calls)
+        elif self.ranks.rank == 0:
+            super().save_optimizer(folder)
 
     read_optimizer = staticmethod(read_parts)
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ROOT, START_SECONDS, ChildProcess
 from alignment.system.registry import import_object
-from alignment.system.signals import SIGNALS
+from alignment.system.signals import SIGNALS, deferred_signals
 
 BEAT_SECONDS = 1.0  # between two signs of life, and between two looks for those of others
 EVIDENCE_SECONDS = 3.0  # for the rank that failed to say why, after the connection to it broke
@@ -128,7 +128,7 @@ class Ranks:
     def call(self, method: str, *arguments, **named) -> object:
         """Have every rank call a method of its object, and return rank 0's result. The others exhaust an iterator that rank 0
         iterates over. Raises `RunStopped` where a rank is lost, as every later call does."""
-        with self.faults():
+        with deferred_signals(), self.faults():  # one within would leave the others in the middle of a collective
             dist.broadcast_object_list([(method, arguments, named, torch.initial_seed())], group=self.calls)
             result = self._run(method, *arguments, **named)
         return self._guarded(result) if isinstance(result, Iterator) else result
@@ -196,11 +196,14 @@ class Ranks:
 
     def _failure(self) -> str:
         """The line on the first rank that has said why it failed, or that is a dead child of this process; else empty."""
-        for rank in self._unheard():
-            if self.store.check([f"failed/{rank}"]):
-                return f"{self._name(rank)} failed: {self.store.get(f'failed/{rank}').decode()}"
-            if self.children and self.children[rank - 1].process.poll():  # 0: the connection to rank 0 broke before
-                return f"{self._name(rank)} was lost: {self.children[rank - 1].exit_report()}"
+        try:
+            for rank in self._unheard():
+                if self.store.check([f"failed/{rank}"]):
+                    return f"{self._name(rank)} failed: {self.store.get(f'failed/{rank}').decode()}"
+                if self.children and self.children[rank - 1].process.poll():  # 0: the connection to rank 0 broke before
+                    return f"{self._name(rank)} was lost: {self.children[rank - 1].exit_report()}"
+        except dist.DistError:
+            return "what connects the ranks is lost: the torchrun that keeps their store, or its machine, has ended"
         return ""
 
     def _unheard(self) -> list[int]:
@@ -230,9 +233,9 @@ class Ranks:
                 print(f"rank {self.rank} ends: rank 0, or what connects the ranks, is lost", file=sys.stderr, flush=True)
                 os._exit(1)
             if self.rank == 0 and not self.fault:
-                if silent:
+                self.fault = self._failure()
+                if silent and not self.fault:
                     self.fault = f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s (--rank_timeout)"
-                self.fault = self.fault or self._failure()
                 for child in self.children if self.fault else ():
                     child.kill()  # so that a collective that waits for them fails
             if select.select([self.signals], [], [], BEAT_SECONDS)[0]:

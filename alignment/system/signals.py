@@ -47,12 +47,16 @@ def defer_signals() -> None:
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold signals back during the block. Raises `Interrupted` at its end if one arrived."""
-    defer_signals()
+    """Hold signals back during the block. Raises `Interrupted` at its end if one arrived in it, unless they were held before."""
+    global _deferred
+    held, known = _deferred, _received
+    _deferred = True
     try:
         yield
     finally:
-        deliver_signals()
+        _deferred = held
+        if not held and known is None:
+            deliver_signals()
 
 
 def signals_are_deferred() -> bool:

@@ -78,7 +78,7 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(tmp_path
     and moments), and 8 for those outside the layers and in two of them, which it gathers; under autocast 2 for all layers'."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        ranks = SimpleNamespace(rank=0, local_rank=0, count=4, local_count=4)
+        ranks = SimpleNamespace(rank=0, local_rank=0, count=4, local_count=4, seconds=60.0)
         shard = Shard(ranks, PolicyConfig(str(embedded_model("tiny", str(tmp_path))), ("cpu",) * 4, dtype), replicated=False)
         layers, everything = shard.model.model.layers, sum(p.numel() for p in shard.model.parameters())
         layer = sum(p.numel() for p in layers[0].parameters())

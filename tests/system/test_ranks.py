@@ -2,13 +2,17 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+
+from alignment.system.signals import Interrupted, deferred_signals, interruptible
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "OMP_NUM_THREADS": "1"}
@@ -45,3 +49,17 @@ def test_a_lost_rank_is_named_within_its_deadline_and_nothing_is_left_running(wh
 def test_a_signal_for_any_rank_is_rank_0s():
     ended = run("end")
     assert ended.returncode == -15 and ended.stderr == ""
+
+
+def test_a_signal_waits_for_the_end_of_the_outermost_call_and_comes_once():
+    """A call that the ranks do not finish together would leave the others in the middle of a collective."""
+    reached = []
+    with interruptible():
+        with pytest.raises(Interrupted), deferred_signals():
+            with deferred_signals():
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)
+            reached.append("after the inner call")
+        with deferred_signals():  # such as the call that saves what the signal has stopped
+            reached.append("another call")
+    assert reached == ["after the inner call", "another call"]
