@@ -70,6 +70,11 @@ def test_stale_rollouts_are_another_thing():
     assert canonical(arm(rollouts="async", max_staleness=1)) == canonical(arm(rollouts="async"))
 
 
+def test_flags_of_adapters_play_no_part_without_them():
+    assert canonical(arm(lora_alpha=8, lora_targets="q_proj")) == canonical(arm())
+    assert canonical(arm(lora_rank=2, lora_alpha=8)) != canonical(arm(lora_rank=2)) != canonical(arm())
+
+
 def test_refills_cost_samples():
     (warning,) = [w for w in lint({"a": arm(), "b": arm(max_refills=4)}, (0, 1)) if w.kind == "confounded"]
     assert "--max_refills also changes draws of a group, at most" in str(warning)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 
 from alignment.core.records import SamplingConfig
+from alignment.policy.policy import PolicyConfig, open_policy
 from alignment.sampling import vllm
-from alignment.sampling.arrival import load_proven
+from alignment.sampling.arrival import load_proven, prove_adapters_arrive
 from alignment.sampling.sampler import find_engine
 from alignment.sampling.vllm import worker_environment
 from alignment.system.errors import RunStopped, UserError
@@ -183,6 +186,15 @@ def test_weights_that_do_not_arrive_are_noticed_at_once(fault, sampler, policy, 
     finally:
         monkeypatch.undo()
         load_proven(sampler, policy.named_parameters(), 0)
+
+
+def test_adapters_reach_the_engine_and_leave_it(sampler, policy, model_path):
+    adapted = open_policy("single", PolicyConfig(model_path, ("cpu",), "float32", micro_batch_tokens=64, lora_rank=4))
+    words = prove_adapters_arrive(sampler, adapted, PROMPTS, OPEN_END, pad_token_id=0)
+    away, moved = map(float, re.findall(r"[\d.e-]+(?= nats| from the base)", words))
+    assert away < 1e-3 < 0.1 < moved
+    for completion in flat(sampler.sample(PROMPTS, OPEN_END)):  # with the first weights again
+        assert (torch.tensor(completion.log_probs) - expected_log_probs(policy, completion)).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(
