@@ -15,9 +15,7 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 import tyro
 
 from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
-from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS
-from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
-from alignment.core.normalization import NORMALIZATIONS
+from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.records import SamplingConfig
 from alignment.data.tasks import find_task, gsm8k
 from alignment.policy.optimizers import OPTIMIZERS

@@ -100,8 +100,7 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
 
 def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     """Print the smallest differences that the seeds would show, and whether they could show a tie."""
-    from alignment.ablation.power import power, score_std
-    from alignment.ablation.statistics import pairs
+    from alignment.ablation.statistics import pairs, power, score_std
     from alignment.ablation.verdicts import factor_contrasts
 
     seeds, arm = len(design.seeds), next(iter(design.arms.values()))

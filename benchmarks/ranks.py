@@ -24,8 +24,7 @@ from safetensors.torch import load_file
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.advantages import AdvantageConfig
-from alignment.core.losses import LOSSES
-from alignment.core.normalization import NORMALIZATIONS
+from alignment.core.losses import LOSSES, NORMALIZATIONS
 from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.data.embedded import embedded_model
 from alignment.policy.optimizer_files import read_parts

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
-from alignment.core.normalization import loss_denominator
+from alignment.core.losses import loss_denominator
 from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
 from alignment.core.train_step import grpo_microbatch_train_step

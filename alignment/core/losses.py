@@ -1,4 +1,4 @@
-"""Policy-gradient losses, each with all facts about it in one entry of `LOSSES`.
+"""Policy-gradient losses, with all facts about each in one entry of `LOSSES`; what they are divided by; KL; importance weights.
 
 Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy that sampled. Each loss
 returns (per-token loss [batch, sequence], per-token metadata). This module loads no tensor library when it is imported, so
@@ -7,17 +7,57 @@ that arguments can be checked against `LOSSES` at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
-
-from alignment.core.normalization import masked_mean
 
 if TYPE_CHECKING:
     import torch
 
     Metadata = dict[str, torch.Tensor]
     LossFunction = Callable[["LossInputs"], tuple[torch.Tensor, Metadata]]
+
+
+def masked_mean(tensor: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Mean over `dim` (all axes when None) of the elements whose mask is true; NaN where the mask is empty."""
+    return tensor.where(mask.bool(), 0).sum(dim) / mask.sum(dim)
+
+
+def masked_normalize(
+    tensor: torch.Tensor, mask: torch.Tensor, normalize_constant: float = 1.0, dim: int | None = None
+) -> torch.Tensor:
+    """Sum over `dim` (all axes when None) of the elements whose mask is true, divided by `normalize_constant`."""
+    return tensor.where(mask.bool(), 0).sum(dim) / normalize_constant
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """One way to turn per-token losses into a scalar.
+
+    `total(loss [batch, sequence], mask)` is the sum over a micro-batch; `denominator(response lengths, max_new_tokens)` is what
+    the sum of an optimiser step's micro-batches is divided by."""
+
+    total: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    denominator: Callable[[Sequence[int], int], float]
+
+
+NORMALIZATIONS: Mapping[str, Normalization] = {
+    "sequence_mean": Normalization(
+        lambda loss_BT, mask_BT: masked_mean(loss_BT, mask_BT, dim=1).sum(), lambda lengths, longest: len(lengths)
+    ),
+    "token_mean": Normalization(masked_normalize, lambda lengths, longest: sum(lengths)),
+    "constant": Normalization(masked_normalize, lambda lengths, longest: len(lengths) * longest),
+}
+"""--loss_normalization -> its sum and denominator."""
+
+
+def loss_denominator(loss_normalization: str, response_lengths: Sequence[int], max_new_tokens: int) -> float:
+    """What the summed loss of one optimiser step is divided by, counted over the whole step.
+
+    sequence_mean: the number of sequences, each weighing the same (GRPO, arXiv:2402.03300, eq. 3). token_mean: the
+    number of response tokens, each weighing the same (DAPO, arXiv:2503.14476, eq. 8). constant: sequences times the
+    most tokens one may have, so that length changes no token's weight (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    return float(NORMALIZATIONS[loss_normalization].denominator(response_lengths, max_new_tokens))
 
 
 @dataclass(frozen=True)
@@ -194,3 +234,49 @@ def compute_policy_gradient_loss(
     config = LossConfig(LOSSES[loss_type], cliprange, cliprange_high, dual_clip)
     inputs = LossInputs(config, policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs)
     return config.loss.function(inputs)
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: log_ratio.square() / 2,
+    "k3": lambda log_ratio: log_ratio.exp() - log_ratio - 1,
+}
+
+
+def kl_penalty(policy_log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimates of KL(pi, pi_ref) in nats at each sampled token, [batch, sequence], with l = log pi_ref - log pi:
+
+    k1 = -l, k2 = l^2 / 2, k3 = exp(l) - l - 1 (Schulman 2020, "Approximating KL divergence"; k3 is GRPO's,
+    arXiv:2402.03300, eq. 4). Averaged over samples of pi, k1 and k3 are the divergence. As terms of a loss they differ:
+    the expected gradient of k1 is zero, that of k2 is the divergence's own (Tang & Munos 2025, arXiv:2506.09477).
+
+    Under top-p or top-k the log-probs of each model are of its own truncated distribution, to which the sampled token is added
+    where it is outside. The divergence of two such distributions may be infinite, and no estimate is unbiased: the mean of
+    k3 - k1, E[exp(l)] - 1, is no longer 0, because the reference's share of tokens that pi never samples is missing from it.
+    At top-p .5 the means of k1 and k3 were .0386 and .0148 on the same tokens."""
+    return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
+
+
+BOUNDS: Mapping[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "truncate": lambda weight_BT, cap: weight_BT.clamp(max=cap),
+    "mask": lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0),
+}
+CORRECTIONS = ("none", *(f"{level}_{bound}" for level in ("token", "sequence") for bound in BOUNDS))
+"""Ways to weigh tokens: the level at which the ratio is taken, and what bounds it."""
+
+
+def sampler_weights(
+    old_log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, mask: torch.Tensor, correction: str, cap: float
+) -> torch.Tensor:
+    """Importance weights of the policy as the trainer computes it, to the one that the sampler drew from, [batch, sequence].
+
+    w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens). "truncate" takes
+    min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1), "mask" w where it is at most cap,
+    else 0. Without gradient."""
+    if correction == "none":
+        return old_log_probs.new_ones(old_log_probs.shape)
+    level, _, bound = correction.partition("_")
+    log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
+    if level == "sequence":
+        log_weight_BT = log_weight_BT.sum(dim=1, keepdim=True).expand_as(log_weight_BT)
+    return BOUNDS[bound](log_weight_BT.exp(), cap)

@@ -2,9 +2,7 @@
 
 import torch
 
-from alignment.core.log_ratios import kl_penalty, sampler_weights
-from alignment.core.losses import LOSSES, LossConfig, LossInputs
-from alignment.core.normalization import NORMALIZATIONS, masked_normalize
+from alignment.core.losses import LOSSES, NORMALIZATIONS, LossConfig, LossInputs, kl_penalty, masked_normalize, sampler_weights
 
 Sums = dict[str, torch.Tensor]
 

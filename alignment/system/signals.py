@@ -47,7 +47,7 @@ def defer_signals() -> None:
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold signals back during the block. Raises `Interrupted` at its end if one arrived in it, unless they were held before."""
+    """Hold signals back during the block. Raises `Interrupted` at its end if one arrived, unless they were held before."""
     global _deferred
     held, known = _deferred, _received
     _deferred = True

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from alignment.core.losses import LOSSES
-from alignment.core.normalization import NORMALIZATIONS
+from alignment.core.losses import LOSSES, NORMALIZATIONS
 from alignment.core.records import Rollout
 from alignment.policy.policy import Policy
 from alignment.rollouts.batches import with_advantages

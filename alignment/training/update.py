@@ -8,8 +8,7 @@ from functools import partial
 
 import torch
 
-from alignment.core.losses import LossInputs
-from alignment.core.normalization import loss_denominator
+from alignment.core.losses import LossInputs, loss_denominator
 from alignment.core.records import Rollout
 from alignment.core.train_step import micro_batch_loss
 from alignment.policy.packing import send

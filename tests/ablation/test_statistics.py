@@ -8,14 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from alignment.ablation.power import Power, power, score_std
 from alignment.ablation.statistics import (
     Contrast,
+    Power,
     area_under_curve,
     compare,
     half_width,
     holm,
     interquartile_mean,
+    power,
+    score_std,
     seed_variances,
     tail,
     variance_of_sides,

@@ -18,14 +18,18 @@ from alignment.core.advantages import (
     group_statistics,
     overlong_penalty,
 )
-from alignment.core.log_ratios import CORRECTIONS, KL_ESTIMATORS, kl_penalty, sampler_weights
 from alignment.core.losses import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
     LOSSES,
+    NORMALIZATIONS,
     compute_grpo_clip_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
+    kl_penalty,
+    loss_denominator,
+    sampler_weights,
 )
-from alignment.core.normalization import NORMALIZATIONS, loss_denominator
 from alignment.core.train_step import grpo_microbatch_train_step, sft_microbatch_train_step
 from alignment.rewards.rules import CONTROLS
 

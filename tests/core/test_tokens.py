@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignment.core.normalization import masked_mean, masked_normalize
+from alignment.core.losses import masked_mean, masked_normalize
 from alignment.core.tokens import (
     collate,
     cut_by_tokens,

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from alignment.core.log_ratios import kl_penalty
+from alignment.core.losses import kl_penalty
 from alignment.policy import log_probs as module
 from alignment.policy.log_probs import LabelLogProbs, compute_entropy, get_response_log_probs, sampling_logits, score_in_place
 

@@ -9,8 +9,7 @@ from rollout_helpers import ARGS, open_tiny, sample_rollout, with_old_log_probs
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.advantages import AdvantageConfig, group_advantages
-from alignment.core.losses import LOSSES
-from alignment.core.normalization import NORMALIZATIONS
+from alignment.core.losses import LOSSES, NORMALIZATIONS
 from alignment.core.records import Rollout
 from alignment.core.tokens import collate, take_rows
 from alignment.policy.loading import load_tokenizer
