@@ -1,7 +1,6 @@
 """The number of tokens in a micro-batch, from the bytes of activations per token and the free memory."""
 
 import gc
-from dataclasses import dataclass
 
 import psutil
 import torch
@@ -67,22 +66,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Tokens of a micro-batch, and whether they fit only with gradient checkpointing."""
-
-    tokens: int
-    checkpointing: bool
-
-
 def choose_micro_batch_tokens(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: PolicyConfig, longest: int, processes=1, whole=0
-) -> Budget:
-    """The largest micro-batch that fits the free memory, rounded down to a power of two, so that slightly less free
-    memory does not change a repeated run.
+) -> tuple[int, bool]:
+    """(tokens of the largest micro-batch that fits the free memory, whether it takes gradient checkpointing). Tokens are
+    rounded down to a power of two, so that slightly less free memory does not change a repeated run.
 
-    `longest` is the number of tokens of the longest row. If it does not fit, the budget asks for gradient checkpointing, which
-    computes layers twice. So many `processes` share a device's memory, and each also holds `whole` bytes of copies of weights.
+    `longest` is the number of tokens of the longest row. If it does not fit, gradient checkpointing is needed, which computes
+    layers twice. So many `processes` share a device's memory, and each also holds `whole` bytes of copies of weights.
     """
     devices = [str(device) for device in devices_of(model)]
     parameters = sum(own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad) // len(devices)
@@ -100,4 +91,4 @@ def choose_micro_batch_tokens(
     if checkpointing:
         per_token = int(factor * checkpointed_activation_bytes(model.config))
     tokens = min(max(min(available, MAX_ACTIVATION_BYTES[model.device.type] // processes) // per_token, 1), MAX_TOKENS)
-    return Budget(2 ** (tokens.bit_length() - 1), checkpointing)
+    return 2 ** (tokens.bit_length() - 1), checkpointing

@@ -133,9 +133,9 @@ class SingleDevicePolicy(MicroBatchedModel):
         """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""
         if self.micro_batch_tokens:
             return None
-        budget = choose_micro_batch_tokens(self.model, self.optimizer, self.policy_config, longest, *memory)
-        self.micro_batch_tokens = previous or budget.tokens
-        if not budget.checkpointing:
+        tokens, checkpointing = choose_micro_batch_tokens(self.model, self.optimizer, self.policy_config, longest, *memory)
+        self.micro_batch_tokens = previous or tokens
+        if not checkpointing:
             return None
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         return "memory is short: activations are computed again in backward (gradient checkpointing)"

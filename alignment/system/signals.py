@@ -47,15 +47,17 @@ def defer_signals() -> None:
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold signals back during the block. Raises `Interrupted` at its end if one arrived, unless they were held before."""
+    """Hold signals back during the block. Raises `Interrupted` at its end if one arrived within; not in an inner block."""
     global _deferred
-    held, known = _deferred, _received
-    _deferred = True
+    if _deferred:  # by an outer block, which another thread may end meanwhile
+        yield
+        return
+    known, _deferred = _received, True
     try:
         yield
     finally:
-        _deferred = held
-        if not held and known is None:
+        _deferred = False
+        if known is None:
             deliver_signals()
 
 

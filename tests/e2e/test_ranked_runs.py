@@ -17,7 +17,7 @@ from alignment.policy.optimizer_files import read_parts
 from alignment.runs.checkpoint import TRAINER, checkpoint_folder, last_whole_step
 from alignment.system.files import read_jsonl
 from alignment.verify_resume import digests
-from tests.e2e.conftest import NAME, SMALL
+from tests.e2e.conftest import NAME, SMALL, STEPS
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
@@ -109,11 +109,12 @@ def test_a_ranks_part_that_is_lost_or_damaged_is_named_and_the_step_before_is_us
     assert step == 1 and damages == [f"{checkpoint_folder(cut, 2)} is damaged: {TRAINER}/{part.name} {said}"]
 
 
-def test_two_machines_of_two_processes_go_on_with_a_run_of_four(sharded, warm, tmp_path):
-    """Two torchruns; a run that is named goes on by itself."""
+@pytest.mark.parametrize("processes", [1, 2])
+def test_two_machines_go_on_with_a_run_of_four_processes(sharded, warm, tmp_path, processes):
+    """Two torchruns; a run that is named goes on by itself. Each machine holds all of the policy; the first one writes it."""
     cut = cut_after_step_2(sharded, tmp_path)
-    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-    torchrun += ["--rdzv_endpoint", f"127.0.0.1:{20000 + os.getpid() % 10000}", "--rdzv_id", "test"]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", str(processes), "--rdzv_backend", "c10d"]
+    torchrun += ["--rdzv_endpoint", f"127.0.0.1:{20000 + processes + os.getpid() % 10000}", "--rdzv_id", "test"]
     line = [*torchrun, *command(warm, "--policy_parallelism", "sharded")]
     with subprocess.Popen(
         [sys.executable, *line], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
@@ -121,6 +122,7 @@ def test_two_machines_of_two_processes_go_on_with_a_run_of_four(sharded, warm, t
         run(tmp_path, *line)
         assert other.wait(120) == 0
     assert_near(cut, sharded)
+    assert last_whole_step(cut) == (STEPS, [])
 
 
 def test_a_killed_process_ends_the_run_with_its_name_and_nothing_is_left(sharded, warm, tmp_path):

@@ -105,7 +105,7 @@ def test_existing_moments_are_not_counted_again(policy, monkeypatch):
 
     def chosen(optimizer, dtype="float32") -> int:
         config = PolicyConfig("", ("cpu",), dtype)
-        return choose_micro_batch_tokens(model, optimizer, config, longest=10).tokens
+        return choose_micro_batch_tokens(model, optimizer, config, longest=10)[0]
 
     assert chosen(policy.optimizer) == 256
     assert chosen(policy.optimizer, "bfloat16") == 256  # 300 / 0.6 = 500
