@@ -36,7 +36,7 @@ def test_training_problems_are_the_first_ones_with_short_enough_prompts(tiny_fol
 
 
 def test_endless_problems_are_numbered_by_step_and_seed(tiny_folder):
-    tokenizer, problems = load_tokenizer(str(tiny_folder)), arithmetic.problems("train")[:200]
+    tokenizer, problems = load_tokenizer(str(tiny_folder)), list(arithmetic.problems("train")[:200])
     endless = Endless(lambda i: problems[i % 200])
     assert training_problems(endless, 0, 0, tokenizer) is endless
     assert training_problems(endless, 0, 3, tokenizer) == problems[:3]

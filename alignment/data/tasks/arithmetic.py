@@ -32,9 +32,11 @@ Expression = tuple[int | str, ...]  # number, sign, number, ...
 Step = tuple[int, str, int, int]
 
 
-def problems(split: str, dataset_path: str = "") -> list[Problem]:
+@lru_cache
+def problems(split: str, dataset_path: str = "") -> tuple[Problem, ...]:
     """Every problem of the split, in a fixed shuffled order; of test problems with one `key` the first."""
-    return list(_problems(split))
+    made = tuple(map(as_problem, _expressions(split)))
+    return tuple(distinct(made, key)) if split == "test" else made
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
@@ -90,12 +92,6 @@ def solution(expression: Expression, by_precedence: bool = True, shows_work: boo
     work = [f"{left} {sign} {right} = {result}" for left, sign, right, result in steps] if shows_work else []
     shape = "</think> <answer> {} </answer>" if in_format else "</think> {} ."
     return "".join(f" {part}" for part in (" ; ".join(work), shape.format(steps[-1][-1])) if part)
-
-
-@lru_cache
-def _problems(split: str) -> list[Problem]:
-    made = [as_problem(expression) for expression in _expressions(split)]
-    return distinct(made, key) if split == "test" else made
 
 
 @lru_cache
