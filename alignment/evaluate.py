@@ -19,6 +19,7 @@ from alignment.checks import check, check_model_path, check_test_split, resolve_
 from alignment.data.prompts import prompted
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, write_args
 from alignment.system.errors import run_command
+from alignment.system.files import write_json
 from alignment.system.terminal import make_console
 
 if TYPE_CHECKING:
@@ -90,15 +91,15 @@ def report(path: Path, models: Sequence[str], evaluations: Sequence[Evaluation],
         console.print(model, style="bold", markup=False)
         print_evaluation(evaluation, console)
     if len(models) == 1:
-        run.log_summary(evaluations[0].record())
+        write_json(path / "summary.json", evaluations[0].record())
     else:
         intervals = (evaluation.intervals["avg_all_rewards"] for evaluation in evaluations)
         comparison = paired_difference(*(evaluation.groups for evaluation in evaluations), *intervals)
         difference = {"difference": comparison.difference, "interval": list(comparison.interval)}
         names = list(map(label, models))
-        run.log_summary({"compare": list(models), **difference})
+        write_json(path / "summary.json", {"compare": list(models), **difference})
         print_comparison(comparison, names, console)
-        page = write_comparison(comparison, names, run.path)
+        page = write_comparison(comparison, names, path)
         console.print(f"all of them, side by side: {page}", markup=False, soft_wrap=True)
     run.close()
 

@@ -20,7 +20,7 @@ from alignment.policy.loading import context_length, load_config, load_tokenizer
 from alignment.runs.run_folder import RunFolder, write_args
 from alignment.sampling.sampler import encode_prompts
 from alignment.system.errors import UserError
-from alignment.system.files import atomic_folder, manifested
+from alignment.system.files import atomic_folder, manifested, write_json
 from alignment.system.terminal import progress_line
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
 
@@ -59,7 +59,7 @@ def run_sft(args: SFTArgs, inputs: SFTInputs, console: Console) -> Evaluation:
         result = evaluation(args, task, problems)(sampler)
     with closing(RunFolder(target, args.num_steps)) as log:
         log.log_eval({"step": args.num_steps, **result.record()}, result.groups)
-        log.log_summary(result.record())
+    write_json(target / "summary.json", result.record())
     return result
 
 

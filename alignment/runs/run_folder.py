@@ -95,10 +95,6 @@ class RunFolder:
         for name in LOGS:
             files.flush(self.path / name)
 
-    def log_summary(self, summary: Record) -> None:
-        """Write summary.json."""
-        files.write_json(self.path / "summary.json", summary)
-
     def close(self) -> None:
         """Close TensorBoard. A full disk is ignored: a resumed run rebuilds TensorBoard's files."""
         with suppress(OSError):

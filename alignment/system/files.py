@@ -26,13 +26,14 @@ LOCK_OWNER = ".lock_owner"
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a hidden sibling folder to fill. After success it is flushed to disk and renamed to `path`, else removed. Never
-    overwrites: raises OSError if `path` exists by then and is not an empty folder."""
+    overwrites: raises OSError if `path` exists by then and is not an empty folder, and where the block finds the disk full."""
     path = Path(path)
     _remove_abandoned(path)
     temporary = _temporary_path(path)
     temporary.mkdir(parents=True)
     try:
-        yield temporary
+        with full_disk_is_an_os_error(path):
+            yield temporary
         for file in temporary.rglob("*"):
             flush(file)
         flush(temporary)
