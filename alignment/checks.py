@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from alignment.args import Args, RLArgs, SFTArgs, command_line, configuration, refuse_missing_warm_start
 from alignment.core.records import Endless, Problem
@@ -96,17 +95,9 @@ def _say_left_out(number: int, kept: int, noun: str) -> None:
         print(f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out", file=sys.stderr)
 
 
-class SFTInputs(NamedTuple):
-    """What supervised fine-tuning reads before any model: the task, its test problems, and demonstrations by split."""
-
-    task: Task
-    problems: Sequence[Problem]
-    demonstrations: Mapping[str, Sequence[tuple[Problem, str]]]
-
-
-def check_sft(args: SFTArgs) -> SFTInputs:
-    """The data to fine-tune on. Raises `UserError` as `check`, and for a folder that exists already, a base model that is not
-    there, and data that cannot be read."""
+def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
+    """The demonstrations of the splits "train" and "test". Raises `UserError` as `check`, and for a folder that exists already,
+    a base model that is not there, and data that cannot be read."""
     if Path(args.sft_base).exists():
         raise UserError(f"--sft_base {args.sft_base} exists already: delete it, or name another folder")
     task = check(args)
@@ -117,12 +108,13 @@ def check_sft(args: SFTArgs) -> SFTInputs:
             return jsonl.demonstrations(args.demonstrations, split, args.seed, task.key)
         return task.demonstrations(split, args.dataset_path, args.seed)
 
-    problems, shown = check_test_split(task, args.dataset_path, args.max_problems), demonstrations("train")
+    check_test_split(task, args.dataset_path, args.max_problems)
+    shown = demonstrations("train")
     kept = task.untested(shown, args.dataset_path)
     _say_left_out(len(shown), len(kept), "demonstrations")
-    inputs = SFTInputs(task, problems, {"train": kept, "test": demonstrations("test")})
+    splits = {"train": kept, "test": demonstrations("test")}
     devices_of_ranks(args, roles_of(args).policy)
-    return inputs
+    return splits
 
 
 def resumed_if_restarted(args: RLArgs) -> RLArgs:
@@ -156,9 +148,7 @@ def run_config(args: RLArgs) -> RunConfig:
 def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
     """Which device each role has, by the flags and by the GPUs that are visible. Raises `UserError` where that cannot work."""
     num_gpus, vllm = visible_gpus() if num_gpus is None else num_gpus, named_engine(args.sampler).claims_gpu
-    return assign_roles(
-        num_gpus, args.sample_device, args.reference_model_device, args.eval_device, args.policy_devices, vllm
-    )  # fmt: skip
+    return assign_roles(num_gpus, args.sample_device, args.reference_model_device, args.eval_device, args.policy_devices, vllm)
 
 
 def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from alignment.args import EvaluateArgs, parse
 from alignment.checks import check, check_model_path, check_test_split, resolve_model, roles_of
-from alignment.data.prompts import prompted
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, write_args
 from alignment.system.errors import run_command
 from alignment.system.files import write_json
@@ -58,20 +57,17 @@ def main() -> None:
 
 def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluation:
     """Load a model, sample its answers to the problems, and grade them."""
-    from alignment.data.tasks import find_task
     from alignment.models import evaluation, make_sampler
     from alignment.policy.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
-    task = find_task(args.task)
     model_path = resolve_model(model, args.output_dir)
     tokenizer = load_tokenizer(model_path)
-    problems = task.test_problems(args.dataset_path, args.max_problems)
-    problems = prompted(problems, args.prompt or task.prompt, tokenizer)
+    problems, evaluate = evaluation(args, tokenizer, args.num_samples)
     sampler = make_sampler(args, model_path, roles_of(args).eval, tokenizer)
     status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
     with closing(sampler), console.status(status):
-        return evaluation(args, task, problems, args.num_samples)(sampler)
+        return evaluate(sampler)
 
 
 def label(model: str) -> str:
@@ -82,24 +78,23 @@ def label(model: str) -> str:
 
 def report(path: Path, models: Sequence[str], evaluations: Sequence[Evaluation], console: Console) -> None:
     """Write the evaluations to their folder, and print them; of two also their difference."""
-    from alignment.evaluation.accuracy import print_evaluation
-    from alignment.evaluation.comparison import paired_difference, print_comparison, write_comparison
+    from alignment.evaluation import accuracy
 
     run = RunFolder(path)
     for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
         run.log_eval({"step": number, "model": model, **evaluation.record()}, evaluation.groups)
         console.print(model, style="bold", markup=False)
-        print_evaluation(evaluation, console)
+        accuracy.print_evaluation(evaluation, console)
     if len(models) == 1:
         write_json(path / "summary.json", evaluations[0].record())
     else:
         intervals = (evaluation.intervals["avg_all_rewards"] for evaluation in evaluations)
-        comparison = paired_difference(*(evaluation.groups for evaluation in evaluations), *intervals)
+        comparison = accuracy.paired_difference(*(evaluation.groups for evaluation in evaluations), *intervals)
         difference = {"difference": comparison.difference, "interval": list(comparison.interval)}
         names = list(map(label, models))
         write_json(path / "summary.json", {"compare": list(models), **difference})
-        print_comparison(comparison, names, console)
-        page = write_comparison(comparison, names, path)
+        accuracy.print_comparison(comparison, names, console)
+        page = accuracy.write_comparison(comparison, names, path)
         console.print(f"all of them, side by side: {page}", markup=False, soft_wrap=True)
     run.close()
 

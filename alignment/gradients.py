@@ -37,12 +37,11 @@ def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple[Estima
     from rich.progress import track
 
     from alignment.core.tokens import pad_token_id
-    from alignment.models import make_policy, make_sampler
+    from alignment.models import make_policy, make_sampler, warm_start
     from alignment.policy.loading import load_tokenizer
     from alignment.rollouts.batches import collate_groups
     from alignment.rollouts.source import open_source
     from alignment.training.microscope import estimators, inspect, refuse_too_many_gradients
-    from alignment.warm_start import warm_start
 
     base = warm_start(rl, console)
     tokenizer, policy = load_tokenizer(base), make_policy(rl, base)

@@ -1,22 +1,51 @@
-"""From arguments to policies and samplers. Below these builders nothing takes an arguments object."""
+"""From arguments to policies, samplers, evaluations, warm starts, and all that the `train_rl` loop works with.
 
-from collections.abc import Callable, Sequence
+Below these builders nothing takes an arguments object."""
+
+import dataclasses
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
-from alignment.args import Args, configuration
-from alignment.checks import devices_of_ranks, refuse_ranked_8bit, resolve_model, roles_of
-from alignment.core.records import Problem, SamplingConfig
-from alignment.data.tasks import Task
-from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
-from alignment.policy.loading import compute_dtype, load_config
+import torch
+from rich.console import Console
+
+from alignment.args import Args, RLArgs, SFTArgs, as_command, configuration, refuse_missing_warm_start
+from alignment.checks import check_sft, devices_of_ranks, engines_on_shared_gpu, refuse_ranked_8bit, resolve_model, roles_of
+from alignment.core.records import Endless, Group, Problem, SamplingConfig
+from alignment.core.tokens import pad_token_id
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
+from alignment.policy.frozen import FrozenModel
+from alignment.policy.loading import compute_dtype, context_length, load_config, load_tokenizer, make_deterministic
 from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
+from alignment.policy.reference_client import ReferenceProcess, RemoteReference
+from alignment.policy.reference_protocol import ServedModel, reference_token
 from alignment.rewards.rules import find_rule
+from alignment.rollouts.ahead import AheadConfig, AheadRollouts
+from alignment.rollouts.batches import collate_groups
+from alignment.rollouts.source import RolloutSource, open_source
+from alignment.rollouts.sync import Rollouts, SyncRollouts
+from alignment.runs.checkpoint import TRAINER, load_rollouts
+from alignment.runs.run import Run
+from alignment.runs.run_folder import RunFolder, write_args
+from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.restarts import open_sampler
-from alignment.sampling.sampler import Sampler, SamplerConfig, find_engine
+from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, engine_name, find_engine
+from alignment.system.errors import UserError
+from alignment.system.files import atomic_folder, manifested, read_jsonl, write_json
+from alignment.system.terminal import printable, progress_line
 from alignment.system.torchrun import PROCESSES
+from alignment.training.mismatch import sampler_mismatch
+from alignment.training.references import LocalReference, Reference, References
+from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
+
+PROBED = 8  # test problems that samplers are asked with random adapters
 
 
 def make_policy(args: Args, base: str, checkpoint: Path | None = None) -> Policy:
@@ -53,20 +82,23 @@ def sampler_config(args: Args, base: str, device: str, engines: int = 1, **facts
 
 def make_sampler(args: Args, base: str, device: str, tokenizer, policy: Policy | None = None, **facts) -> Sampler:
     """The sampler that --sampler names, with the weights of the folder `base`; it may read `policy` in place."""
-    config = sampler_config(args, base, device, **facts)
-    return open_sampler(find_engine(args.sampler), config, tokenizer, policy)
+    return open_sampler(find_engine(args.sampler), sampler_config(args, base, device, **facts), tokenizer, policy)
 
 
-def eval_sampling(args: Args, stop: tuple[str, ...], n: int = 1) -> SamplingConfig:
+def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
     """How evaluation samples are drawn. The same seed every time, so that two evaluations differ by their models alone."""
     sampling = (args.sampling_temperature, args.sampling_top_p, args.sampling_top_k)
-    return SamplingConfig(n, *sampling, getattr(args, "eval_max_new_tokens", 0) or args.max_new_tokens, stop, args.seed)
+    longest = getattr(args, "eval_max_new_tokens", 0) or args.max_new_tokens
+    return SamplingConfig(n, *sampling, longest, find_task(args.task).stop, args.seed)
 
 
-def evaluation(args: Args, task: Task, problems: Sequence[Problem], n: int = 1) -> Callable[[Sampler], Evaluation]:
-    """The evaluation of a sampler by `n` samples of each problem, graded by the task's rules."""
-    rule, sampling = find_rule(args.evaluation_rule), eval_sampling(args, task.stop, n)
-    return lambda sampler: evaluate_vllm(sampler, rule, problems, sampling, task.rules)
+def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[[Sampler], Evaluation]]:
+    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by the task's
+    rules."""
+    task, rule, sampling = find_task(args.task), find_rule(args.evaluation_rule), eval_sampling(args, n)
+    problems = task.test_problems(args.dataset_path, args.max_problems)
+    problems = prompted(problems, args.prompt or task.prompt, tokenizer)
+    return problems, lambda sampler: evaluate_vllm(sampler, rule, problems, sampling, task.rules)
 
 
 def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:
@@ -75,3 +107,191 @@ def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> d
     `num_gpus` plans for a machine other than this one."""
     config = load_config(resolve_model(args.model, args.output_dir))
     return partition_layers(ModelShape.from_config(config), roles_of(args, num_gpus).policy)
+
+
+def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, str]]], console: Console) -> Evaluation:
+    """Fine-tune --model on `check_sft`'s demonstrations and save it whole to --sft_base; returns its evaluation on the test
+    problems. Raises `UserError` where --sft_base appears during the training: nothing is ever overwritten."""
+    target = Path(args.sft_base)
+    torch.manual_seed(args.seed)
+    base = resolve_model(args.model, args.output_dir)
+    tokenizer, context = load_tokenizer(base), context_length(load_config(base))
+    problems, evaluate = evaluation(args, tokenizer)
+    # Says that a test problem is too long before it trains.
+    encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
+    policy = make_policy(args, base)
+    template = args.prompt or find_task(args.task).prompt
+    pairs = (with_prompts(demonstrations[split], template, tokenizer) for split in ("train", "test"))
+    data = SFTData(*(tokenise(of_split, tokenizer, context) for of_split in pairs), pad_token_id(tokenizer))
+    try:
+        with atomic_folder(target) as building:
+            write_args(building, dataclasses.asdict(args), {"all": args.seed})
+            if message := policy.choose_micro_batch_tokens(data.longest):
+                console.print(message)
+            with closing(RunFolder(building)) as log, progress_line("SFT", args.num_steps, console) as progress:
+                fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
+            with manifested(building):
+                policy.save(building, tokenizer)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
+            raise MadeMeanwhile(f"--sft_base {target} was made by another command meanwhile; that one is kept") from None
+        raise
+    del policy  # its weights and moments make room for the evaluation's engine
+    sampler = make_sampler(args, str(target), roles_of(args).eval, tokenizer)
+    with closing(sampler), console.status("sampling held-out problems"):
+        result = evaluate(sampler)
+    with closing(RunFolder(target, args.num_steps)) as log:
+        log.log_eval({"step": args.num_steps, **result.record()}, result.groups)
+    write_json(target / "summary.json", result.record())
+    return result
+
+
+def with_prompts(demonstrations: Sequence[tuple[Problem, str]], template: str, tokenizer) -> list[tuple[str, str]]:
+    """(prompt, response) pairs; a demonstration without a question has its prompt already."""
+    filled = iter(prompted([problem for problem, _ in demonstrations if problem.question], template, tokenizer))
+    problems = [next(filled) if problem.question else problem for problem, _ in demonstrations]
+    return [(problem.prompt, response) for problem, (_, response) in zip(problems, demonstrations, strict=True)]
+
+
+class MadeMeanwhile(UserError):
+    """Another command has written --sft_base while this one was training."""
+
+
+def warm_start(args: RLArgs, console: Console) -> str:
+    """The folder or hub name of the model that training starts from, made by SFT where the preset says so."""
+    if not args.sft_base:
+        return resolve_model(args.model, args.output_dir)
+    refuse_missing_warm_start(args)
+    if not Path(args.sft_base).exists():
+        console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
+        # One warm start for every run, whatever seed and adapters the one that happens to come first has.
+        try:
+            sft_args = dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0)
+            run_sft(sft_args, check_sft(sft_args), console)
+        except MadeMeanwhile:
+            console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
+    console.print(f"starting from {args.sft_base}", markup=False)
+    return resolve_model(args.sft_base, args.output_dir, "--sft_base")
+
+
+def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluator, int]:
+    """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves no folder.
+    Raises `UserError` for mistakes, if possible before a model loads."""
+    base = str(run.checkpoint or warm_start(args, run.console))
+    tokenizer = load_tokenizer(base)
+    problems, evaluate = evaluation(args, tokenizer)
+    source = open_source(args.rollout_config, tokenizer)
+    longest = longest_row(args, source, problems, base, tokenizer)
+    if args.deterministic:
+        make_deterministic()
+    start = warm_start(args, run.console) if run.checkpoint and args.lora_rank else base  # to which adapters are added
+    policy = make_policy(args, start, run.checkpoint)
+    if run.checkpoint:
+        policy.load_optimizer(run.checkpoint / TRAINER)
+    run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
+    references = make_references(args, run, base, policy)
+    eval_sampler = make_eval_sampler(args, run, base, tokenizer, policy)
+    previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
+    if message := policy.choose_micro_batch_tokens(longest, previous):
+        run.console.print(message)
+    roles = roles_of(args)
+    shared = args.rollouts == "sync" and roles.sample == roles.eval and not args.sampler_url
+    if args.rollouts == "async":
+        rollouts = make_rollouts_ahead(args, run, base, policy, references)
+    else:
+        sampler = eval_sampler if shared else make_rollout_sampler(args, run, base, tokenizer, policy)
+        rollouts = SyncRollouts(source, sampler, run.clock)
+    pad_id = pad_token_id(tokenizer)
+
+    def check(groups: Sequence[Group]) -> None:
+        """Compare the log-probs of an evaluation's own sampler with the trainer's."""
+        rollout = collate_groups(groups, args.rollout_config, pad_id)
+        sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
+
+    if args.lora_rank:
+        prompts = [problem.prompt for problem in problems[:PROBED]]
+        for sampler in dict.fromkeys((eval_sampler, getattr(rollouts, "sampler", eval_sampler))):
+            run.console.print(prove_adapters_arrive(sampler, policy, prompts, args.sampling, pad_id), soft_wrap=True)
+    checks = None if shared else check
+    evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, checks)
+    processes = (rollouts, references) if shared else (rollouts, references, eval_sampler)
+    run.start(policy, tokenizer, rollouts, restarts=lambda: sum(process.restarts for process in processes))
+    return policy, rollouts, references, evaluator, pad_id
+
+
+def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem], base: str, tokenizer) -> int:
+    """Maximum tokens of a prompt and its response in an update. Raises `UserError` for a prompt beyond the context."""
+    known = problems if isinstance(source.problems, Endless) else [*source.problems, *problems]
+    longest_response = max(args.max_new_tokens, args.eval_max_new_tokens)
+    prompts = [problem.prompt for problem in known]
+    encoded = encode_prompts(tokenizer, prompts, context_length(load_config(base)), longest_response)
+    return max(map(len, encoded)) + args.max_new_tokens
+
+
+def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:
+    """The sources of old and reference log-probs. The reference model is the model that the run started from."""
+    config, roles, old_policy, reference = args.update_config, roles_of(args), None, None
+    itself = hasattr(policy, "ranks") or args.lora_rank  # ranks share a pass, and adapters need no copy of the weights
+    if config.old_log_probs == "policy" and roles.policy != (roles.reference,) and not itself:
+        old_policy = FrozenModel(base, roles.reference, getattr(torch, compute_dtype(args.dtype, roles.policy[0])))
+    if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
+        run.console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
+    if args.beta and args.lora_rank and not args.reference_url:
+        reference = LocalReference(lambda batch, distribution, _: policy.base_log_probs(batch, distribution))
+    elif args.beta:
+        reference = make_reference(args, run, warm_start(args, run.console) if run.step else base)
+    return References(config, old_policy, reference, run.clock)
+
+
+def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
+    """The reference model `model_path`: at --reference_url, in this process (--rollouts sync), or in a process of its own.
+    Raises `UserError` if --reference_url serves another model."""
+    roles, vocabulary = roles_of(args), load_config(model_path).vocab_size
+    name = compute_dtype(args.dtype, roles.policy[0])
+    dtype = getattr(torch, name)
+    if args.reference_url:
+        remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
+        if FrozenModel(model_path, "cpu", dtype).weights_digest() != remote.info["weights"]:
+            raise UserError(
+                f"--reference_url {remote.url}: its model {printable(remote.info['model'])} has other weights, or another dtype"
+                f" than {dtype}, than {model_path}, from which training starts: serve that one"
+            )
+        return remote
+    if args.rollouts == "sync":
+        return LocalReference(FrozenModel(model_path, roles.reference, dtype).log_probs)
+    served = ServedModel(model_path, roles.reference, name, max_pending=args.staleness + 4, deterministic=args.deterministic)
+    return run.closing.enter_context(closing(ReferenceProcess(served, vocabulary, args.sampler_timeout)))
+
+
+def make_eval_sampler(args: RLArgs, run: Run, base: str, tokenizer, policy: Policy) -> Sampler:
+    """The evaluation's sampler, which rollouts between the updates use, too, if they have the same device."""
+    roles = roles_of(args)
+    facts = {"policy_version": run.step, "engines": engines_on_shared_gpu(args, roles)}
+    return run.closing.enter_context(closing(make_sampler(args, base, roles.eval, tokenizer, policy, **facts)))
+
+
+def make_rollout_sampler(args: RLArgs, run: Run, base: str, tokenizer, policy: Policy) -> Sampler:
+    """A sampler of rollouts alone, between the updates."""
+    engine, config = rollout_sampler_config(args, run, base)
+    return run.closing.enter_context(closing(open_sampler(find_engine(engine), config, tokenizer, policy)))
+
+
+def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, references: References) -> AheadRollouts:
+    """Rollouts that another process samples ahead (--rollouts async)."""
+    reference = references.reference
+    engine, sampler = rollout_sampler_config(args, run, base)
+    config = configuration(
+        AheadConfig, args, rollouts=args.rollout_config, sampler=sampler, engine=engine,
+        micro_batch_tokens=policy.micro_batch_tokens,
+        reference=(reference.url, reference.token) if hasattr(reference, "url") else None,
+    )  # fmt: skip
+    sampled = load_rollouts(run.checkpoint) if run.checkpoint else []
+    return run.closing.enter_context(closing(AheadRollouts(config, sampled, run.clock)))
+
+
+def rollout_sampler_config(args: RLArgs, run: Run, base: str) -> tuple[str, SamplerConfig]:
+    """The engine of the rollouts' sampler, and what it is started with."""
+    roles = roles_of(args)
+    options = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
+    config = sampler_config(args, base, roles.sample, engines_on_shared_gpu(args, roles), **options)
+    return "vllm_server" if args.sampler_url else engine_name(args.sampler), config

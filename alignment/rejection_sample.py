@@ -15,12 +15,13 @@ from rich.console import Console
 
 from alignment.args import RejectionArgs, parse
 from alignment.checks import check, check_model_path, check_training_split, resolve_model, roles_of
-from alignment.core.records import Completion, Endless, Group, Problem
+from alignment.core.records import Completion, Group, Problem
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.data.tasks.jsonl import read_demonstrations
 from alignment.rewards.parts import language_consistency
 from alignment.rewards.rules import find_rule
+from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
 from alignment.system.terminal import make_console, make_table
@@ -66,16 +67,14 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     from alignment.sampling.sampler import engine_name
 
     task = find_task(args.task)
-    problems = task.training_problems(args.dataset_path)
-    number = args.num_problems if isinstance(problems, Endless) else min(args.num_problems, len(problems))
     path = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(path)
     template = args.prompt or task.prompt
-    chosen = prompted([problems[i] for i in range(number)], template, tokenizer)
-    chosen = with_examples(chosen, examples, template, tokenizer)
-    sampling = eval_sampling(args, task.stop, args.num_samples)
+    chosen = training_problems(task.training_problems(args.dataset_path), 0, args.num_problems, tokenizer)
+    chosen = with_examples(prompted(chosen, template, tokenizer), examples, template, tokenizer)
+    sampling = eval_sampling(args, args.num_samples)
     sampler = make_sampler(args, path, roles_of(args).sample, tokenizer)
-    status = f"sampling {number} problems x {args.num_samples} with {engine_name(args.sampler)}"
+    status = f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
     with closing(sampler), console.status(status):
         completions = sampler.sample([problem.prompt for problem in chosen], sampling)
         return score_groups(chosen, completions, find_rule(args.evaluation_rule))

@@ -14,12 +14,12 @@ def main() -> None:
     args = parse(SFTArgs)
     if followed(args.rank_timeout):
         return
-    inputs = check_sft(args)
+    demonstrations = check_sft(args)
     from alignment.evaluation.accuracy import print_evaluation
-    from alignment.warm_start import run_sft
+    from alignment.models import run_sft
 
     console = make_console()
-    print_evaluation(run_sft(args, inputs, console), console)
+    print_evaluation(run_sft(args, demonstrations, console), console)
     console.print(f"model: {args.sft_base}", markup=False)
 
 

@@ -24,7 +24,7 @@ def train(args: RLArgs, console: Console) -> Path:
     rollout_config, update_config = args.rollout_config, args.update_config
     with open_run(run_config(args), console) as run:  # locks and resumes the folder; saves a checkpoint when stopped
         # Imported here, because these modules load torch: `check_rl` and `open_run` report mistakes first.
-        from alignment.build import build
+        from alignment.models import build
         from alignment.rollouts.batches import collate_groups, with_advantages
         from alignment.training.update import update
 

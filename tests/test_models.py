@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from alignment import build, checks, models
+from alignment import checks, models
 from alignment.args import PlanArgs, RLArgs, from_preset
 from alignment.checks import resolve_model
 from alignment.models import partition_model_across_devices
@@ -55,11 +55,11 @@ def test_a_broken_config_is_one_clear_line(tmp_path):
 def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folder, monkeypatch):
     """With asynchronous rollouts the evaluation's engine and the rollouts' are two; a GPU of the policy's keeps room for it."""
     roles = Roles(policy=(policy,), sample="cuda:7", reference="cuda:6", eval="cuda:7")
-    for module in (build, checks, models):
+    for module in (checks, models):
         monkeypatch.setattr(module, "roles_of", lambda args, num_gpus=None: roles)
-    monkeypatch.setattr(models, "open_sampler", lambda engine, config, *_: SimpleNamespace(config=config, close=None))
+    monkeypatch.setattr(models, "open_sampler", lambda engine, config, *_: SimpleNamespace(config=config, close=lambda: None))
     args, base = from_preset(RLArgs, "tiny", rollouts=rollouts), str(tiny_folder)
     run = SimpleNamespace(step=0, closing=ExitStack())
-    evaluation = build.make_eval_sampler(args, run, base, None, None).config
+    evaluation = models.make_eval_sampler(args, run, base, None, None).config
     run.closing.pop_all()
-    assert evaluation.memory_share == build.rollout_sampler_config(args, run, base).memory_share == pytest.approx(share)
+    assert evaluation.memory_share == models.rollout_sampler_config(args, run, base)[1].memory_share == pytest.approx(share)

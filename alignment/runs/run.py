@@ -200,14 +200,11 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
 
 def refuse_other_arguments(path: Path, config: RunConfig) -> None:
     """Raise `UserError` if a run was started with other arguments than those of `config`."""
-    before = read_json(path / "args.json").get("args")
-    if not isinstance(before, dict):
+    given = read_json(path / "args.json").get("args")
+    if not isinstance(given, dict):
         raise UserError(f"--resume: {path / 'args.json'} is damaged, so it does not say how the run was started")
     defaults, now = (json.loads(json.dumps(dict(values))) for values in (config.defaults, config.arguments))
-    changed = [
-        f"--{key} was {before.get(key, defaults.get(key))!r}, now {value!r}"
-        for key, value in now.items()
-        if before.get(key, defaults.get(key)) != value and key not in CHANGEABLE_ON_RESUME
-    ]
+    before = {key: given.get(key, defaults.get(key)) for key in now.keys() - CHANGEABLE_ON_RESUME}
+    changed = [f"--{key} was {before[key]!r}, now {now[key]!r}" for key in now if key in before and before[key] != now[key]]
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")

@@ -131,7 +131,7 @@ def test_demonstrations_of_test_questions_are_left_out(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = [str(tmp_path / "rows.jsonl")]
     for seed in range(3):
-        splits = check_sft(SFTArgs(sft_base=str(tmp_path / "x"), demonstrations=files, seed=seed)).demonstrations
+        splits = check_sft(SFTArgs(sft_base=str(tmp_path / "x"), demonstrations=files, seed=seed))
         asked = {problem.question or problem.prompt for problem, _ in splits["train"]}
         assert not asked & {"What is 1 - 4 * 2 - 6?", tested.prompt + "\n"}
         assert len(splits["train"]) + len(splits["test"]) >= 30

@@ -26,7 +26,7 @@ from pathlib import Path
 import matplotlib.pyplot  # noqa: F401  what a run imports late, imported once for all forks
 import torch.utils.tensorboard  # noqa: F401
 
-from alignment import build, models, train_rl
+from alignment import models, train_rl
 from alignment.data.embedded import build_tiny
 from alignment.data.tasks import TASKS
 from alignment.rewards.grading.ask_math_verify import WORKERS
@@ -60,7 +60,7 @@ PHASES = {
 # Seconds of every start, and nothing that a kill could harm: made once, for all forks.
 TASKS["arithmetic"] = dataclasses.replace(TASKS["arithmetic"], problems=functools.cache(TASKS["arithmetic"].problems))
 summary.plot_learning_curve = lambda *arguments: None
-build.encode_prompts = lambda *arguments: [[0] * 40]  # all of them fit
+models.encode_prompts = lambda *arguments: [[0] * 40]  # all of them fit
 
 FILE_CALLS = {"open", "write", "mkdir", "rename", "fsync", "close", "serialize_file", "save"}
 OURS = os.path.dirname(train_rl.__file__)

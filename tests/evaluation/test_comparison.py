@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.core.records import Completion, Group, Problem
-from alignment.evaluation.accuracy import clustered_interval
-from alignment.evaluation.comparison import paired_difference, write_comparison
+from alignment.evaluation.accuracy import clustered_interval, paired_difference, write_comparison
 
 
 def groups(rewards, text="t"):

@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
-from alignment.build import make_reference
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import collate
+from alignment.models import make_reference
 from alignment.policy import reference_client, reference_service
 from alignment.policy.frozen import FrozenModel, weights_digest
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
