@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.plain_path import take_plain_path, takes_plain_path
+from alignment.policy.packing import take_plain_path, takes_plain_path
 from alignment.policy.self_check import choose_path
 from benchmarks.families import FAMILIES, decoding_difference, family_model, rows_of, training_differences
 

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from alignment.core.records import Batch, SamplingConfig
 from alignment.core.tokens import collate
 from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.packing import ATTENTION
-from alignment.policy.plain_path import OWN_ATTENTION, own_attention
+from alignment.policy.packing import ATTENTION, OWN_ATTENTION, attention_named
 from alignment.policy.self_check import own_log_probs
 from alignment.sampling.transformers import TransformersSampler, choose_decoding
 
@@ -113,7 +112,7 @@ def decoding_difference(model: PreTrainedModel, tokens: int = 12) -> float:
         largest = 0.0
         for index, row in enumerate(rows):
             prompt = prompts[index // 2]
-            with own_attention(model):
+            with attention_named(model, OWN_ATTENTION):
                 logits = model(input_ids=torch.tensor([prompt + row.token_ids]), use_cache=False).logits[
                     0, len(prompt) - 1 : -1
                 ]

@@ -10,8 +10,8 @@ from alignment.core.tokens import Row, split_rows, take_rows
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device, load_model
 from alignment.policy.log_probs import get_response_log_probs
+from alignment.policy.packing import takes_plain_path
 from alignment.policy.parallel_micro_batches import Result, cut_for_parallel, run_parallel
-from alignment.policy.plain_path import takes_plain_path, unshared
 
 ONE_TOKEN = Batch(*[torch.zeros(1, 1, dtype=torch.int64)] * 2, torch.ones(1, 1, dtype=torch.bool))
 """A batch for a micro-batch without rows, which a rank computes, and discards, while others have rows: collectives need every
@@ -100,7 +100,8 @@ def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int], wit
     chosen = take_rows(batch, rows)
     split = split_rows(chosen.input_ids, chosen.response_mask)
     split = [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
-    return unshared(split) if takes_plain_path(model) else split
+    # On the plain path rows share no prompt, so that each one's tokens count in full.
+    return [((*prompt, *response), ()) for prompt, response in split] if takes_plain_path(model) else split
 
 
 def model_log_probs(model: PreTrainedModel, batch: Batch, distribution: Distribution, dtype: torch.dtype) -> torch.Tensor:

@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from alignment.policy.huggingface import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
-from alignment.policy.packing import ATTENTION, Packing
+from alignment.policy.packing import ATTENTION, OWN_ATTENTION, Packing, take_plain_path
 from alignment.policy.placement import ModelShape, cast_by_autocast, partition_layers
-from alignment.policy.plain_path import OWN_ATTENTION, take_plain_path
 from alignment.policy.self_check import choose_path, once
 from alignment.system.errors import UserError
 

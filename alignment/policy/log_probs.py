@@ -4,8 +4,7 @@ import torch
 
 from alignment.core.records import Distribution
 from alignment.core.tokens import split_rows
-from alignment.policy.packing import attention_by_layout, pack, send, soft_capped
-from alignment.policy.plain_path import padded_logits, takes_plain_path
+from alignment.policy.packing import attention_by_layout, pack, send, soft_capped, takes_plain_path
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
 LOGITS_IN_CACHE = {"cpu": 2**20}  # of which so many are gone over at a time, where passes over memory are what takes time
@@ -89,6 +88,16 @@ def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask
     hidden = output.last_hidden_state
     spots_BT = torch.nn.functional.pad(packing.spots_BT, (0, response_mask.shape[1] - packing.spots_BT.shape[1]))
     return hidden[0].index_select(0, send(spots_BT[response_mask], hidden.device))
+
+
+def padded_logits(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The model's own logits at the mask's N positions, [N, V], in the order of the flattened mask. `input_ids` and `mask`:
+    [batch, sequence], right-padded."""
+    device = model.get_input_embeddings().weight.device
+    last_B1 = mask.int().cumsum(dim=1).argmax(dim=1, keepdim=True)
+    attention_mask = (torch.arange(mask.shape[1]) <= last_B1).long()
+    logits = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), use_cache=False).logits
+    return logits[mask.to(logits.device)]
 
 
 def head_log_probs(

@@ -1,4 +1,5 @@
-"""Rows of a batch as one sequence without padding, in which rows of one prompt share it, and attention over that."""
+"""Rows of a batch as one sequence without padding, in which rows of one prompt share it, and attention over that. Models for
+which this is not exact take the plain path: rows padded, a model's own attention, its own logits."""
 
 import itertools
 from collections import defaultdict
@@ -198,7 +199,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, layout: L
     window, soft_cap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
     if layout is None:
         if soft_cap is not None or sinks is not None or (window is not None and key.shape[2] > window):
-            raise ValueError("attention without a layout has no window, soft cap or sinks: use plain_path.own_attention")
+            raise ValueError("attention without a layout has no window, soft cap or sinks: use attention_named")
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     unknown = [name for name, told in kwargs.items() if isinstance(told, torch.Tensor | float) and name not in KNOWN]
     if unknown:
@@ -214,6 +215,18 @@ KNOWN = {"sliding_window", "softcap", "s_aux", "dropout", "position_ids", "cache
 
 ATTENTION = "layout"  # without "sdpa" in it: transformers then refuses models whose attention torch's cannot compute
 AttentionInterface.register(ATTENTION, attention)
+OWN_ATTENTION = "eager"  # which every family of transformers has, and which leaves out none of the family's features
+
+
+def takes_plain_path(model: torch.nn.Module) -> bool:
+    """Whether `take_plain_path` was called with this model."""
+    return getattr(model, "takes_plain_path", False)
+
+
+def take_plain_path(model: torch.nn.Module) -> None:
+    """Have a model's log-probs and decoding go by the plain path from now on."""
+    model.takes_plain_path = True
+    model.config._attn_implementation = OWN_ATTENTION
 
 
 @contextmanager

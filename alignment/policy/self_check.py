@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from alignment.core.tokens import collate
 from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.plain_path import own_attention, take_plain_path, takes_plain_path
+from alignment.policy.packing import OWN_ATTENTION, attention_named, take_plain_path, takes_plain_path
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
@@ -69,7 +69,7 @@ def own_log_probs(model: torch.nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> to
     ids = [torch.tensor([*prompt, *response]) for prompt, response in rows]
     ids_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     try:
-        with own_attention(model):
+        with attention_named(model, OWN_ATTENTION):
             logits = model(input_ids=ids_BT.to(model.get_input_embeddings().weight.device), use_cache=False).logits
     except torch.OutOfMemoryError:
         raise

@@ -11,8 +11,7 @@ from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, S
 from alignment.policy.loading import context_length, first_device, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
-from alignment.policy.packing import Layout, attention_by_layout, pack
-from alignment.policy.plain_path import own_attention, takes_plain_path
+from alignment.policy.packing import OWN_ATTENTION, Layout, attention_by_layout, attention_named, pack, takes_plain_path
 from alignment.policy.policy import Policy
 from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces
 from alignment.sampling.arrival import Held, tensor_checksum
@@ -278,7 +277,7 @@ class _OwnDecoding:
         """Logits [lines, vocabulary] after one more token of each line."""
         self.ids = torch.cat([self.ids, tokens.view(len(self.ids), -1)], dim=1)
         news = self.ids if self.cache is None else tokens[:, None]
-        with own_attention(self.model):
+        with attention_named(self.model, OWN_ATTENTION):
             outputs = self.model(input_ids=news, past_key_values=self.cache, use_cache=True)
         self.cache = outputs.get("past_key_values")
         return outputs.logits[:, -1]

@@ -15,8 +15,8 @@ from alignment.policy import log_probs, packing, self_check
 from alignment.policy.frozen import FrozenModel, MicroBatchedModel
 from alignment.policy.loading import load_config, load_model, load_tokenizer, spread
 from alignment.policy.log_probs import get_response_log_probs, sampling_logits
+from alignment.policy.packing import OWN_ATTENTION, attention_named, take_plain_path, takes_plain_path
 from alignment.policy.placement import ModelShape, partition_layers
-from alignment.policy.plain_path import own_attention, take_plain_path, takes_plain_path
 from alignment.policy.policy import Objective
 from alignment.policy.self_check import checking, choose_path
 from alignment.sampling import transformers as sampling_module
@@ -67,7 +67,7 @@ def test_scales_and_caps_come_before_the_temperature(distribution):
         ids = torch.randint(3, 64, (2, 14), generator=torch.Generator().manual_seed(0))
         labels, mask = ids.roll(-1, dims=1), torch.ones(2, 14, dtype=torch.bool)
         ours = get_response_log_probs(model, ids, labels, True, mask, **vars(distribution))
-        with own_attention(model):
+        with attention_named(model, OWN_ATTENTION):
             logits = model(ids).logits.flatten(0, 1)
         kept = sampling_logits(logits, *vars(distribution).values(), keep=labels.flatten())
         expected = kept.log_softmax(-1).gather(-1, labels.flatten()[:, None]).view(2, 14)
