@@ -130,9 +130,9 @@ def test_new_weights_replace_the_old_ones_and_their_cached_prefixes(connect, pol
     for seed, model in [(0, policy), (1, tiny_llama(seed=1)), (2, tiny_llama(seed=2))]:
         server.load_weights(model.named_parameters(), version=seed)
         assert list((tmp_path / "weights").iterdir()) == []
-        again = [server.sample(prompts, OPEN_END) for _ in range(2)]
-        assert again[0] == again[1]
-        for completion in flat(again[0]):
+        first, again = (flat(server.sample(prompts, OPEN_END)) for _ in range(2))  # the second finds cached prefixes
+        assert [completion.token_ids for completion in first] == [completion.token_ids for completion in again]
+        for completion in (*first, *again):
             assert completion.policy_version == seed
             assert (torch.tensor(completion.log_probs) - expected_log_probs(model, completion)).abs().max() < 1e-3
 
