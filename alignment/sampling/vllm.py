@@ -18,7 +18,7 @@ import torch
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, checked_columns, checksum, tensor_checksum
+from alignment.sampling.arrival import Held, checked_columns, checked_part, checksum
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
@@ -239,8 +239,9 @@ def _checksums(engine, connection: Connection, version: int) -> Held:
 
 @torch.inference_mode()
 def held_checksums(worker, version: int) -> Held:
-    """The checksums of a worker's model. vLLM stacks some matrices, such as those of queries, keys and values. A tied output
-    embedding is the input's parameter, and is made of what that is made of."""
+    """The checksums of a worker's model. vLLM stacks some matrices, such as those of queries, keys and values: each part has a
+    checksum of its own where the layer knows the parts' sizes. A tied output embedding is the input's parameter, and is made
+    of what that is made of."""
     model, dtype, held = worker.get_model(), worker.vllm_config.model_config.dtype, {}
     known: dict[torch.nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules():
@@ -248,18 +249,23 @@ def held_checksums(worker, version: int) -> Held:
         stacked = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         for name, parameter in module.named_parameters(recurse=False):
             parts = known.setdefault(parameter, [".".join(filter(None, (path, part, name))) for part in stacked])
-            held[f"{prefix}.{name}"] = (parts, _held_checksum(module, name, parameter, version, dtype))
+            rows = _held_part(module, name, parameter, version).to(dtype)
+            if len(sizes := getattr(module, "output_partition_sizes", ())) == len(parts) > 1:
+                held |= {part: ([part], checksum(own)) for part, own in zip(parts, rows.split(sizes), strict=True)}
+            else:
+                held[f"{prefix}.{name}"] = (parts, checksum(rows))
     return held
 
 
-def _held_checksum(module, name: str, parameter: torch.Tensor, version: int, dtype: torch.dtype) -> int:
-    """The checksum of one tensor. On a CPU vLLM multiplies by a packed copy, whose columns are its products with unit vectors:
-    each is a sum of one number and zeros, so no bit is lost."""
-    if name != "weight" or not hasattr(module, "cpu_linear"):
-        return tensor_checksum(parameter, version, dtype)
+def _held_part(module, name: str, parameter: torch.Tensor, version: int) -> torch.Tensor:
+    """The `checked_part` of a tensor as it is computed with. On a CPU vLLM mostly multiplies by a packed copy, whose columns
+    are its products with unit vectors: each is a sum of one number and zeros, so no bit is lost."""
+    product = getattr(module, "cpu_linear", None)
+    if name != "weight" or getattr(product, "__closure__", None) is None:  # which holds the packed copy where there is one
+        return checked_part(parameter, version)
     width = parameter.shape[1] if parameter.ndim == 2 else module.input_size_per_partition
-    columns = torch.eye(width, dtype=parameter.dtype)[checked_columns(width, version)]
-    return checksum(module.cpu_linear(columns, parameter, None).to(dtype))
+    columns = torch.tensor(checked_columns(width, version))
+    return product(torch.nn.functional.one_hot(columns, width).to(parameter.dtype), parameter, None).T
 
 
 VERBS = {"generate": _generate, "reload": _reload, "checksums": _checksums}

@@ -161,19 +161,23 @@ def test_more_prompt_tokens_than_the_engine_schedules_at_once(sampler, policy):
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("fault", ["a tensor is lost", "all are lost", "applied twice"])
+@pytest.mark.parametrize("fault", ["a tensor is lost", "all are lost", "applied twice", "two are swapped"])
 def test_weights_that_do_not_arrive_are_noticed_at_once(fault, sampler, policy, monkeypatch):
     """Changes of 1e-6, as of one update at a small learning rate. vLLM has stacked the matrices, and packed copies of them."""
     moved, old, send = tiny_llama(seed=0), dict(policy.named_parameters()), vllm.send_tensors
     with torch.no_grad():
         for weight in moved.parameters():
             weight += 1e-6 * torch.randn(weight.shape).sign()
+    new = dict(moved.named_parameters())
+    first, second = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv")  # of one shape, and parts of one stack
+    swapped = {first: second, second: first}
 
     def send_wrongly(connection, tensors, dtype):
         wrong = {
             "a tensor is lost": lambda name, tensor: None if "1.mlp.up_proj" in name else tensor,
             "all are lost": lambda name, tensor: None,
             "applied twice": lambda name, tensor: 2 * tensor - old[name],
+            "two are swapped": lambda name, tensor: new[swapped.get(name, name)],
         }[fault]
         sent = ((name, wrong(name, tensor)) for name, tensor in tensors)
         send(connection, [(name, tensor) for name, tensor in sent if tensor is not None], dtype)
