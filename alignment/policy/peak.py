@@ -64,7 +64,7 @@ def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, 
     if samples and not vllm:
         all_rows = step.sampled * key_value_bytes(config, 2)
         cache = min(CACHE_BYTES["cuda"], all_rows)  # waves of rows keep to it
-        logits = 4 * step.rows * cache // all_rows * config.vocab_size * (10 if step.truncated else 4)
+        logits = 4 * step.rows * cache // all_rows * config.vocab_size * (5 if step.truncated else 4)
         moments.append(kept | {"keys and values": cache, "logits": logits})
     return max(moments, key=lambda moment: sum(moment.values()))
 
@@ -94,5 +94,5 @@ def head_bytes(config: Any, step: StepShape, trained: bool) -> int:
     a number that torch's CUDA sort takes for itself."""
     head = config.vocab_size * config.hidden_size
     piece = 4 * min(LOGITS_IN_MEMORY, max(step.micro_batch_tokens, step.prompt + step.max_new_tokens, 512) * config.vocab_size)
-    scoring = (10 if step.truncated else 4) * piece
+    scoring = (5 if step.truncated else 4) * piece
     return 2 * head + (4 * head + max(scoring, 2 * head + 3 * piece // 2) if trained else scoring)

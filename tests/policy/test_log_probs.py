@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -161,6 +163,30 @@ def test_a_kept_token_stays_finite_outside_the_nucleus():
     logits = torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log()
     kept = sampling_logits(logits, 1.0, 0.75, keep=torch.tensor([3])).softmax(-1)
     assert kept[0].tolist() == pytest.approx([5 / 9, 0, 3 / 9, 1 / 9])
+
+
+def by_sorting(logits: torch.Tensor, top_p: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [V] that stay of one row [V], from a sort of all, and the probabilities before each token in its order."""
+    order = logits.argsort(descending=True, stable=True)
+    order = order[: top_k or None]
+    probabilities = logits[order].double().softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    return torch.zeros_like(logits, dtype=torch.bool).index_fill(0, order[before < top_p], True), before
+
+
+@given(
+    st.lists(st.integers(-12, 12), min_size=1, max_size=60), st.floats(0.01, 1.0), st.integers(0, 8), st.integers(1, 9)
+)
+def test_truncation_keeps_what_a_sort_of_all_tokens_keeps(integers, top_p, top_k, sorted_first):
+    """Integers make ties: of equally likely tokens the first ones stay."""
+    logits = torch.tensor(integers).float() / 2
+    stays, before = by_sorting(logits, top_p, top_k)
+    assume((before - top_p).abs().min() > 1e-5)  # there rounding decides
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "NUCLEUS_TOKENS", sorted_first)
+        kept = sampling_logits(torch.stack([logits, logits]), 1.0, top_p, top_k)
+    assert kept.isfinite().tolist() == [stays.tolist()] * 2
+    assert kept[0, stays].tolist() == logits[stays].tolist()
 
 
 def test_temperature_divides_the_logits():
