@@ -10,9 +10,12 @@ from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from alignment.core.tokens import Row
 from alignment.policy.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+QUERIES_AT_A_TIME = 256  # of each row, where attention needs a bias
 
 
 @dataclass
@@ -29,42 +32,20 @@ class Packing:
     suffixes_RQ: torch.Tensor | None = None  # Places of each suffix's tokens, right-padded with 0; None without suffixes
     seen_RK: torch.Tensor | None = None
     """Places of what they see: the prefix, left-padded with 0, then the suffix itself, right-padded."""
-    bias_R1QK: torch.Tensor | None = None
-    """0 where a suffix's token sees another, else -inf; [1, 1, Q, K] where prefixes are equally long."""
+    padding_R: torch.Tensor | None = None  # How many zeros stand before each of these prefixes; [1] where all are equal
     suffix_tokens: torch.Tensor | None = None  # Which of the flattened [R * Q] are tokens
     applied: list[bool] = field(default_factory=list)
     copies: dict[torch.device, "Packing"] = field(default_factory=dict)
-    biases: dict[tuple[bool, int, torch.dtype, int | None], torch.Tensor] = field(default_factory=dict)
-
-    def bias(self, of_prefixes: bool, groups: int, dtype: torch.dtype, window: int | None) -> torch.Tensor:
-        """`bias_R1QK`, or the prefixes' causal one, with -inf beyond a window, for as many queries one after another. It is
-        made once: every layer keeps it for its backward."""
-        width = self.prefixes_SL.shape[1] if of_prefixes else self.seen_RK.shape[1]
-        window = None if window is None or window >= width else window
-        made = (of_prefixes, groups, dtype, window)
-        if made not in self.biases:
-            bias = self.bias_R1QK
-            if of_prefixes:
-                bias = torch.full((1, 1, width, width), -torch.inf, device=self.prefixes_SL.device).triu(1)
-            if window is not None:
-                # A suffix's prefix ends where the suffix begins, so columns are as far apart as positions.
-                places_K = torch.arange(width, device=bias.device)
-                distance_QK = places_K[width - bias.shape[2] :, None] - places_K
-                bias = bias.masked_fill(distance_QK >= window, -torch.inf)
-            self.biases[made] = bias.to(dtype).repeat(1, 1, groups, 1)
-        return self.biases[made]
+    biases: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     def attend(self, module, query, key, value, rule) -> torch.Tensor:
         """See `Layout.attend`; there is one row, of N tokens."""
-        here, groups = self.to(query.device), query.shape[1] // key.shape[1]
+        here = self.to(query.device)
         qkv_NHD = tuple(t[0].transpose(0, 1) for t in (query, key, value))
-        only_causal = rule.is_plain and (rule.window is None or rule.window >= here.prefixes_SL.shape[1])
-        bias = None if only_causal else here.bias(True, groups, query.dtype, rule.window)
-        prefixes = _attend(qkv_NHD, here.prefixes_SL, here.prefixes_SL, bias, rule)
+        prefixes = _attend(qkv_NHD, here.prefixes_SL, here.prefixes_SL, None, rule, here.biases)
         out = [prefixes.index_select(0, here.prefix_tokens)]
         if here.suffixes_RQ is not None:
-            bias = here.bias(False, groups, query.dtype, rule.window)
-            suffixes = _attend(qkv_NHD, here.suffixes_RQ, here.seen_RK, bias, rule)
+            suffixes = _attend(qkv_NHD, here.suffixes_RQ, here.seen_RK, here.padding_R, rule, here.biases)
             out.append(suffixes.index_select(0, here.suffix_tokens))
         return torch.cat(out)[None]
 
@@ -124,18 +105,11 @@ def pack(rows: Sequence[Row]) -> Packing:
 def _suffix_fields(suffixes: Sequence[torch.Tensor], prefixes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The fields of a `Packing` that say what suffixes see, from the places of each suffix and of its prefix."""
     suffixes_RQ, prefixes_RP = _padded(suffixes), _padded(prefixes, "left")
-    width = suffixes_RQ.shape[1]
-    # What pads a suffix on the right comes after all of its tokens, so it needs no masking.
-    prefix_seen_RP = prefixes_RP >= 0
-    prefix_seen_RP = prefix_seen_RP[:1] if len({len(prefix) for prefix in prefixes}) == 1 else prefix_seen_RP
-    causal_QQ = torch.ones(width, width, dtype=torch.bool).tril()
-    seen_RQK = torch.cat(
-        [prefix_seen_RP[:, None].expand(-1, width, -1), causal_QQ[None].expand(len(prefix_seen_RP), -1, -1)], dim=2
-    )
+    equal = len({len(prefix) for prefix in prefixes}) == 1
     return {
         "suffixes_RQ": suffixes_RQ.clamp(min=0),
         "seen_RK": torch.cat([prefixes_RP, suffixes_RQ], dim=1).clamp(min=0),
-        "bias_R1QK": torch.zeros(seen_RQK.shape).masked_fill(~seen_RQK, -torch.inf)[:, None],
+        "padding_R": (prefixes_RP[:1] if equal else prefixes_RP).lt(0).sum(dim=1),
         "suffix_tokens": _real(suffixes_RQ),
     }
 
@@ -254,25 +228,60 @@ def attention_by_layout(model: torch.nn.Module, layout: Layout) -> Iterator[None
         )
 
 
-def _attend(qkv_NHD, queries_RQ, keys_RK, bias, rule: AttentionRule) -> torch.Tensor:
-    """Attention of some places to others, causal where there is no bias: [R * Q, H, D]."""
+def _attend(qkv_NHD, queries_RQ, keys_RK, padding_R, rule: AttentionRule, biases: dict[tuple, torch.Tensor]) -> torch.Tensor:
+    """Causal attention of some places to others, of which the last Q are the same: [R * Q, H, D]. Keys in the first places of
+    a row, as many as `padding_R`, are nobody's.
+
+    Many queries go in pieces, each with a bias of its own, which backward makes again: no tensor grows with their square."""
     q_NHD, k_NHD, v_NHD = qkv_NHD
     (rows, width), heads, groups = queries_RQ.shape, k_NHD.shape[1], q_NHD.shape[1] // k_NHD.shape[1]
     q = q_NHD.index_select(0, queries_RQ.flatten()).view(rows, width, heads, groups, -1)
     k, v = (
         t.index_select(0, keys_RK.flatten()).view(rows, keys_RK.shape[1], heads, -1).transpose(1, 2) for t in (k_NHD, v_NHD)
     )
-    if bias is None:
+    before = keys_RK.shape[1] - width
+    if padding_R is None and rule.is_plain and (rule.window is None or rule.window >= width):
         q = q.flatten(2, 3).transpose(1, 2)
         grouped = groups > 1
         if grouped and q.is_cuda and q.dtype == torch.float32:  # grouped fp32 has only a kernel that keeps all scores
             k, v, grouped = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), False
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
+
+    def attend_piece(q, k, v) -> torch.Tensor:
+        return _attend_with_bias(q, k, v, causal_bias(padding_R, q.shape[1], rule.window, k).repeat(1, 1, groups, 1), rule)
+
+    if width <= QUERIES_AT_A_TIME:  # all layers keep the same bias for their backward
+        made = (before, width, rule.window, q.dtype, groups)
+        if made not in biases:
+            biases[made] = causal_bias(padding_R, width, rule.window, k).repeat(1, 1, groups, 1)
+        return _attend_with_bias(q, k, v, biases[made], rule).flatten(0, 1)
+    pieces = []
+    for start in range(0, width, QUERIES_AT_A_TIME):
+        end = min(start + QUERIES_AT_A_TIME, width)
+        inputs = (q[:, start:end], k[:, :, : before + end], v[:, :, : before + end])
+        pieces.append(checkpoint(attend_piece, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(pieces, dim=1).flatten(0, 1)
+
+
+def causal_bias(padding_R: torch.Tensor | None, queries: int, window: int | None, keys: torch.Tensor) -> torch.Tensor:
+    """0 where a query sees a key, else -inf: [R or 1, 1, Q, K], in the type of `keys` [R, H, K, D]. The last keys are the
+    queries' own; each sees those up to its own and less than `window` before it, but none of a row's first `padding_R`."""
+    places_K = torch.arange(keys.shape[2], device=keys.device)
+    distance_QK = places_K[-queries:, None] - places_K
+    unseen_RQK = ((distance_QK < 0) | (distance_QK >= (window or len(places_K))))[None]
+    if padding_R is not None:
+        unseen_RQK = unseen_RQK | (places_K < padding_R[:, None, None])
+    return torch.zeros(unseen_RQK.shape, dtype=keys.dtype, device=keys.device).masked_fill(unseen_RQK, -torch.inf)[:, None]
+
+
+def _attend_with_bias(q, k, v, bias, rule: AttentionRule) -> torch.Tensor:
+    """Attention of q [R, Q, H, G, D] to k and v [R, H, K, D] with a bias [R or 1, 1, G * Q, K]: [R, Q, H * G, D]."""
     # The queries that share a head of keys are as so many more rows of queries, so that keys need not be repeated.
+    width, groups = q.shape[1], q.shape[3]
     q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
     if rule.is_plain:
         out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=rule.scaling)
     else:
         out = rule.softmax(rule.capped(q @ k.transpose(2, 3) * rule.scaling) + bias).to(v.dtype) @ v
-    return out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+    return out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -53,6 +53,13 @@ def test_log_probs_gradients_and_decoding_are_those_of_the_models_own_forward_pa
     assert sampler.plain_path == (family in PLAIN)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral", "llama"])
+def test_pieces_of_the_queries_give_the_same(family, monkeypatch):
+    """Windows, caps, sinks and grouped queries, five tokens at a time."""
+    monkeypatch.setattr(packing, "QUERIES_AT_A_TIME", 5)
+    assert max(training_differences(family_model(family))) < 2e-5
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "granite", "phi"])
 def test_pieces_of_the_head_give_the_same(family, monkeypatch):
     monkeypatch.setattr(log_probs, "LOGITS_IN_MEMORY", 64 * 5)  # five rows at a time
