@@ -95,7 +95,6 @@ def measured(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     yield "log-probs after a step", policy.log_probs(rollout.batch, objective.distribution)
     yield "log-probs of the base after a step", policy.base_log_probs(rollout.batch, objective.distribution)
     yield "weights after a step", torch.cat([tensor.detach().flatten() for _, tensor in policy.weights()])
-    yield "validation after a step", sum(part.sum() for part in policy.supervised_log_probs(rollout.batch))
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -36,26 +36,19 @@ class MicroBatchedModel:
         pieces, parallel = cut_for_parallel(self.model, rows, self.micro_batch_tokens)
         return zip(pieces, run_parallel(compute, pieces, parallel, parameters), strict=True)
 
-    def forward_passes(
-        self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None, with_last_label: bool = False
-    ) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
-        """(row numbers, log-probs [b, t] on the CPU) of each micro-batch of some rows of a batch, without gradient."""
+    def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Log-probs [B, T] of a batch's responses, on the CPU, without gradient; 0 elsewhere, and in rows not among `rows`."""
         self.model.eval()  # dropout would make the ratio to these log-probs differ from 1
         rows = range(len(batch.labels)) if rows is None else rows
+        log_probs_BT = torch.zeros(batch.labels.shape)
 
         @torch.no_grad()
         def compute(piece: Sequence[int]) -> torch.Tensor:
             part = take_rows(batch, [rows[i] for i in piece]) if piece else ONE_TOKEN
             return self.run(model_log_probs, part, distribution, self.dtype).cpu()
 
-        computed = self.in_micro_batches(compute, computed_rows(self.model, batch, rows, with_last_label))
-        return (([rows[i] for i in piece], part_bt) for piece, part_bt in computed)
-
-    def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Log-probs [B, T] of a batch's responses, on the CPU, without gradient; 0 elsewhere, and in rows not among `rows`."""
-        log_probs_BT = torch.zeros(batch.labels.shape)
-        for numbers, part_bt in self.forward_passes(batch, distribution, rows):
-            log_probs_BT[numbers, : part_bt.shape[1]] = part_bt
+        for piece, part_bt in self.in_micro_batches(compute, computed_rows(self.model, batch, rows)):
+            log_probs_BT[[rows[i] for i in piece], : part_bt.shape[1]] = part_bt
         return log_probs_BT
 
 

@@ -84,9 +84,6 @@ class Policy(Protocol):
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         """Add the gradient of some rows of a batch, micro-batch by micro-batch. Without rows the gradient is zeros."""
 
-    def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
-        """The log-probs [b, t] of each micro-batch of a supervised batch, without gradient, without dropout."""
-
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down if its norm exceeds `max_norm`; returns the norm before clipping."""
 

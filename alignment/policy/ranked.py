@@ -34,9 +34,9 @@ class RankedPolicy:
     def model_on(self, device: str, dtype) -> None:
         return None
 
-    accumulate, supervised_log_probs = on_all_ranks("accumulate"), on_all_ranks("supervised_log_probs")
-    clip_gradient, step = on_all_ranks("clip_gradient"), on_all_ranks("step")
-    drop_gradient, gradient = on_all_ranks("drop_gradient"), on_all_ranks("gradient")
+    accumulate, step = on_all_ranks("accumulate"), on_all_ranks("step")
+    clip_gradient, drop_gradient = on_all_ranks("clip_gradient"), on_all_ranks("drop_gradient")
+    gradient = on_all_ranks("gradient")
     log_probs, choose_micro_batch_tokens = on_all_ranks("log_probs"), on_all_ranks("choose_micro_batch_tokens")
     base_log_probs, use_adapters = on_all_ranks("base_log_probs"), on_all_ranks("use_adapters")
     weights, load_optimizer = on_all_ranks("weights"), on_all_ranks("load_optimizer")

@@ -97,17 +97,11 @@ class Shard(SingleDevicePolicy):
         dist.gather_object(results, everything, group=self.ranks.calls)
         return [result for results in everything or [] for result in results]
 
-    def forward_passes(self, batch: Batch, distribution: Distribution, rows=None, with_last_label: bool = False) -> Iterator:
-        yield from super().forward_passes(batch, distribution, self._own_rows(batch, rows), with_last_label)
-        self.model.reshard()  # which a backward pass would do: what is gathered now must not outlive the next step
-
     def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
-        log_probs_BT = super().log_probs(batch, distribution, rows)
+        log_probs_BT = super().log_probs(batch, distribution, self._own_rows(batch, rows))
+        self.model.reshard()  # which a backward pass would do: what is gathered now must not outlive the next step
         dist.all_reduce(log_probs_BT)  # every row is 0 on all ranks but one
         return log_probs_BT
-
-    def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
-        return iter(self._gathered(list(super().supervised_log_probs(batch))))
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
         """As many tokens as fit on the rank with the least memory; ranks on a CPU share the host's. In fp32 a rank holds,

@@ -103,9 +103,6 @@ class SingleDevicePolicy(MicroBatchedModel):
 
         return self.in_micro_batches(compute, split, self.model.parameters())
 
-    def supervised_log_probs(self, batch: Batch) -> Iterator[torch.Tensor]:
-        return (log_probs_bt for _, log_probs_bt in self.forward_passes(batch, Distribution(), with_last_label=True))
-
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         return whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
 

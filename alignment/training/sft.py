@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.core.train_step import supervised_loss
 from alignment.policy.policy import Objective, Policy
@@ -115,5 +116,5 @@ def batch_loss(tokens: int, rows: Sequence[int], log_probs_bt: torch.Tensor, mas
 def validation_loss(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> float:
     """Mean negative log-likelihood, in nats a response token, of the first `VALIDATION_EXAMPLES` examples."""
     examples = examples[:VALIDATION_EXAMPLES]
-    log_probs = policy.supervised_log_probs(collate(*zip(*examples, strict=True), pad_token_id))
-    return -sum(part.sum().item() for part in log_probs) / sum(len(response) for _, response in examples)
+    log_probs_BT = policy.log_probs(collate(*zip(*examples, strict=True), pad_token_id), Distribution())
+    return -log_probs_BT.sum(dtype=torch.float64).item() / sum(len(response) for _, response in examples)

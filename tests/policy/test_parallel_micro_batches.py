@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.records import Completion, Distribution, Group, Problem
-from alignment.core.tokens import collate, packed_tokens
+from alignment.core.tokens import packed_tokens
 from alignment.policy import parallel_micro_batches
 from alignment.policy.packing import ATTENTION
 from alignment.policy.parallel_micro_batches import OrderedAccumulation, cut_for_parallel, run_parallel
@@ -238,10 +238,9 @@ def test_supervised_gradients_and_losses_are_those_of_one_after_another(policy, 
     ends = []
     for many in (1, 2):
         threads(many)
-        assert len(list(policy.supervised_log_probs(collate(*zip(*examples, strict=True), 0)))) == many
         loss = sft.accumulate(policy, examples, 0).item()
         ends.append((loss, sft.validation_loss(policy, examples, 0), taken_gradient(policy)))
-    assert hook_counts == [0, 2 * len(list(policy.model.parameters())), 0]
+    assert hook_counts == [2 * len(list(policy.model.parameters())), 0]
     (loss, validation, one), (other_loss, other_validation, two) = ends
     assert loss == pytest.approx(other_loss, abs=1e-5) and validation == pytest.approx(other_validation, abs=1e-5)
     assert loss == pytest.approx(validation, abs=1e-5)  # there is no dropout, and the batch is the validation set
