@@ -6,6 +6,7 @@ import dataclasses
 import errno
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,13 +37,13 @@ from alignment.runs.run import Run
 from alignment.runs.run_folder import RunFolder, write_args
 from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.restarts import open_sampler
-from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, engine_name, find_engine
+from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, find_engine
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, manifested, read_jsonl, write_json
 from alignment.system.terminal import printable, progress_line
 from alignment.system.torchrun import PROCESSES
 from alignment.training.mismatch import sampler_mismatch
-from alignment.training.references import LocalReference, Reference, References
+from alignment.training.references import References
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
 
 PROBED = 8  # test problems that samplers are asked with random adapters
@@ -80,9 +81,9 @@ def sampler_config(args: Args, base: str, device: str, engines: int = 1, **facts
     return SamplerConfig(base, device, dtype, timeout=args.sampler_timeout, memory_share=share, **facts)
 
 
-def make_sampler(args: Args, base: str, device: str, tokenizer, policy: Policy | None = None, **facts) -> Sampler:
+def make_sampler(args: Args, base: str, device: str, tokenizer, policy: Policy | None = None) -> Sampler:
     """The sampler that --sampler names, with the weights of the folder `base`; it may read `policy` in place."""
-    return open_sampler(find_engine(args.sampler), sampler_config(args, base, device, **facts), tokenizer, policy)
+    return open_sampler(find_engine(args.sampler), sampler_config(args, base, device), tokenizer, policy)
 
 
 def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
@@ -189,17 +190,22 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     if run.checkpoint:
         policy.load_optimizer(run.checkpoint / TRAINER)
     run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
-    references = make_references(args, run, base, policy)
-    eval_sampler = make_eval_sampler(args, run, base, tokenizer, policy)
+    references, served = make_references(args, run, base, policy)
+    roles, engine = roles_of(args), "vllm_server" if args.sampler_url else args.sampler
+    config = run_sampler_config(args, run, base, roles.eval)
+    eval_sampler = run.open(open_sampler(find_engine(args.sampler), config, tokenizer, policy))
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):
         run.console.print(message)
-    roles = roles_of(args)
     shared = args.rollouts == "sync" and roles.sample == roles.eval and not args.sampler_url
+    config = run_sampler_config(args, run, base, roles.sample)
     if args.rollouts == "async":
-        rollouts = make_rollouts_ahead(args, run, base, policy, references)
+        facts = {"micro_batch_tokens": policy.micro_batch_tokens, "reference": served}
+        ahead = configuration(AheadConfig, args, rollouts=args.rollout_config, engine=engine, sampler=config, **facts)
+        sampled = load_rollouts(run.checkpoint) if run.checkpoint else []
+        rollouts = run.open(AheadRollouts(ahead, sampled, run.clock))
     else:
-        sampler = eval_sampler if shared else make_rollout_sampler(args, run, base, tokenizer, policy)
+        sampler = eval_sampler if shared else run.open(open_sampler(find_engine(engine), config, tokenizer, policy))
         rollouts = SyncRollouts(source, sampler, run.clock)
     pad_id = pad_token_id(tokenizer)
 
@@ -212,10 +218,8 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
         prompts = [problem.prompt for problem in problems[:PROBED]]
         for sampler in dict.fromkeys((eval_sampler, getattr(rollouts, "sampler", eval_sampler))):
             run.console.print(prove_adapters_arrive(sampler, policy, prompts, args.sampling, pad_id), soft_wrap=True)
-    checks = None if shared else check
-    evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, checks)
-    processes = (rollouts, references) if shared else (rollouts, references, eval_sampler)
-    run.start(policy, tokenizer, rollouts, restarts=lambda: sum(process.restarts for process in processes))
+    evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, None if shared else check)
+    run.start(policy, tokenizer, rollouts)
     return policy, rollouts, references, evaluator, pad_id
 
 
@@ -228,70 +232,48 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
     return max(map(len, encoded)) + args.max_new_tokens
 
 
-def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:
-    """The sources of old and reference log-probs. The reference model is the model that the run started from."""
-    config, roles, old_policy, reference = args.update_config, roles_of(args), None, None
+def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> tuple[References, tuple[str, str] | None]:
+    """The sources of old and reference log-probs, with address and token of the server that gives the latter, if one does. The
+    reference model is the model that the run started from."""
+    config, roles, old_policy = args.update_config, roles_of(args), None
+    dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
     itself = hasattr(policy, "ranks") or args.lora_rank  # ranks share a pass, and adapters need no copy of the weights
     if config.old_log_probs == "policy" and roles.policy != (roles.reference,) and not itself:
-        old_policy = FrozenModel(base, roles.reference, getattr(torch, compute_dtype(args.dtype, roles.policy[0])))
+        old_policy = FrozenModel(base, roles.reference, dtype)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
-    if args.beta and args.lora_rank and not args.reference_url:
-        reference = LocalReference(lambda batch, distribution, _: policy.base_log_probs(batch, distribution))
-    elif args.beta:
-        reference = make_reference(args, run, warm_start(args, run.console) if run.step else base)
-    return References(config, old_policy, reference, run.clock)
+    references = partial(References, config, old_policy, clock=run.clock)
+    if not args.beta:
+        return references(None), None
+    if args.lora_rank and not args.reference_url:
+        return references(lambda key, batch, distribution, _: policy.base_log_probs(batch, distribution)), None
+    start = warm_start(args, run.console) if run.step else base
+    if args.rollouts == "sync" and not args.reference_url:
+        frozen = FrozenModel(start, roles.reference, dtype)
+        return references(lambda key, *question: frozen.log_probs(*question)), None
+    served = make_reference(args, run, start)
+    return references(served.log_probs), (served.url, served.token)
 
 
-def make_reference(args: RLArgs, run: Run, model_path: str) -> Reference:
-    """The reference model `model_path`: at --reference_url, in this process (--rollouts sync), or in a process of its own.
+def make_reference(args: RLArgs, run: Run, model_path: str) -> RemoteReference | ReferenceProcess:
+    """The reference model `model_path` where it works beside the trainer: at --reference_url, or in a process of its own.
     Raises `UserError` if --reference_url serves another model."""
     roles, vocabulary = roles_of(args), load_config(model_path).vocab_size
     name = compute_dtype(args.dtype, roles.policy[0])
-    dtype = getattr(torch, name)
     if args.reference_url:
         remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
-        if FrozenModel(model_path, "cpu", dtype).weights_digest() != remote.info["weights"]:
+        if FrozenModel(model_path, "cpu", getattr(torch, name)).weights_digest() != remote.info["weights"]:
             raise UserError(
                 f"--reference_url {remote.url}: its model {printable(remote.info['model'])} has other weights, or another dtype"
-                f" than {dtype}, than {model_path}, from which training starts: serve that one"
+                f" than torch.{name}, than {model_path}, from which training starts: serve that one"
             )
         return remote
-    if args.rollouts == "sync":
-        return LocalReference(FrozenModel(model_path, roles.reference, dtype).log_probs)
     served = ServedModel(model_path, roles.reference, name, max_pending=args.staleness + 4, deterministic=args.deterministic)
-    return run.closing.enter_context(closing(ReferenceProcess(served, vocabulary, args.sampler_timeout)))
+    return run.open(ReferenceProcess(served, vocabulary, args.sampler_timeout))
 
 
-def make_eval_sampler(args: RLArgs, run: Run, base: str, tokenizer, policy: Policy) -> Sampler:
-    """The evaluation's sampler, which rollouts between the updates use, too, if they have the same device."""
-    roles = roles_of(args)
-    facts = {"policy_version": run.step, "engines": engines_on_shared_gpu(args, roles)}
-    return run.closing.enter_context(closing(make_sampler(args, base, roles.eval, tokenizer, policy, **facts)))
-
-
-def make_rollout_sampler(args: RLArgs, run: Run, base: str, tokenizer, policy: Policy) -> Sampler:
-    """A sampler of rollouts alone, between the updates."""
-    engine, config = rollout_sampler_config(args, run, base)
-    return run.closing.enter_context(closing(open_sampler(find_engine(engine), config, tokenizer, policy)))
-
-
-def make_rollouts_ahead(args: RLArgs, run: Run, base: str, policy: Policy, references: References) -> AheadRollouts:
-    """Rollouts that another process samples ahead (--rollouts async)."""
-    reference = references.reference
-    engine, sampler = rollout_sampler_config(args, run, base)
-    config = configuration(
-        AheadConfig, args, rollouts=args.rollout_config, sampler=sampler, engine=engine,
-        micro_batch_tokens=policy.micro_batch_tokens,
-        reference=(reference.url, reference.token) if hasattr(reference, "url") else None,
-    )  # fmt: skip
-    sampled = load_rollouts(run.checkpoint) if run.checkpoint else []
-    return run.closing.enter_context(closing(AheadRollouts(config, sampled, run.clock)))
-
-
-def rollout_sampler_config(args: RLArgs, run: Run, base: str) -> tuple[str, SamplerConfig]:
-    """The engine of the rollouts' sampler, and what it is started with."""
-    roles = roles_of(args)
+def run_sampler_config(args: RLArgs, run: Run, base: str, device: str) -> SamplerConfig:
+    """What a sampler of a run is started with, on the device of the rollouts or of the evaluation."""
+    engines = engines_on_shared_gpu(args, roles_of(args))
     options = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
-    config = sampler_config(args, base, roles.sample, engines_on_shared_gpu(args, roles), **options)
-    return "vllm_server" if args.sampler_url else engine_name(args.sampler), config
+    return sampler_config(args, base, device, engines, **options)

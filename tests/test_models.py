@@ -1,6 +1,5 @@
 """From a model's name and a machine's GPUs to folders and devices."""
 
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -57,9 +56,6 @@ def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folde
     roles = Roles(policy=(policy,), sample="cuda:7", reference="cuda:6", eval="cuda:7")
     for module in (checks, models):
         monkeypatch.setattr(module, "roles_of", lambda args, num_gpus=None: roles)
-    monkeypatch.setattr(models, "open_sampler", lambda engine, config, *_: SimpleNamespace(config=config, close=lambda: None))
-    args, base = from_preset(RLArgs, "tiny", rollouts=rollouts), str(tiny_folder)
-    run = SimpleNamespace(step=0, closing=ExitStack())
-    evaluation = models.make_eval_sampler(args, run, base, None, None).config
-    run.closing.pop_all()
-    assert evaluation.memory_share == models.rollout_sampler_config(args, run, base)[1].memory_share == pytest.approx(share)
+    args = from_preset(RLArgs, "tiny", rollouts=rollouts)
+    config = models.run_sampler_config(args, SimpleNamespace(step=0), str(tiny_folder), "cuda:7")
+    assert config.memory_share == pytest.approx(share)

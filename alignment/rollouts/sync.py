@@ -17,8 +17,6 @@ from alignment.system.signals import defer_signals
 class Rollouts(Protocol):
     """One step's groups after another, and the sampler's share of new weights."""
 
-    restarts: int  # Engines that were lost and replaced so far
-
     def next(self, step: int) -> SampledStep:
         """The sampled and scored groups of a step."""
 
@@ -36,10 +34,6 @@ class SyncRollouts:
 
     def __init__(self, source: RolloutSource, sampler: Sampler, clock: Clock):
         self.source, self.sampler, self.clock = source, sampler, clock
-
-    @property
-    def restarts(self) -> int:
-        return self.sampler.restarts
 
     def next(self, step: int) -> SampledStep:
         sampled = self.source.sample_step(step, self.sampler)

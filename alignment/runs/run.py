@@ -4,7 +4,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,7 @@ class Run:
         self.step = 0  # The last finished step.
         self.resumed_at = 0
         self.started = False  # Whether `start` has been called, so that there is something to save.
+        self._opened = []  # Samplers and processes.
         self._restarts = 0
 
     @property
@@ -84,8 +85,13 @@ class Run:
         shutil.rmtree(self.path / "final", ignore_errors=True)
         self.step = self.resumed_at = step
 
-    def start(self, policy, tokenizer, rollouts, restarts: Callable[[], int]) -> None:
-        """Create the folder and open its log. `restarts()` is the number of processes that died and were replaced so far."""
+    def open(self, process):
+        """`process`, which is closed when the run ends, and whose `restarts` are logged: engines lost and replaced so far."""
+        self._opened.append(process)
+        return self.closing.enter_context(closing(process))
+
+    def start(self, policy, tokenizer, rollouts) -> None:
+        """Create the folder and open its log."""
         config = self.config
         write = functools.partial(write_args, arguments=config.arguments, seeds=config.seeds)
         if self.path is None:
@@ -96,7 +102,7 @@ class Run:
         self.folder = RunFolder(self.path, self.step)
         self.closing.callback(self.folder.close)
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), config.limits)
-        self._policy, self._tokenizer, self._rollouts, self._count_restarts = policy, tokenizer, rollouts, restarts
+        self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
         self._progress = self.closing.enter_context(progress_line("RL", config.num_steps, self.console))
         self.started = True
 
@@ -115,7 +121,7 @@ class Run:
     def log_step(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Log a finished step and its warnings, then deliver the signals that `update` deferred. Raises `RunStopped` if the
         health checks find the run hopeless."""
-        restarts = self._count_restarts()
+        restarts = sum(process.restarts for process in self._opened)
         record = {"step": sampled.step, "micro_batch_tokens": self._policy.micro_batch_tokens, **result.report}
         record |= sampled.report | {"restarts": restarts - self._restarts}
         record |= {f"seconds_{phase}": seconds for phase, seconds in self.clock.seconds.items()}

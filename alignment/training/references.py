@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -13,38 +12,17 @@ from alignment.system.clock import Clock
 from alignment.training.config import UpdateConfig
 from alignment.training.update import rows_with_gradient
 
-
-class Reference(Protocol):
-    """The frozen model that training started from, wherever it runs: the KL penalty keeps the policy near it."""
-
-    restarts: int  # Processes that were lost and replaced so far
-
-    def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        """Log-probs [B, T] of a batch's responses; `key` names the batch."""
-
-
-class LocalReference:
-    """A `Reference` in this process: a frozen model's log-probs, or those of a policy without its adapters."""
-
-    restarts = 0
-
-    def __init__(self, log_probs: Callable[[Batch, Distribution, int], torch.Tensor]):
-        self._log_probs = log_probs
-
-    def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        return self._log_probs(batch, distribution, micro_batch_tokens)
+ReferenceLogProbs = Callable[[str, Batch, Distribution, int], torch.Tensor]
+"""Log-probs [B, T] of a batch's responses, by the frozen model that training started from, wherever it runs: the KL penalty
+keeps the policy near it. Called with a name for the batch, the batch, the distribution, and the tokens of a micro-batch."""
 
 
 class References:
     """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` is the policy as it was when the
     rollout was sampled, on a device of its own; None where the policy itself serves, before its first update."""
 
-    def __init__(self, config: UpdateConfig, old_policy: FrozenModel | None, reference: Reference | None, clock: Clock):
+    def __init__(self, config: UpdateConfig, old_policy: FrozenModel | None, reference: ReferenceLogProbs | None, clock: Clock):
         self.config, self.old_policy, self.reference, self.clock = config, old_policy, reference, clock
-
-    @property
-    def restarts(self) -> int:
-        return self.reference.restarts if self.reference else 0
 
     def annotate(self, rollout: Rollout, policy: Policy, step: int) -> Rollout:
         """The rollout with `old_log_probs_BT` and `reference_log_probs_BT`, as far as the loss needs them."""
@@ -56,7 +34,7 @@ class References:
         if self.reference is not None:
             with self.clock("reference"):
                 question = (f"step-{step}", rollout.batch, self.config.distribution, policy.micro_batch_tokens)
-                rollout = dataclasses.replace(rollout, reference_log_probs_BT=self.reference.log_probs(*question))
+                rollout = dataclasses.replace(rollout, reference_log_probs_BT=self.reference(*question))
         return rollout
 
     def _old_log_probs(self, rollout: Rollout, policy: Policy) -> torch.Tensor:

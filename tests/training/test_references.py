@@ -11,7 +11,7 @@ from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.clock import Clock
 from alignment.system.errors import UserError
-from alignment.training.references import LocalReference, References
+from alignment.training.references import References
 from alignment.training.update import rows_with_gradient, update
 
 
@@ -70,8 +70,8 @@ def test_in_bfloat16_the_reference_computes_exactly_what_the_policy_does(sampler
 
 def test_the_reference_keeps_the_weights_that_training_began_with(policy, sampler, tiny_folder):
     config = dataclasses.replace(ARGS, beta=0.1).update_config
-    reference = LocalReference(FrozenModel(str(tiny_folder), "cpu", torch.float32).log_probs)
-    references, reports = References(config, None, reference, Clock()), []
+    frozen, reports = FrozenModel(str(tiny_folder), "cpu", torch.float32), []
+    references = References(config, None, lambda key, *question: frozen.log_probs(*question), Clock())
     for step in (1, 2):
         rollout = references.annotate(sample_rollout(sampler), policy, step)
         reports.append(update(policy, rollout, config, step).report)
