@@ -16,7 +16,6 @@ from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import RANKED, check_parallelism
 from alignment.policy.reference_protocol import check_url, reference_token
 from alignment.rewards.reward import find_reward
-from alignment.runs.health import HealthLimits
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_token, find_engine, named_engine, sampler_address
@@ -139,9 +138,8 @@ def run_config(args: RLArgs) -> RunConfig:
         return f"uv run -m alignment.train_rl {shlex.join(command_line(again))}"
 
     return configuration(
-        RunConfig, args, default_name=default_run_name(args), limits=configuration(HealthLimits, args),
-        arguments=dataclasses.asdict(args), defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
-        resume_command=resume_command,
+        RunConfig, args, default_name=default_run_name(args), arguments=dataclasses.asdict(args),
+        defaults={f.name: f.default for f in dataclasses.fields(RLArgs)}, resume_command=resume_command,
     )  # fmt: skip
 
 

@@ -2,8 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from alignment.system.errors import RunStopped
@@ -17,28 +16,20 @@ SUDDEN = 3  # times the median
 MOMENTUM = 0.005  # nats a token: a mini-batch without a gradient moves the weights by its momentum before the comparison
 
 
-@dataclass(frozen=True)
-class HealthLimits:
-    """What a run bears before it stops. The fields are those of the flags of the same names."""
-
-    max_new_tokens: int
-    max_bad_steps: int
-    max_grader_failures: float
-
-
 class Health:
-    """The first and the latest steps of a run: all that its warnings need, however long the run is."""
+    """The first and the latest steps of a run: all that its warnings need, however long the run is. `max_bad_steps` and
+    `max_grader_failures` are what it bears before it stops; they have the names of their flags."""
 
-    def __init__(self, steps: Iterable[Record], limits: HealthLimits):
-        self.limits, steps = limits, list(steps)
-        self.kept = max(GRADER_WINDOW, limits.max_bad_steps)
+    def __init__(self, steps: Sequence[Record], max_new_tokens: int, max_bad_steps: int, max_grader_failures: float):
+        self.max_new_tokens, self.max_bad_steps, self.max_grader_failures = max_new_tokens, max_bad_steps, max_grader_failures
+        self.kept = max(GRADER_WINDOW, max_bad_steps)
         self.first, self.latest = steps[:WINDOW], steps[-self.kept :]
 
     def judge(self, record: Record) -> tuple[list[str], dict]:
         """Take note of the next step. Returns messages to print, and the record with the names of its warnings. A warning is
         printed when it begins."""
         before = self.latest[-1]["warnings"] if self.latest else []
-        warnings = health_warnings(self.first, [*self.latest, record], self.limits.max_new_tokens)
+        warnings = health_warnings(self.first, [*self.latest, record], self.max_new_tokens)
         messages = [warnings[name] for name in sorted(warnings.keys() - set(before))]
         if record["bad_updates"]:
             messages.append(f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite")
@@ -52,9 +43,9 @@ class Health:
     def stop_if_hopeless(self) -> None:
         """Raise `RunStopped` where --max_bad_steps steps in a row made no update, or more gradings failed than
         --max_grader_failures allows."""
-        last = self.latest[-self.limits.max_bad_steps :]
+        last = self.latest[-self.max_bad_steps :]
         all_bad = all(record["updates"] == 0 < record["bad_updates"] for record in last)
-        if len(last) == self.limits.max_bad_steps and all_bad:
+        if len(last) == self.max_bad_steps and all_bad:
             raise RunStopped(
                 f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps): look at their batches in"
                 " bad_batches/, and start from the last checkpoint (--sft_base) with a lower --learning_rate"
@@ -62,11 +53,11 @@ class Health:
         recent = self.latest[-GRADER_WINDOW:]
         failed, graded = (sum(record[key] for record in recent) for key in ("grading_failed", "responses"))
         # The share is of a whole window, from the first step on.
-        allowed = self.limits.max_grader_failures * GRADER_WINDOW * graded / len(recent)
+        allowed = self.max_grader_failures * GRADER_WINDOW * graded / len(recent)
         if failed > allowed:
             raise RunStopped(
                 f"grading failed on {failed} of {graded} answers (time or memory ran out), which then count as wrong: more than"
-                f" --max_grader_failures {self.limits.max_grader_failures} allows. See their completions, and --reward"
+                f" --max_grader_failures {self.max_grader_failures} allows. See their completions, and --reward"
             )
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from alignment.core.records import Rollout, SampledStep
 from alignment.runs.checkpoint import checkpoint_folder, drop_old_checkpoints, last_whole_step, put_aside, save_checkpoint
-from alignment.runs.health import Health, HealthLimits
-from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, resumed_run_name, write_args
+from alignment.runs.health import Health
+from alignment.runs.run_folder import RunFolder, claim_run_folder, resumed_run_name, write_args
 from alignment.runs.summary import write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError
@@ -39,7 +39,9 @@ class RunConfig:
     num_steps: int
     save_interval: int
     keep_checkpoints: int
-    limits: HealthLimits
+    max_new_tokens: int
+    max_bad_steps: int
+    max_grader_failures: float
     arguments: Mapping[str, object]  # All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`.
     defaults: Mapping[str, object]
     """Values of arguments that are missing from the args.json of a run that an older version started."""
@@ -101,7 +103,8 @@ class Run:
             write(self.path)
         self.folder = RunFolder(self.path, self.step)
         self.closing.callback(self.folder.close)
-        self.health = Health(read_jsonl(self.path / "metrics.jsonl"), config.limits)
+        limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
+        self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
         self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
         self._progress = self.closing.enter_context(progress_line("RL", config.num_steps, self.console))
         self.started = True
@@ -190,8 +193,6 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
     with run.closing:
         if config.resume:
             run.resume()
-        else:
-            refuse_taken_name(config.output_dir, config.run_name)
         try:
             yield run
         except (Interrupted, RunStopped) as stop:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from alignment.runs.health import GRADER_WINDOW, WINDOW, Health, HealthLimits, health_warnings, slowness
+from alignment.runs.health import GRADER_WINDOW, WINDOW, Health, health_warnings, slowness
 from alignment.system.errors import RunStopped
 
-LIMITS = HealthLimits(max_new_tokens=48, max_bad_steps=2, max_grader_failures=0.05)
+LIMITS = {"max_new_tokens": 48, "max_bad_steps": 2, "max_grader_failures": 0.05}
 FINE = {
     "entropy": 1.0,
     "flat_groups": 0.5,
@@ -28,11 +28,11 @@ def steps(*changes: dict) -> list[dict]:
 
 
 def warnings_of(records: list[dict]) -> dict[str, str]:
-    return health_warnings(records[:WINDOW], records[-GRADER_WINDOW:], LIMITS.max_new_tokens)
+    return health_warnings(records[:WINDOW], records[-GRADER_WINDOW:], LIMITS["max_new_tokens"])
 
 
 def stop_if_hopeless(records: list[dict]) -> None:
-    Health(records, LIMITS).stop_if_hopeless()
+    Health(records, **LIMITS).stop_if_hopeless()
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_failed_gradings_are_counted_over_twenty_steps():
 
 
 def test_of_a_long_run_the_first_and_the_latest_steps_are_kept():
-    health = Health(steps(*[{}] * 1000), LIMITS)
+    health = Health(steps(*[{}] * 1000), **LIMITS)
     assert [record["step"] for record in health.first] == [1, 2, 3] and health.latest[-1]["step"] == 1003
     assert [record["step"] for record in health.latest] == list(range(1003 - GRADER_WINDOW + 1, 1004))
-    assert Health([], LIMITS).latest == []
+    assert Health([], **LIMITS).latest == []
 
 
 def test_a_warning_is_printed_when_it_begins():
     flat = {"flat_groups": 1.0}
-    health = Health([], LIMITS)
+    health = Health([], **LIMITS)
     judged = [health.judge(record) for record in steps(flat, flat, flat, flat, {**flat, "bad_updates": 1})]
     assert [messages for messages, _ in judged[:5]] == [[]] * 5
     assert judged[5][0] == ["in 100% of the groups all rewards are equal, which teaches nothing"] and judged[6][0] == []
