@@ -42,9 +42,9 @@ from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, manifested, read_jsonl, write_json
 from alignment.system.terminal import printable, progress_line
 from alignment.system.torchrun import PROCESSES
-from alignment.training.mismatch import sampler_mismatch
 from alignment.training.references import References
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
+from alignment.training.update import sampler_mismatch
 
 PROBED = 8  # test problems that samplers are asked with random adapters
 

@@ -1,4 +1,5 @@
-"""The optimiser updates made on one rollout."""
+"""The optimiser updates made on one rollout, after a comparison of its sampler's log-probs with the trainer's: a sampler with
+stale or wrong weights stops the run."""
 
 import itertools
 import random
@@ -9,14 +10,17 @@ from functools import partial
 import torch
 
 from alignment.core.losses import LossInputs, loss_denominator
-from alignment.core.records import Rollout
+from alignment.core.records import Distribution, Rollout
 from alignment.core.train_step import micro_batch_loss
 from alignment.policy.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, Policy
 from alignment.rollouts.config import derived_seed
+from alignment.system.errors import RunStopped
 from alignment.system.signals import defer_signals
 from alignment.training.config import UpdateConfig
-from alignment.training.mismatch import mismatch
+
+COMPARED = 16  # responses of an evaluation, to compare sampler and trainer on
+STALE_MISMATCH = 0.5  # limit in nats a token for a sampler some steps behind; one update changes log-probs by far less
 
 
 @dataclass
@@ -52,8 +56,8 @@ def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, st
         rate = learning_rate(config, made + len(norms) + len(bad) + 1)
         if is_finite(norm, results):
             if results and not stepped:  # updates without a gradient have moved the weights a little, by their momentum
-                trainer = [(result.rows, result.log_probs) for result in results]
-                compared = mismatch(trainer, rollout, config.max_sampler_mismatch, steps_old + bool(norms))
+                rows, limit = [row for result in results for row in result.rows], config.max_sampler_mismatch
+                compared = mismatch(first_log_probs(results, rollout), rows, rollout, limit, steps_old + bool(norms))
             defer_signals()
             policy.step(rate)
             norms.append(norm)
@@ -161,3 +165,33 @@ def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Ten
         return max(values) if key == "ratio_max" else sum(values) / tokens
 
     return report | {name: metric(key) for name, key in _MEANS.items() if key in totals[0]}
+
+
+def sampler_mismatch(policy: Policy, rollout: Rollout, distribution: Distribution, limit: float) -> dict[str, float]:
+    """`mismatch` on `COMPARED` responses spread over a rollout, by a forward pass of the policy."""
+    number = len(rollout.lengths)
+    rows = list(range(0, number, number // COMPARED + 1))  # no whole number of groups, so that each sample number gets its turn
+    log_probs_BT = policy.log_probs(rollout.batch, distribution, rows)
+    return mismatch(log_probs_BT, rows, rollout, limit)
+
+
+def mismatch(
+    trainer_BT: torch.Tensor, rows: Sequence[int], rollout: Rollout, limit: float, steps_old: int = 0
+) -> dict[str, float]:
+    """Mean and largest difference, in nats a token, between the sampler's log-probs and the trainer's, over some rows.
+
+    Both are taken under the distribution that was sampled from, before the weights change. Raises `RunStopped` where the mean
+    exceeds `limit` (--max_sampler_mismatch): the gradient would be of another policy than the one that was sampled. A sampler
+    whose weights are `steps_old` steps old may differ by up to `STALE_MISMATCH`, because these steps changed the log-probs."""
+    difference = (trainer_BT - rollout.sampler_log_probs_BT)[rows][rollout.batch.response_mask[rows]].abs()
+    mean, largest = difference.mean().item(), difference.max().item()
+    bound = max(limit, STALE_MISMATCH) if steps_old else limit
+    if not mean <= bound:
+        allowed = f"the {bound} that stale weights may be" if steps_old else f"--max_sampler_mismatch {bound}"
+        raise RunStopped(
+            f"the sampler's log-probs are {mean:.4g} nats a token from the trainer's (largest {largest:.4g}), more than"
+            f" {allowed}. Likely causes: weights that did not reach the sampler, a prefix cache that outlived them, another"
+            " dtype (see --dtype), or other temperature or top-p handling"
+            f"{', or a --learning_rate too high for --max_staleness' * (steps_old > 0)}. Nothing was trained on these samples"
+        )
+    return {"sampler_mismatch": mean, "sampler_mismatch_max": largest}

@@ -8,8 +8,7 @@ from rollout_helpers import ARGS, sample_rollout
 
 from alignment.system.errors import RunStopped
 from alignment.training import update as update_module
-from alignment.training.mismatch import mismatch, sampler_mismatch
-from alignment.training.update import shuffled_groups, update
+from alignment.training.update import mismatch, sampler_mismatch, shuffled_groups, update
 
 
 def mismatch_of(policy, rollout, args=ARGS):
@@ -40,9 +39,9 @@ def test_the_first_mini_batch_with_a_gradient_is_compared(policy, sampler, monke
     rollout = sample_rollout(sampler)
     compared = []
 
-    def record(trainer, rollout, limit, steps_old):
-        compared.append((sorted(row for rows, _ in trainer for row in rows), steps_old))
-        return mismatch(trainer, rollout, limit, steps_old)
+    def record(trainer_BT, rows, rollout, limit, steps_old):
+        compared.append((sorted(rows), steps_old))
+        return mismatch(trainer_BT, rows, rollout, limit, steps_old)
 
     monkeypatch.setattr(update_module, "mismatch", record)
     order = shuffled_groups(range(16), 4, f"update {args.seed} 1 0")
