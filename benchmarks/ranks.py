@@ -75,7 +75,7 @@ def objectives() -> Iterator[tuple[str, Rollout, list[int], Objective]]:
         rows = rows_with_gradient(rollout, config)
         words = f"{name}, {norm}, {len(rollout.lengths) // GROUP_SIZE} prompts, KL {beta}, correction {correction}"
         yield words, rollout, rows, rollout_objective(rollout, range(len(rollout.lengths)), config)
-    yield "SFT", usual, list(range(len(usual.lengths))), Objective(partial(batch_loss, 100), entropy=False, supervised=True)
+    yield "SFT", usual, list(range(len(usual.lengths))), Objective(partial(batch_loss, 100), entropy=False)
 
 
 def measured(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:

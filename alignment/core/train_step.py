@@ -39,14 +39,6 @@ def _token_sums(per_token: dict[str, torch.Tensor], response_mask: torch.Tensor)
     return sums
 
 
-def supervised_loss(
-    policy_log_probs: torch.Tensor, response_mask: torch.Tensor, normalize_constant: float = 1.0
-) -> tuple[torch.Tensor, Sums]:
-    """Mean over the batch of each response's summed -log pi / normalize_constant, with its graph, and {"response_tokens"}."""
-    per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
-    return per_sequence_B.mean(), _token_sums({}, response_mask)
-
-
 def grpo_microbatch_train_step(
     policy_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
@@ -92,7 +84,7 @@ def sft_microbatch_train_step(
 
     loss = sum over responses of -log pi / normalize_constant, averaged over the batch and over
     `gradient_accumulation_steps`. Returns the detached scalar loss and {"response_tokens"}."""
-    mean, sums = supervised_loss(policy_log_probs, response_mask, normalize_constant)
-    loss = mean / gradient_accumulation_steps
+    per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
+    loss = per_sequence_B.mean() / gradient_accumulation_steps
     loss.backward()
-    return loss.detach(), sums
+    return loss.detach(), _token_sums({}, response_mask)

@@ -86,13 +86,12 @@ def weights_digest(model: torch.nn.Module, dtype: torch.dtype) -> str:
     return digest.hexdigest()[:16]
 
 
-def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int], with_last_label: bool = False) -> list[Row]:
+def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int]) -> list[Row]:
     """The token ids of some rows as a model computes them, from which micro-batches are made."""
     if not rows:
         return []
     chosen = take_rows(batch, rows)
     split = split_rows(chosen.input_ids, chosen.response_mask)
-    split = [(prompt, (*response, 0)) for prompt, response in split] if with_last_label else split
     # On the plain path rows share no prompt, so that each one's tokens count in full.
     return [((*prompt, *response), ()) for prompt, response in split] if takes_plain_path(model) else split
 

@@ -43,13 +43,11 @@ class Objective:
 
     The policy calls `loss(rows, log_probs [b, t], mask [b, t])` for each micro-batch with its row numbers in the batch. It
     returns a differentiable scalar, and tensors to report. The log-probs are those of `distribution`; with `entropy`, each
-    micro-batch also reports "entropy_sum" and "sampling_entropy_sum" (before and after truncation). With `supervised`, model
-    and head form one autograd graph, and every row's last label counts as a token of the micro-batch."""
+    micro-batch also reports "entropy_sum" and "sampling_entropy_sum" (before and after truncation)."""
 
     loss: MicroBatchLoss
     distribution: Distribution = Distribution()
     entropy: bool = True
-    supervised: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ OPTIMIZER_FILE = "optimizer.safetensors"  # of a policy of one process
 
 class MicroBatch:
     """The forward and backward pass of some rows of a batch: the constructor, then `head`, then `backward`. `head`
-    backpropagates to the hidden states only, which frees the head's memory before the backward pass of the layers. Supervised
-    objectives keep one graph from the weights to the loss instead. Without rows the gradient is zeros."""
+    backpropagates to the hidden states only, which frees the head's memory before the backward pass of the layers. Without
+    rows the gradient is zeros."""
 
     def __init__(self, policy: "SingleDevicePolicy", batch: Batch, rows: Sequence[int], objective: Objective):
         self.model, self.dtype, self.rows, self.objective = policy.model, policy.dtype, rows, objective
@@ -36,8 +36,7 @@ class MicroBatch:
 
     def head(self) -> None:
         """Compute log-probs and loss, and backpropagate the loss to the hidden states."""
-        one_graph, objective = self.objective.supervised, self.objective
-        self.head_input_NH = self.hidden_NH if one_graph else self.hidden_NH.detach().requires_grad_()
+        objective, self.head_input_NH = self.objective, self.hidden_NH.detach().requires_grad_()
         labels, mask = self.part.labels, self.part.response_mask
         with autocast(first_device(self.model), self.dtype):
             outputs = head_log_probs(self.model, self.head_input_NH, labels, mask, objective.distribution, objective.entropy)
@@ -52,8 +51,7 @@ class MicroBatch:
 
     def backward(self) -> None:
         """Backpropagate from the hidden states to the weights."""
-        if not self.objective.supervised:
-            self.hidden_NH.backward(self.head_input_NH.grad)
+        self.hidden_NH.backward(self.head_input_NH.grad)
         del self.hidden_NH, self.head_input_NH
 
     def result(self, tokens: int) -> MicroBatchResult:
@@ -86,7 +84,7 @@ class SingleDevicePolicy(MicroBatchedModel):
         if not rows:
             for parameter in (p for p in self.model.parameters() if p.requires_grad):
                 parameter.grad = torch.zeros_like(parameter)
-        split = computed_rows(self.model, batch, rows, objective.supervised)
+        split = computed_rows(self.model, batch, rows)
         for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
             yield micro_batch.result(packed_tokens([split[i] for i in piece]))
 

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
+from alignment.core.losses import masked_normalize
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
-from alignment.core.train_step import supervised_loss
 from alignment.policy.policy import Objective, Policy
 from alignment.system.errors import UserError
 from alignment.system.signals import deliver_signals
@@ -103,14 +103,14 @@ def warmup_then_linear(step: int, warmup_steps: int, num_steps: int) -> float:
 def accumulate(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> torch.Tensor:
     """Add the gradient of the mean loss of a batch's response tokens to the policy; returns that loss."""
     loss = partial(batch_loss, sum(len(response) for _, response in examples))
-    objective = Objective(loss, entropy=False, supervised=True)
-    results = policy.accumulate(collate(*zip(*examples, strict=True), pad_token_id), range(len(examples)), objective)
+    batch = collate(*zip(*examples, strict=True), pad_token_id)
+    results = policy.accumulate(batch, range(len(examples)), Objective(loss, entropy=False))
     return sum(result.sums["loss"] for result in results)
 
 
 def batch_loss(tokens: int, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
     """The negative log-likelihood of a micro-batch, divided by the response `tokens` of its whole batch."""
-    return supervised_loss(log_probs_bt, mask_bt, normalize_constant=tokens / len(rows))  # which averages over these rows
+    return -masked_normalize(log_probs_bt, mask_bt, tokens), {}
 
 
 def validation_loss(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> float:

@@ -309,13 +309,12 @@ def log_prob_sum(rows, log_probs_bt, mask_bt):
     return (log_probs_bt * mask_bt).sum(), {}
 
 
-@pytest.mark.parametrize("supervised", [False, True])
-def test_a_policy_on_the_plain_path_has_the_packed_ones_gradient(tiny_folder, supervised):
+def test_a_policy_on_the_plain_path_has_the_packed_ones_gradient(tiny_folder):
     policy = open_tiny(tiny_folder)
     policy.micro_batch_tokens = 120
     torch.manual_seed(0)
     batch = rows_of([(20, 20), (10, 18)], repeats=3)
-    objective = Objective(log_prob_sum, Distribution(0.9), supervised=supervised)
+    objective = Objective(log_prob_sum, Distribution(0.9))
     found, tokens = [], []
     for take in (lambda model: None, take_plain_path):
         take(policy.model)
