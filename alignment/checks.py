@@ -168,9 +168,9 @@ def refuse_ranked_8bit(args: Args, kind: str) -> None:
         raise UserError(f"--optimizer adamw_8bit: a {kind} policy takes adamw or adamw_cpu_offload")
 
 
-def engines_on_shared_gpu(args: RLArgs, roles: Roles) -> int:
+def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
     """The engines that share one GPU's memory: with --rollouts async the rollouts have an engine beside the evaluation's."""
-    return 1 + (args.rollouts == "async" and roles.sample == roles.eval)
+    return 1 + (getattr(args, "rollouts", "sync") == "async" and roles.sample == roles.eval)
 
 
 def visible_gpus() -> int:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def main() -> None:
     args = tyro.cli(GradientsArgs, use_underscores=True)
     rl = from_preset(RLArgs, args.preset, seed=args.seed, output_dir=args.output_dir)
-    rl = dataclasses.replace(rl, group_size=max(args.group_size), prompts_per_rollout=args.prompts, max_refills=0)
+    once = {"max_refills": 0, "rollouts": "sync", "max_staleness": None, "sync_every": 1}
+    rl = dataclasses.replace(rl, group_size=max(args.group_size), prompts_per_rollout=args.prompts, **once)
     check_rl(rl)
     console = make_console()
     print_statistics(look(rl, args, console), console)

@@ -74,10 +74,10 @@ def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
     return devices, kind
 
 
-def sampler_config(args: Args, base: str, device: str, engines: int = 1, **facts) -> SamplerConfig:
-    """What a sampler on `device` is started with, one of `engines` that share the device. `facts` are further fields."""
-    share = args.gpu_memory_utilization or engine_share(roles_of(args), device, engines)
-    dtype = compute_dtype(args.dtype, device)
+def sampler_config(args: Args, base: str, device: str, **facts) -> SamplerConfig:
+    """What a sampler on `device` is started with. `facts` are further fields."""
+    roles, dtype = roles_of(args), compute_dtype(args.dtype, device)
+    share = args.gpu_memory_utilization or engine_share(roles, device, engines_on_shared_gpu(args, roles))
     return SamplerConfig(base, device, dtype, timeout=args.sampler_timeout, memory_share=share, **facts)
 
 
@@ -192,13 +192,14 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
     references, served = make_references(args, run, base, policy)
     roles, engine = roles_of(args), "vllm_server" if args.sampler_url else args.sampler
-    config = run_sampler_config(args, run, base, roles.eval)
+    config = sampler_config(args, base, roles.eval, policy_version=run.step)
     eval_sampler = run.open(open_sampler(find_engine(args.sampler), config, tokenizer, policy))
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):
         run.console.print(message)
     shared = args.rollouts == "sync" and roles.sample == roles.eval and not args.sampler_url
-    config = run_sampler_config(args, run, base, roles.sample)
+    server = {"url": args.sampler_url, "weights_folder": args.output_dir}
+    config = sampler_config(args, base, roles.sample, policy_version=run.step, **server)
     if args.rollouts == "async":
         facts = {"micro_batch_tokens": policy.micro_batch_tokens, "reference": served}
         ahead = configuration(AheadConfig, args, rollouts=args.rollout_config, engine=engine, sampler=config, **facts)
@@ -270,10 +271,3 @@ def make_reference(args: RLArgs, run: Run, model_path: str) -> RemoteReference |
         return remote
     served = ServedModel(model_path, roles.reference, name, max_pending=args.staleness + 4, deterministic=args.deterministic)
     return run.open(ReferenceProcess(served, vocabulary, args.sampler_timeout))
-
-
-def run_sampler_config(args: RLArgs, run: Run, base: str, device: str) -> SamplerConfig:
-    """What a sampler of a run is started with, on the device of the rollouts or of the evaluation."""
-    engines = engines_on_shared_gpu(args, roles_of(args))
-    options = {"policy_version": run.step, "url": args.sampler_url, "weights_folder": args.output_dir}
-    return sampler_config(args, base, device, engines, **options)

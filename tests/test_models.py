@@ -1,6 +1,5 @@
 """From a model's name and a machine's GPUs to folders and devices."""
 
-from types import SimpleNamespace
 
 import pytest
 
@@ -57,5 +56,5 @@ def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folde
     for module in (checks, models):
         monkeypatch.setattr(module, "roles_of", lambda args, num_gpus=None: roles)
     args = from_preset(RLArgs, "tiny", rollouts=rollouts)
-    config = models.run_sampler_config(args, SimpleNamespace(step=0), str(tiny_folder), "cuda:7")
+    config = models.sampler_config(args, str(tiny_folder), "cuda:7")
     assert config.memory_share == pytest.approx(share)
