@@ -322,10 +322,6 @@ class RLArgs(Args):
         return SamplingConfig(self.group_size, *distribution, self.max_new_tokens)
 
     @property
-    def advantage_config(self) -> AdvantageConfig:
-        return configuration(AdvantageConfig, self)
-
-    @property
     def schedule(self) -> Schedule:
         """Which version of the weights samples which step."""
         return Schedule(self.num_steps, self.staleness, self.sync_every)
@@ -338,7 +334,7 @@ class RLArgs(Args):
     def update_config(self) -> UpdateConfig:
         old = "sampler" if self.trusts_sampler else "policy" if self.needs_old_policy else "ratio_one"
         return configuration(
-            UpdateConfig, self, loss=configuration(LossConfig, self), advantage=self.advantage_config,
+            UpdateConfig, self, loss=configuration(LossConfig, self), advantage=configuration(AdvantageConfig, self),
             distribution=self.sampling.distribution, old_log_probs=old, data_seed=self.seeds["data"],
         )  # fmt: skip
 

@@ -66,7 +66,7 @@ def main(
     def learn() -> None:
         groups = [Group(problem, tuple(group), scores) for problem, group in zip(problems, sampled, strict=True)]
         rollout = collate_groups(groups, args.rollout_config, pad_token_id(tokenizer))
-        update(policy, with_advantages(rollout, args.advantage_config), args.update_config, 1)
+        update(policy, with_advantages(rollout, args.update_config.advantage), args.update_config, 1)
 
     table = Table(title=f"{model}, {prompts} prompts x {group_size} x {max_new_tokens}, {torch.get_num_threads()} threads")
     for heading in ("", "seconds", *KINDS, "other"):

@@ -85,7 +85,7 @@ class Step:
         sampled = time.perf_counter()
         scores = [{"reward": float(i % 2), "format_reward": 0.0, "answer_reward": 0.0} for i in range(self.args.group_size)]
         groups = [Group(p, tuple(own), tuple(scores)) for p, own in zip(self.problems, completions, strict=True)]
-        rollout = with_advantages(collate_groups(groups, self.args.rollout_config, 0), self.args.advantage_config)
+        rollout = with_advantages(collate_groups(groups, self.args.rollout_config, 0), self.args.update_config.advantage)
         update(self.policy, rollout, self.args.update_config, 1)
         return sampled - start, time.perf_counter() - sampled
 

@@ -94,7 +94,7 @@ def made_up(prompt: int, response: int, groups: int, silent: int, args: RLArgs) 
         completions = tuple(Completion(prompt_ids, tokens(n), (-1.0,) * n, "", "stop", 0) for n in lengths)
         scores = tuple({"reward": 1.0 if index < silent else float(i % 2), **SCORE} for i in range(args.group_size))
         made.append(Group(Problem("", "", "", ""), completions, scores))
-    return with_advantages(collate_groups(made, args.rollout_config, 0), args.advantage_config)
+    return with_advantages(collate_groups(made, args.rollout_config, 0), args.update_config.advantage)
 
 
 def peers(policy, rollout: Rollout, args: RLArgs, rows_at_once: int) -> tuple[Callable[[], None], ...]:

@@ -76,7 +76,8 @@ def same_batch(args: RLArgs, model: str) -> Table:
         [problem.prompt for problem in problems], SamplingConfig(n=args.group_size, max_new_tokens=args.max_new_tokens, stop=())
     )
     groups = find_reward(args.reward, task.rules).score(problems, completions)
-    rollout = with_advantages(collate_groups(groups, args.rollout_config, pad_token_id(tokenizer)), args.advantage_config)
+    rollout = collate_groups(groups, args.rollout_config, pad_token_id(tokenizer))
+    rollout = with_advantages(rollout, args.update_config.advantage)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -29,7 +29,7 @@ def parity_reward(text: str, ground_truth: str) -> dict[str, float]:
 
 def rollout_of(groups: list[Group], args: RLArgs, pad: int = 1) -> Rollout:
     """The rollout of some groups, with advantages."""
-    return with_advantages(collate_groups(groups, args.rollout_config, pad), args.advantage_config)
+    return with_advantages(collate_groups(groups, args.rollout_config, pad), args.update_config.advantage)
 
 
 def problems_of(args: RLArgs, step: int = 1) -> list[Problem]:
