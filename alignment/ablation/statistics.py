@@ -119,8 +119,8 @@ def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None
     if len(by_seed) < 2:
         return 0.0
     _, _, between_seeds_11, between_questions_11 = _moments({"": by_seed}, tuple(sorted(by_seed)), groups)
-    seeds, questions = len(by_seed), np.maximum(0.0, between_questions_11[0])
-    return float(half_width(between_seeds_11[0] / seeds, np.array([seeds - 1.0]), questions)[0])
+    seeds = len(by_seed)
+    return half_width(between_seeds_11.item() / seeds, seeds - 1, max(0.0, between_questions_11.item()))
 
 
 def shared_seeds(arms: Mapping[str, Scores], contrast: Contrast) -> tuple[int, ...]:
@@ -231,32 +231,26 @@ def _group_means(y_ASQ: np.ndarray, groups: Sequence[Hashable] | None) -> np.nda
 
 
 def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: int) -> list[Comparison]:
-    names = ("seeds", "mean", "own", "by_sides", "dof", "questions")
-    columns = (np.array([getattr(e, name) for e in estimates], dtype=float) for name in names)
-    seeds, mean, own, by_sides, dof, questions = columns
-
-    def p_values(distance: np.ndarray) -> np.ndarray:
-        if family == 1:
-            return np.minimum(1, 2 * tail(distance, own / seeds, seeds - 1, questions))
-        together = holm(2 * tail(distance, by_sides / seeds, dof, questions))
-        alone = 2 * tail(distance, np.maximum(own, by_sides) / seeds, seeds - 1, questions)
-        return np.maximum(together, np.minimum(1, alone))
-
-    half = half_width(own / seeds, seeds - 1, questions)
-    p, p_tie = p_values(np.abs(mean)), p_values(tie - np.abs(mean))
-    return [_verdict(*row, tie, alpha, family) for row in zip(estimates, half, zip(p, p_tie, strict=True), strict=True)]
+    p = _p_values(estimates, [abs(e.mean) for e in estimates], family)
+    p_tie = _p_values(estimates, [tie - abs(e.mean) for e in estimates], family)
+    return [_verdict(e, *p_values, tie, alpha, family) for e, *p_values in zip(estimates, p, p_tie, strict=True)]
 
 
-def tail(distance_C: np.ndarray, variance_C: np.ndarray, dof_C: np.ndarray, questions_C: np.ndarray) -> np.ndarray:
-    """The probability that an error exceeds `distance_C`. The error is Student's t times the root of `variance_C`, plus a
-    normal error of variance `questions_C`: given the chi square of its variance, a normal one."""
-    result = np.empty(len(distance_C))
-    for dof in set(dof_C.tolist()):
-        rows = dof_C == dof
-        inflation, weights = _inverse_chi_square(dof)
-        scale = np.sqrt(variance_C[rows, None] * inflation + questions_C[rows, None])
-        result[rows] = ndtr(-distance_C[rows, None] / np.maximum(scale, 1e-12)) @ weights
-    return result
+def _p_values(estimates: Sequence[_Estimate], distances: Sequence[float], family: int) -> list[float]:
+    """The probability that an estimate errs by its distance, either way, by both tests of `compare`."""
+    rows = list(zip(distances, estimates, strict=True))
+    if family == 1:
+        return [min(1.0, 2 * tail(d, e.own / e.seeds, e.seeds - 1, e.questions)) for d, e in rows]
+    together = holm([2 * tail(d, e.by_sides / e.seeds, e.dof, e.questions) for d, e in rows])
+    alone = [2 * tail(d, max(e.own, e.by_sides) / e.seeds, e.seeds - 1, e.questions) for d, e in rows]
+    return [max(p, min(1.0, own)) for p, own in zip(together, alone, strict=True)]
+
+
+def tail(distance: float, variance: float, dof: int, questions: float) -> float:
+    """The probability that an error exceeds `distance`. The error is Student's t times the root of `variance`, plus a normal
+    error of variance `questions`: given the chi square of its variance, a normal one."""
+    inflation, weights = _inverse_chi_square(dof)
+    return float(ndtr(-distance / np.maximum(np.sqrt(variance * inflation + questions), 1e-12)) @ weights)
 
 
 @functools.lru_cache(maxsize=256)
@@ -267,20 +261,19 @@ def _inverse_chi_square(dof: float) -> tuple[np.ndarray, np.ndarray]:
     return dof / np.exp(log), weights / weights.sum()
 
 
-def half_width(variance_C: np.ndarray, dof_C: np.ndarray, questions_C: np.ndarray, level: float = 0.05) -> np.ndarray:
+def half_width(variance: float, dof: int, questions: float, level: float = 0.05) -> float:
     """Half the length of the interval that `tail` leaves with a probability of `level`, by bisection."""
-    by_seeds, by_questions = stats.t.isf(level / 2, dof_C) * np.sqrt(variance_C), -ndtri(level / 2) * np.sqrt(questions_C)
-    low, high = np.maximum(by_seeds, by_questions), by_seeds + by_questions
+    by_seeds, by_questions = stats.t.isf(level / 2, dof) * math.sqrt(variance), -ndtri(level / 2) * math.sqrt(questions)
+    low, high = max(by_seeds, by_questions), by_seeds + by_questions
     for _ in range(15):
         middle = (low + high) / 2
-        outside = 2 * tail(middle, variance_C, dof_C, questions_C) > level
-        low, high = np.where(outside, middle, low), np.where(outside, high, middle)
-    return (low + high) / 2
+        outside = 2 * tail(middle, variance, dof, questions) > level
+        low, high = (middle, high) if outside else (low, middle)
+    return float(low + high) / 2
 
 
-def _verdict(e: _Estimate, half: float, p_values: tuple[float, float], tie: float, alpha: float, family: int) -> Comparison:
-    """The comparison of an estimate, from half the length of its interval and its p-values: of no difference, of no tie."""
-    p, p_tie = p_values
+def _verdict(e: _Estimate, p: float, p_tie: float, tie: float, alpha: float, family: int) -> Comparison:
+    """The comparison of an estimate, from its p-values: of no difference, of no tie."""
     a, b = e.contrast.a, e.contrast.b
     more, kind = None, "undecided"
     if p < alpha:
@@ -291,8 +284,8 @@ def _verdict(e: _Estimate, half: float, p_values: tuple[float, float], tie: floa
         more, needs = _needs(e, tie, alpha, family)
         reason = f"{e.seeds} seeds cannot bear an arm as unstable as {' and '.join(sorted(e.unstable))}; " if e.unstable else ""
         verdict = f"undecided: {reason}{needs}"
-    low, high = float(e.mean - half), float(e.mean + half)
-    return Comparison(a, b, e.seeds, e.mean, low, high, float(p), kind, verdict, more, tuple(e.contrast.weights))
+    half = half_width(e.own / e.seeds, e.seeds - 1, e.questions)
+    return Comparison(a, b, e.seeds, e.mean, e.mean - half, e.mean + half, p, kind, verdict, more, tuple(e.contrast.weights))
 
 
 def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:

@@ -186,7 +186,7 @@ def test_a_question_that_was_asked_several_times_is_one_observation(tmp_path):
     # The groups add 3/4 and -3/4 to four questions' mean of 3/4; as two values 3/4 +- 3/8, of variance 9/32 and of their mean
     # 9/64. The seeds agree but for rounding: 2 / (24 * 4 ** 2), over two seeds. Counted apart the questions' variance is 1/16.
     (comparison,) = decide(study)
-    (half,) = half_width(np.array([1 / 384]), np.array([1.0]), np.array([9 / 64]))
+    half = half_width(1 / 384, 1, 9 / 64)
     assert comparison.difference == 0.75
     assert comparison.high - 0.75 == pytest.approx(half, abs=1e-6)
     report = write_report(study, tmp_path)[0].read_text()

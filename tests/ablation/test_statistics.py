@@ -103,18 +103,15 @@ def test_equal_arms_are_rarely_called_unstable_and_a_wild_one_often():
 
 @given(st.floats(0.05, 40), st.sampled_from([1, 2, 5, 11, 44]))
 def test_without_a_choice_of_questions_the_error_is_students_t(distance, dof):
-    (p,) = tail(np.array([distance]), np.array([0.25]), np.array([dof]), np.zeros(1))
-    assert p == pytest.approx(stats.t.sf(2 * distance, dof), rel=1e-4, abs=1e-9)
+    assert tail(distance, 0.25, dof, 0.0) == pytest.approx(stats.t.sf(2 * distance, dof), rel=1e-4, abs=1e-9)
 
 
 def test_a_tail_of_seeds_and_questions_is_that_of_their_sum():
     rng = np.random.default_rng(0)
     draws = 0.3 * rng.standard_t(2, 400_000) + 0.5 * rng.normal(size=400_000)
     for distance in (0.0, 0.4, 1.5, 4.0):
-        (p,) = tail(np.array([distance]), np.array([0.09]), np.array([2.0]), np.array([0.25]))
-        assert p == pytest.approx((draws > distance).mean(), abs=0.002)
-    (half,) = half_width(np.array([0.09]), np.array([2.0]), np.array([0.25]))
-    assert half == pytest.approx(np.quantile(np.abs(draws), 0.95), rel=0.01)
+        assert tail(distance, 0.09, 2, 0.25) == pytest.approx((draws > distance).mean(), abs=0.002)
+    assert half_width(0.09, 2, 0.25) == pytest.approx(np.quantile(np.abs(draws), 0.95), rel=0.01)
 
 
 # --- comparisons ----------------------------------------------------------------------------------------
