@@ -77,12 +77,12 @@ def worked_out(answer: str, ground_truth: str) -> bool:
     number must be given as digits, with a power of ten, percent sign or unit; a fraction as any fraction or decimal. Both may
     stand in a sentence."""
     truth = _read(ground_truth)
-    if not isinstance(truth, Quantity) or not _is_fraction(truth.value):
+    if not isinstance(truth, Quantity) or not _is_numeral(truth.value, fractions=True):
         return True
     given = _read(answer) or _read(answer_in_sentence(_normalised(answer)))
     whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
     values = _values(given)
-    return bool(values) and all(_is_numeral(value) or (not whole and _is_fraction(value)) for value in values)
+    return bool(values) and all(_is_numeral(value, fractions=not whole) for value in values)
 
 
 def _read(text: str) -> Answer | None:
@@ -105,27 +105,15 @@ def _values(answer: Answer | None) -> list[Node]:
     return []
 
 
-def _is_numeral(node: Node) -> bool:
-    """A number, its negative, or a number times a power of ten."""
+def _is_numeral(node: Node, fractions: bool) -> bool:
+    """A number, its negative, or a number times a power of ten; where `fractions` count, also a ratio of two of these."""
     match node:
         case ("-", 0, operand):
-            return _is_numeral(operand)
-        case ("*", factor, power):
-            return _is_numeral(factor) and _is_power_of_ten(power)
-    return isinstance(node, Fraction) or _is_power_of_ten(node)
-
-
-def _is_power_of_ten(node: Node) -> bool:
-    match node:
+            return _is_numeral(operand, fractions)
+        case ("/", top, bottom):
+            return fractions and _is_numeral(top, False) and _is_numeral(bottom, False)
+        case ("*", factor, ("^", 10, _) as power):
+            return _is_numeral(factor, False) and _is_numeral(power, False)
         case ("^", 10, ("-", 0, exponent)) | ("^", 10, exponent):
             return isinstance(exponent, Fraction)
-    return False
-
-
-def _is_fraction(node: Node) -> bool:
-    match node:
-        case ("-", 0, operand):
-            return _is_fraction(operand)
-        case ("/", top, bottom):
-            return _is_numeral(top) and _is_numeral(bottom)
-    return _is_numeral(node)
+    return isinstance(node, Fraction)
