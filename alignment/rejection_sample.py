@@ -19,8 +19,7 @@ from alignment.core.records import Completion, Group, Problem
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.data.tasks.jsonl import read_demonstrations
-from alignment.rewards.parts import language_consistency
-from alignment.rewards.rules import find_rule
+from alignment.rewards.rules import find_rule, language_consistency
 from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from alignment.core.records import Completion, Group, Problem, Score
-from alignment.rewards.parts import PARTS, Part, of_response, part_of_function
-from alignment.rewards.rules import CONTROLS, RULES, RewardFn, find_rule
+from alignment.rewards.rules import CONTROLS, PARTS, RULES, Part, RewardFn, find_rule, of_response, part_of_function
 from alignment.system.errors import UserError
 from alignment.system.registry import find
 

@@ -1,16 +1,25 @@
-"""Rules: how good a response is, from the response and the ground truth alone. Evaluations report a rule, never a part.
+"""Rules and parts of rewards. A rule says how good a response is, from the response and the ground truth alone; evaluations
+report a rule. A part is a function that a run may add up with weights: ours, the user's own, or TRL's.
 
 Beside them, the negative controls: rewards that have nothing to teach about answers.
 """
 
 import hashlib
+import inspect
+import math
+import re
 import traceback
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from alignment.core.records import Score
+from alignment.core.records import Problem, Score
 from alignment.rewards.countdown import countdown_reward_fn
+from alignment.rewards.grading.cascade import grade
 from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn
 from alignment.system.errors import RunStopped
 from alignment.system.registry import find
@@ -70,3 +79,132 @@ CONTROLS: Mapping[str, Callable[[RewardFn, str, str], float]] = {
     "format_only": lambda rule, response, ground_truth: rule(response, ground_truth)["format_reward"],
     "inverted": inverted_reward,
 }
+
+
+PartFn = Callable[[Sequence[Problem], Sequence[str], Sequence[Score]], list[float]]
+"""(problems, responses, their scores by the task's rule) -> rewards, one for each response."""
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+STEPS = re.compile(r"Step \d+:|^\s*\d+\.\s|^\s*[-*]\s|\b(?:First|Second|Third|Next|Then|Finally),", re.MULTILINE)
+WHOLE = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+|/\d+)?")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rewards of responses, and the rules that this part cannot go with: {name of the rule: the reason}."""
+
+    rewards: PartFn
+    unfit: Mapping[str, str] = field(default_factory=dict)
+
+
+def whole_turn(problem: Problem, response: str) -> str:
+    """The response, after the opening tag where the prompt ends with it."""
+    return f"<think>{response}" if problem.prompt.rstrip().endswith("<think>") else response
+
+
+def tag_count(turn: str) -> float:
+    """A quarter for each of the four tags that occurs exactly once."""
+    return sum(turn.count(tag) == 1 for tag in TAGS) / len(TAGS)
+
+
+def reasoning_steps(turn: str) -> float:
+    """A third for each mark of a step (a number, a dash, "First," and the like), 1 from three on."""
+    return min(1.0, len(STEPS.findall(turn)) / 3)
+
+
+def signed_format(turn: str) -> float:
+    """1.25 for one thought and one answer in their tags and nothing else, -1 otherwise."""
+    return 1.25 if WHOLE.fullmatch(turn) else -1.0
+
+
+def signed_accuracy(response: str, ground_truth: str) -> float:
+    """1 where the last number of the response is the answer, -1 otherwise."""
+    numbers = NUMBER.findall(response)
+    return 1.0 if numbers and grade(numbers[-1], ground_truth) else -1.0
+
+
+def language_consistency(problem: Problem, response: str) -> float:
+    """Share of the response's words in the script of the question, or of the prompt if the question has no words; 1 for a
+    response without words (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.2). The script stands for the language: it counts
+    words of Latin, Cyrillic and so on, and single characters of Chinese, but not tags and LaTeX commands."""
+    expected, used = _scripts(problem.question) or _scripts(problem.prompt), _scripts(response)
+    if not expected or not used:
+        return 1.0
+    return used[expected.most_common(1)[0][0]] / used.total()
+
+
+def _scripts(text: str) -> Counter[str]:
+    """The number of words in each script."""
+    words = re.findall(r"[^\W\d_]+", re.sub(r"</?\w+>|\\[A-Za-z]+", " ", text))
+    scripts: Counter[str] = Counter()
+    for word in words:
+        letters = [unicodedata.name(letter, "OTHER").split()[0] for letter in word]
+        ideographs = [script for script in letters if script in ("CJK", "HIRAGANA", "KATAKANA")]
+        scripts.update(ideographs or letters[:1])
+    if scripts["HIRAGANA"] or scripts["KATAKANA"]:  # Japanese, whatever the share of each
+        japanese = sum(scripts.pop(script, 0) for script in ("CJK", "HIRAGANA", "KATAKANA"))
+        scripts["JAPANESE"] = japanese
+    return +scripts
+
+
+def of_response(function: Callable[[str, str], float], **facts) -> Part:
+    """The part made of a function of a response and its ground truth."""
+    return Part(lambda problems, texts, _: [function(t, p.ground_truth) for p, t in zip(problems, texts, strict=True)], **facts)
+
+
+def _of_turn(function: Callable[[str], float]) -> Part:
+    return Part(lambda problems, texts, _: [function(whole_turn(p, t)) for p, t in zip(problems, texts, strict=True)])
+
+
+PARTS: Mapping[str, Part] = {
+    "format": Part(lambda problems, texts, scores: [score["format_reward"] for score in scores]),
+    "accuracy": Part(lambda problems, texts, scores: [score["answer_reward"] for score in scores]),
+    "tag_count": _of_turn(tag_count),
+    "reasoning_steps": _of_turn(reasoning_steps),
+    "signed_format": _of_turn(signed_format),
+    "signed_accuracy": of_response(
+        signed_accuracy,
+        unfit={"countdown": "it looks for a number that is the answer, which Countdown's are not; use accuracy"},
+    ),
+    "language_consistency": Part(lambda problems, texts, _: list(map(language_consistency, problems, texts))),
+}
+
+
+def part_of_function(name: str, function: Callable) -> Part:
+    """The part made of a function f(response, ground_truth), which returns a number or a score, or of one with an argument
+    `completions`, which is called as TRL calls it. Raises `TypeError` or `ValueError` for a callable without a signature, and
+    `RunStopped` later where it fails, or returns another count of rewards or something that is no finite number."""
+    rewards = _as_trl if "completions" in inspect.signature(function).parameters else _pair_by_pair
+
+    def part(problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score]) -> list[float]:
+        values = call_user_function(name, lambda: rewards(function, problems, texts))
+        if len(values) != len(texts):
+            raise RunStopped(f"--reward {name}: gave {len(values)} rewards for {len(texts)} completions")
+        return [_as_number(name, value) for value in values]
+
+    return Part(part)
+
+
+def _pair_by_pair(function: Callable, problems: Sequence[Problem], texts: Sequence[str]) -> list:
+    results = [function(text, problem.ground_truth) for problem, text in zip(problems, texts, strict=True)]
+    return [result["reward"] if isinstance(result, Mapping) else result for result in results]
+
+
+def _as_trl(function: Callable, problems: Sequence[Problem], texts: Sequence[str]) -> list:
+    """The rewards by f(prompts=..., completions=..., **columns) -> list of numbers or None."""
+    fields = {"prompts": "prompt", "question": "question", "ground_truth": "ground_truth", "answer": "ground_truth", "id": "id"}
+    columns = {key: [getattr(problem, field) for problem in problems] for key, field in fields.items()}
+    columns["completions"] = list(texts)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return list(function(**{key: values for key, values in columns.items() if takes_all or key in parameters}))
+
+
+def _as_number(name: str, value: object) -> float:
+    """The value as a number, None as 0."""
+    with suppress(TypeError, ValueError):
+        number = 0.0 if value is None else float(value)
+        if math.isfinite(number):
+            return number
+    raise RunStopped(f"--reward {name}: gave {value!r}, which is no number")
