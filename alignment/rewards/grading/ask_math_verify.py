@@ -29,15 +29,12 @@ _TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for si
 
 
 def ask_math_verify(answer: str, truth: str) -> Outcome:
-    """math-verify's verdict on two normalised texts and "math-verify", "unread" for texts that it does not get, or the
-    failure of the call: "time-out", "memory" or "died"."""
+    """math-verify's verdict on two normalised texts and "math-verify", or "unread" for texts that it does not get. Raises
+    `CallFailed`."""
     # Only where one of the texts has notation that math-verify alone reads, and both are harmless.
     if not _NOTATION.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
         return False, "unread"
-    try:
-        return _submit(answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)).result()[0], "math-verify"
-    except CallFailed as failure:
-        return False, str(failure)
+    return _submit(answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)).result()[0], "math-verify"
 
 
 def _submit(answer: str, truth: str) -> Future:

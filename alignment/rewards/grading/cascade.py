@@ -53,10 +53,7 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
 @lru_cache(maxsize=CACHED)
 def _math_verify_verdict(answer: str, truth: str) -> Verdict:
     """The verdict of the last stage. Raises `CallFailed`, so that a failure is not cached."""
-    verdict = Verdict(*ask_math_verify(_normalised(answer), _normalised(truth)))
-    if verdict.stage in FAILURES:
-        raise CallFailed(verdict.stage)
-    return verdict
+    return Verdict(*ask_math_verify(_normalised(answer), _normalised(truth)))
 
 
 @lru_cache(maxsize=CACHED)
