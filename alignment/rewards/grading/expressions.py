@@ -5,7 +5,7 @@ constructors compute eagerly (`Integer(9)**Integer(9)**...`); its size is bounde
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 
 from alignment.rewards.grading.text import TABLES
@@ -44,40 +44,28 @@ _SYMBOLS = "pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat kh
 _COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *_SYMBOLS}
 # Names that need no backslash.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
-_LONGEST_FIRST = sorted(NAMES, key=len, reverse=True)
-_TOKEN = re.compile(rf" ?(?:({NUMBER})|\\([A-Za-z]+)|([A-Za-z]+)|(\*\*|[-+*/^(){{}}\[\]|_!]))")
+_NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
+_LETTERS = re.compile(r"\\[A-Za-z]+|([A-Za-z]+)")
+_TOKEN = re.compile(
+    rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|(?P<other>{NUMBER}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
+)
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _ROUNDING = {r"\lfloor": (r"\rfloor", "floor"), r"\lceil": (r"\rceil", "ceil")}
 
 
 def _tokens(text: str) -> list[str]:
     r"""Numbers, signs, letters, and names with a backslash, whether they had one or not: "2sin x" is 2 \sin x."""
-    tokens: list[str] = []
-    at = 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise Refused("not an expression")
-        at = match.end()
-        number, command, word, sign = match.groups()
-        if command and command not in _COMMANDS:
-            raise Refused("unknown command")
-        tokens += _letters(word) if word else [f"\\{command}" if command else number or sign]
-        if len(tokens) > MAX_TOKENS:
-            raise Refused("too long an expression")
-    return [*tokens, ""]
-
-
-def _letters(word: str) -> Iterator[str]:
-    """Known names and single variables in a run of letters. Four unknown letters are a word, hence no expression."""
-    unknown = 0
-    while word:
-        name = next((name for name in _LONGEST_FIRST if word.startswith(name)), "")
-        unknown += not name
-        if unknown > 3:
-            raise Refused("a word")
-        yield f"\\{name}" if name else word[0]
-        word = word[len(name) or 1 :]
+    matches = list(_TOKEN.finditer(text))
+    if "".join(match[0] for match in matches) != text:
+        raise Refused("not an expression")
+    if {match["command"] for match in matches} - _COMMANDS - {None}:
+        raise Refused("unknown command")
+    if any(len(_NAME.sub("", letters)) > 3 for letters in _LETTERS.findall(text)):  # four that are in no name
+        raise Refused("a word")
+    if len(matches) > MAX_TOKENS:
+        raise Refused("too long an expression")
+    names = (match["command"] or match["name"] for match in matches)
+    return [*(f"\\{name}" if name else match["other"] for name, match in zip(names, matches, strict=True)), ""]
 
 
 def parse_expression(text: str) -> Node:
