@@ -35,7 +35,7 @@ def without_trailing_words(text: str) -> str:
 
 
 _WORD = r"[A-Za-zµΩ°¢£Å\u4e00-\u9fff]+\.?"
-_FACTOR = re.compile(rf" ?({_WORD})(?: ?\^ ?\{{? ?(-?[0-9]) ?\}}?)?")
+_FACTOR = re.compile(rf" ?({_WORD})(?: ?\^ ?\{{? ?(-?[0-9]) ?\}}?)?(?: ?[*-])?")
 
 
 def read_unit(text: str) -> str:
@@ -59,28 +59,22 @@ def _product(text: str) -> Counter[str]:
     """{factor: power} of a unit; {noun: 1} of a plural noun with its adjectives; {} of anything else."""
     head, of, _ = text.strip().partition(" of ")  # 5 cups of flour are 5 cups
     text = head if of and re.fullmatch("[a-z ]+", text) else text.strip()
-    pending_power, last, end = 0, "", 0
+    factors = list(_FACTOR.finditer(text))
     powers: Counter[str] = Counter()
-    for match in _FACTOR.finditer(text):
-        word, power = match[1], match[2]
-        if match.start() != end:
-            return Counter()
-        end = match.end() + len(re.match(r" ?[*-]|", text[match.end() :])[0])
-        lowered = word.lower()
+    last, pending_power = "", 1
+    for factor in factors:
+        word, power = factor.groups()
+        lowered, bare = word.lower(), word.rstrip(".")
         if lowered in ("squared", "cubed") and last:
             powers[last] *= _POWER_WORDS[lowered]
         elif lowered in _POWER_WORDS and not last:
             pending_power = _POWER_WORDS[lowered]
+        elif last := _UNIT_NAMES.get(bare) or _UNIT_NAMES.get(lowered.rstrip(".") if len(bare) > 2 - bare.isupper() else ""):
+            powers[last] += int(power or pending_power)
+            pending_power = 1
         else:
-            bare = word.rstrip(".")
-            last = _UNIT_NAMES.get(bare) or (
-                _UNIT_NAMES.get(bare.lower(), "") if len(bare) > 2 or (len(bare) > 1 and bare.isupper()) else ""
-            )
-            if not last:
-                return Counter(filter(None, [_plural_noun(text)]))
-            powers[last] += int(power or pending_power or 1)
-            pending_power = 0
-    return powers if end == len(text) else Counter()
+            return Counter(filter(None, [_plural_noun(text)]))
+    return powers if "".join(factor[0] for factor in factors) == text else Counter()
 
 
 def _plural_noun(text: str) -> str:
