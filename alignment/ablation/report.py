@@ -16,7 +16,7 @@ from rich.console import Console
 from alignment.ablation import verdicts
 from alignment.ablation.statistics import Comparison, Scores, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
-from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_widths, question_groups
+from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width, question_groups
 from alignment.runs.summary import first_change
 from alignment.system.files import write_atomically
 from alignment.system.terminal import make_table, printable
@@ -77,7 +77,6 @@ def arm_rows(study: Study) -> list[dict]:
     """For each arm: its seeds, accuracies, their means and margin, the parts of its gain, its arguments and a sample."""
     scores = final_scores(study)
     accuracy = {arm: [float(s.mean()) for s in by_seed.values()] for arm, by_seed in scores.items()}
-    margins = verdicts.half_widths(study, scores)
     return [
         {
             "name": arm,
@@ -85,7 +84,7 @@ def arm_rows(study: Study) -> list[dict]:
             "accuracies": accuracy[arm],
             "mean": float(np.mean(accuracy[arm])) if runs else math.nan,
             "iqm": interquartile_mean(accuracy[arm]) if runs else math.nan,
-            "margin": margins[arm],
+            "margin": half_width(study, arm, scores[arm]),
             "split": np.mean([verdicts.split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
             "settings": study.varied[arm],
             "sample": sample_of(runs),
@@ -178,7 +177,7 @@ def _draw_learning(axes, colours: dict, study: Study) -> None:
         if runs:
             steps = [step for step in sorted(at) if len(at[step]) == len(runs)]
             means = [np.mean([scores.mean() for scores in at[step].values()]) for step in steps]
-            margins = [half_widths(study, {arm: at[step]})[arm] for step in steps]
+            margins = [half_width(study, arm, at[step]) for step in steps]
             axes.errorbar(steps, means, yerr=margins, color=colours[arm], label=arm, capsize=2, lw=1.2)
     axes.set(xlabel="rollout step", ylabel="accuracy", ylim=(0, None))
     axes.grid(alpha=0.3)
@@ -186,13 +185,12 @@ def _draw_learning(axes, colours: dict, study: Study) -> None:
 
 def _draw_final(axes, colours: dict, study: Study) -> None:
     """Draw a point for each seed, and each arm's mean with its interval."""
-    scores = final_scores(study)
-    accuracy = {arm: [s.mean() for s in by_seed.values()] for arm, by_seed in scores.items() if by_seed}
-    margins = half_widths(study, scores)
-    for y, (arm, values) in enumerate(reversed(accuracy.items())):
+    scores = {arm: by_seed for arm, by_seed in reversed(final_scores(study).items()) if by_seed}
+    for y, (arm, by_seed) in enumerate(scores.items()):
+        values, margin = [s.mean() for s in by_seed.values()], half_width(study, arm, by_seed)
         axes.plot(values, [y] * len(values), "o", color=colours[arm], alpha=0.45, ms=4)
-        axes.errorbar(np.mean(values), y, xerr=margins[arm], color=colours[arm], marker="D", ms=5, capsize=3)
-    axes.set_yticks(range(len(accuracy)), list(reversed(accuracy)))
+        axes.errorbar(np.mean(values), y, xerr=margin, color=colours[arm], marker="D", ms=5, capsize=3)
+    axes.set_yticks(range(len(scores)), list(scores))
     axes.set(xlabel="accuracy")
     axes.grid(axis="x", alpha=0.3)
 

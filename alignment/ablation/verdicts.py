@@ -144,9 +144,6 @@ def split_of_gain(run: Run) -> tuple[float, float, float]:
     return a[1] - a[0], by_format, by_answers
 
 
-def half_widths(study: Study, scores: Mapping[str, Scores]) -> dict[str, float]:
-    """Half of the 95 % interval of each arm's mean (`half_width_of_mean`); 0 for an arm with fewer than two seeds."""
-    return {
-        arm: statistics.half_width_of_mean(by_seed, question_groups(study.arms[arm].values()))
-        for arm, by_seed in scores.items()
-    }
+def half_width(study: Study, arm: str, by_seed: Scores) -> float:
+    """Half of the 95 % interval of an arm's mean (`half_width_of_mean`); 0 with fewer than two seeds."""
+    return statistics.half_width_of_mean(by_seed, question_groups(study.arms[arm].values()))
