@@ -86,7 +86,8 @@ def test_a_packing_by_hand():
     assert packing.suffixes_RQ.tolist() == [[4, 5], [6, 0]]
     assert packing.seen_RK.tolist() == [[0, 1, 4, 5], [0, 1, 6, 0]]
     assert packing.padding_R.tolist() == [0]
-    assert causal_bias(packing.padding_R, 2, None, torch.empty(1, 1, 4, 1)).tolist() == [[[[0, 0, 0, -torch.inf], [0, 0, 0, 0]]]]
+    bias = causal_bias(packing.padding_R, 2, None, torch.empty(1, 1, 4, 1))
+    assert bias.tolist() == [[[[0, 0, 0, -torch.inf], [0, 0, 0, 0]]]]
     assert packing.suffix_tokens.tolist() == [0, 1, 2]
 
 
