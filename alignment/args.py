@@ -50,7 +50,7 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
             lambda x: 0 < x < math.inf,
             "group_size prompts_per_rollout num_steps epochs_per_rollout batch_size learning_rate max_grad_norm advantage_eps"
             " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout rank_timeout"
-            " cliprange_high",
+            " cliprange_high machines",
         ),
         ("at least 1", lambda x: x >= 1, "lora_alpha max_new_tokens num_samples sync_every kill_after cpus_per_run gpu_memory"),
         ("at least 2", lambda x: x >= 2, "max_seeds"),
@@ -161,11 +161,13 @@ class EvaluateArgs(Args):
 
 @dataclass(frozen=True)
 class PlanArgs(Args):
-    """Show which role and which layers would sit on which device."""
+    """Show which role and which part of the policy would sit on which device, and the command that trains so."""
 
-    num_gpus: int | None = None  # GPUs to plan for; by default those of this machine.
+    num_gpus: int | None = None  # GPUs of a machine to plan for; by default those of this one.
+    machines: int = 1  # Machines to plan for, all alike; several start the processes of a replicated or sharded policy.
     optimizer: OptimizerName | None = None  # Optimiser to plan for; by default that of the preset's train_rl.
-    gpu_memory: float | None = None  # GB (1e9 bytes) of each GPU: count the peak of a training step, and say whether it fits.
+    gpu_memory: float | None = None
+    """GB (1e9 bytes) of each GPU, or of a host without: count the peak of a training step, and say whether it fits."""
 
 
 @dataclass(frozen=True)

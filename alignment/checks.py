@@ -34,14 +34,20 @@ def check(args: Args) -> Task:
     if args.sampler == "vllm_server":
         raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
     find_engine(args.sampler)
-    check_parallelism(args.policy_parallelism)
-    refuse_ranked_8bit(args, args.policy_parallelism)
-    if max(args.policy_ranks, PROCESSES) > 1 and args.policy_parallelism in ("single", "layer_split"):
-        many = f"--policy_ranks {args.policy_ranks}" if args.policy_ranks > 1 else f"torchrun has started {PROCESSES} processes"
-        raise UserError(f"{many}: a policy that is {args.policy_parallelism} is one process")
+    check_processes(args)
     if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
         raise UserError(f"--output_dir {args.output_dir}: is a file; name a folder")
     return task
+
+
+def check_processes(args: Args, machines: int = 1) -> None:
+    """Raise `UserError` for a kind of policy that does not exist, or that cannot be of so many processes."""
+    check_parallelism(args.policy_parallelism)
+    refuse_ranked_8bit(args, args.policy_parallelism)
+    asked = (f"--machines {machines}", machines), (f"--policy_ranks {args.policy_ranks}", args.policy_ranks)
+    many = [words for words, number in (*asked, (f"torchrun has started {PROCESSES} processes", PROCESSES)) if number > 1]
+    if many and args.policy_parallelism in ("single", "layer_split"):
+        raise UserError(f"{many[0]}: a policy that is {args.policy_parallelism} is one process")
 
 
 def check_rl(args: RLArgs) -> None:

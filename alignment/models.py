@@ -58,18 +58,24 @@ def make_policy(args: Args, base: str, checkpoint: Path | None = None) -> Policy
     return open_policy(kind, configuration(PolicyConfig, args, model_path=base, **facts))
 
 
-def kind_of_policy(args: Args, base: str) -> tuple[tuple[str, ...], str]:
-    """The policy's devices, and its --policy_parallelism where that is "auto"."""
-    devices = roles_of(args).policy
+def kind_of_policy(
+    args: Args, base: str, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1
+) -> tuple[tuple[str, ...], str]:
+    """The policy's devices on this machine, and its --policy_parallelism where that is "auto". `num_gpus`, `memory` (bytes of a
+    device) and `machines` plan for others than this one."""
+    devices = roles_of(args, num_gpus).policy
     if args.policy_parallelism in RANKED or args.policy_parallelism == "auto" and (args.policy_ranks or PROCESSES):
         devices = devices_of_ranks(args, devices)
 
     def fits_each() -> bool:
+        if num_gpus is not None and not memory:
+            raise UserError("--policy_parallelism auto depends on the memory of a GPU: give --gpu_memory, or name a kind")
         shape = ModelShape.from_config(load_config(base), args.lora_rank, args.lora_targets)
         state = shape.state_bytes(shape.parameters, OPTIMIZERS[getattr(args, "optimizer", "adamw")].device_bytes)
-        return state <= STATE_SHARE * min(map(total_bytes, devices)) / (1 if "cuda" in devices[0] else len(devices))
+        smallest = memory or min(map(total_bytes, devices))
+        return state <= STATE_SHARE * smallest / (1 if "cuda" in devices[0] else len(devices))
 
-    kind = policy_kind(args.policy_parallelism, max(PROCESSES, len(devices)), fits_each)
+    kind = policy_kind(args.policy_parallelism, max(PROCESSES, machines * len(devices)), fits_each)
     refuse_ranked_8bit(args, kind)
     return devices, kind
 

@@ -1,6 +1,7 @@
 """The number of tokens in a micro-batch, from the bytes of activations per token and the free memory."""
 
 import gc
+from collections.abc import Sequence
 
 import psutil
 import torch
@@ -16,19 +17,20 @@ MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight in our own decoding, at most
 STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
-BF16_FACTOR = 0.6  # activation bytes under bfloat16 autocast / in float32; more than 0.5, because norms stay in float32
 
 
-def activation_bytes(config) -> int:
-    """Bytes of float32 activations that backward needs for one token of a Llama-like decoder. Each layer stores four vectors
-    of the MLP's width and about eleven of the hidden size. (SmolLM2-135M: 1.50 MB by this formula, 1.53 MB measured.)"""
-    return 4 * config.num_hidden_layers * (4 * mlp_width(config) + 11 * config.hidden_size)
+def activation_bytes(config, itemsize: int = 4) -> int:
+    """Bytes of activations that backward needs for one token of a Llama-like decoder, with products of numbers of `itemsize`
+    bytes. Each layer stores four vectors of the MLP's width and about eleven of the hidden size; under autocast to 2 bytes two
+    more, since norms stay in float32. (SmolLM2-135M in float32: 1.50 MB by this formula, 1.53 MB measured.)"""
+    norms = 8 * config.hidden_size * (itemsize == 2)
+    return config.num_hidden_layers * (itemsize * (4 * mlp_width(config) + 11 * config.hidden_size) + norms)
 
 
-def checkpointed_activation_bytes(config) -> int:
+def checkpointed_activation_bytes(config, itemsize: int = 4) -> int:
     """`activation_bytes` under gradient checkpointing: the input of every layer, about three vectors at the model's ends, and
     the activations of the one layer that backward recomputes."""
-    one_layer = activation_bytes(config) // config.num_hidden_layers
+    one_layer = activation_bytes(config, itemsize) // config.num_hidden_layers
     return 4 * (config.num_hidden_layers + 3) * config.hidden_size + one_layer
 
 
@@ -69,12 +71,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def choose_micro_batch_tokens(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: PolicyConfig, longest: int, processes=1, whole=0
 ) -> tuple[int, bool]:
-    """(tokens of the largest micro-batch that fits the free memory, whether it takes gradient checkpointing). Tokens are
-    rounded down to a power of two, so that slightly less free memory does not change a repeated run.
-
-    `longest` is the number of tokens of the longest row. If it does not fit, gradient checkpointing is needed, which computes
-    layers twice. So many `processes` share a device's memory, and each also holds `whole` bytes of copies of weights.
-    """
+    """`tokens_that_fit` a device beside weights, gradients and moments. So many `processes` share its memory, and each also
+    holds `whole` bytes of copies of weights."""
     devices = [str(device) for device in devices_of(model)]
     parameters = sum(own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad) // len(devices)
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -84,11 +82,27 @@ def choose_micro_batch_tokens(
     to_allocate = parameters * (OPTIMIZERS[config.optimizer].device_bytes - 4) - moment_bytes + whole
     release_memory()
     free = min(free_bytes(device) for device in devices) // processes - to_allocate
+    limit = MAX_ACTIVATION_BYTES[model.device.type] // processes
+    return tokens_that_fit(model.config, getattr(torch, config.dtype).itemsize, free, longest, limit)
+
+
+def tokens_that_fit(config, itemsize: int, free: int, longest: int, limit: int) -> tuple[int, bool]:
+    """(tokens of the largest micro-batch whose activations fit so many free bytes, whether it takes gradient checkpointing).
+    Tokens are rounded down to a power of two, so that slightly less free memory does not change a repeated run.
+
+    `longest` is the number of tokens of the longest row. If it does not fit, gradient checkpointing is needed, which computes
+    layers twice. Activations take `limit` bytes at most."""
     available = int(ACTIVATION_SHARE * max(free, 0))
-    factor = 1 if config.dtype == "float32" else BF16_FACTOR
-    per_token = int(factor * activation_bytes(model.config))
+    per_token = activation_bytes(config, itemsize)
     checkpointing = available < longest * per_token
     if checkpointing:
-        per_token = int(factor * checkpointed_activation_bytes(model.config))
-    tokens = min(max(min(available, MAX_ACTIVATION_BYTES[model.device.type] // processes) // per_token, 1), MAX_TOKENS)
+        per_token = checkpointed_activation_bytes(config, itemsize)
+    tokens = min(max(min(available, limit) // per_token, 1), MAX_TOKENS)
     return 2 ** (tokens.bit_length() - 1), checkpointing
+
+
+def gathered_bytes(layers: Sequence[int], outside: int, itemsize: int) -> int:
+    """Bytes that a rank holds beside its own parts, of layers of so many parameters and so many outside them. In fp32, as
+    weights and as gradients: what is outside and two layers, the one at work and one on its way. Autocast's casts of all
+    layers stay until backward."""
+    return 8 * (outside + 2 * max(layers)) + 2 * sum(layers) * (itemsize == 2)

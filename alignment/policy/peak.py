@@ -1,12 +1,15 @@
 """The most bytes that each GPU holds during a training step, by kind, from a model's shape. No device is touched."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from alignment.policy.loading import mlp_width
 from alignment.policy.log_probs import LOGITS_IN_MEMORY
-from alignment.policy.memory import ACTIVATION_SHARE, BF16_FACTOR, CACHE_BYTES, MAX_TOKENS, activation_bytes, key_value_bytes
+from alignment.policy.memory import CACHE_BYTES, activation_bytes, gathered_bytes, key_value_bytes, tokens_that_fit
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.placement import ModelShape, Roles, engine_share, partition_layers
+from alignment.policy.placement import ModelShape, Roles, Share, engine_share, policy_shares
+from alignment.policy.policy import RANKED
 
 CONTEXT_BYTES = int(0.8e9)  # of a process on a GPU: CUDA's context, and workspaces of matrix products
 SPARE = 0.05  # of a card, which is left to fragmentation
@@ -14,9 +17,11 @@ SPARE = 0.05  # of a card, which is left to fragmentation
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a training step needs to know to count its bytes, in bfloat16 under autocast."""
+    """What a training step needs to know to count its bytes."""
 
     card: int  # Bytes of each GPU.
+    policy_parallelism: str  # A key of `POLICIES`.
+    itemsize: int  # Bytes of a number in matrix products: 2 under autocast to bfloat16, else 4.
     optimizer: str
     micro_batch_tokens: int  # 0: what `choose_micro_batch_tokens` would take.
     prompt: int  # Tokens of the longest prompt.
@@ -30,37 +35,52 @@ class StepShape:
     engines: int  # On a GPU that samples and evaluates.
 
 
-def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
-    """Device -> kind -> bytes at the worst moment: the head of an update's later micro-batch, where all of its activations, the
-    gradient of those before, and temporaries of logits exist, or sampling, where keys and values do and gradients do not.
+def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[tuple[str, dict[str, int]]]:
+    """(device, kind -> bytes at the worst moment) of the machine's ranks, or of the devices of a policy of one process, then of
+    the devices of other roles alone. The worst is the head of an update's later micro-batch, where all of its activations, the
+    gradient of those before, and temporaries of logits exist; for a rank also where whole layers or their gradients are on
+    their way; or sampling, where keys and values do and gradients do not.
 
     Between them, engines and frozen models stay. Counts for a model of fp32 weights whose linear layers autocast casts."""
-    placed = partition_layers(shape, roles.policy)
-    devices = sorted({*roles.policy, roles.sample, roles.eval, roles.reference})
-    held = {device: [name for name, place in placed.items() if place == device] for device in devices}
-    return {device: _device_peak(shape, config, roles, step, held[device], device) for device in devices}
+    shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
+    others = {roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
+    shares += [Share(device, "", (), 0) for device in sorted(others)]
+    # Ranks may share the host's CPU, where the first of them has the other roles, too.
+    first = [share not in shares[:number] for number, share in enumerate(shares)]
+    own = replace(roles, sample="", eval="", reference="")
+    return [
+        (share.device, _peak_of(share, shape, config, roles if alone else own, step))
+        for share, alone in zip(shares, first, strict=True)
+    ]
 
 
-def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, held: list[str], device: str) -> dict[str, int]:
-    """The larger of an update's and of sampling's bytes on one device; `held` are the policy's modules there."""
-    total, trained = sum(shape.parameters.values()), shape.trained(held)
+def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, int]:
+    """The larger of an update's and of sampling's bytes of one share of the policy and the other roles on its device."""
+    device, held = share.device, share.modules
+    total, trained = sum(shape.parameters.values()), shape.trained(held) // share.parts
     samples = device in (roles.sample, roles.eval)
     engines = step.engines if roles.sample == roles.eval else 1
     frozen, vllm = step.frozen * (device == roles.reference), step.vllm
-    copy = int((step.gpu_memory_utilization or engine_share(roles, device, engines)) * step.card) if vllm else 2 * total
+    memory_share = step.gpu_memory_utilization or engine_share(roles, device, engines)
     kept = {
-        "weights": shape.state_bytes(held, 4),
+        "weights": shape.state_bytes(held, 4) // share.parts,
         "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * trained,
-        "sampler": engines * copy * samples,
-        "reference": shape.frozen_bytes(2) * frozen,
+        "sampler": engines * samples * (int(memory_share * step.card) if vllm else step.itemsize * total),
+        "reference": shape.frozen_bytes(step.itemsize) * frozen,
         "context": CONTEXT_BYTES * (bool(held or frozen or not vllm) + engines * (samples and vllm)),
     }
     update = {**kept, "gradients": 4 * trained}
+    ranked = bool(held) and step.policy_parallelism in RANKED
+    layers = [shape.parameters[name] for name in shape.layers]
+    gathered = gathered_bytes(layers, total - sum(layers), step.itemsize) if ranked else 0
+    longest = step.prompt + step.max_new_tokens
+    fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - sum(update.values()) - gathered, longest, step.card)
+    tokens = max(step.micro_batch_tokens or fit * (not checkpointing), longest)  # one row at least
     if held:
-        update |= _activations(shape, config, step, held, step.card - sum(update.values()))
-    if shape.head in held or frozen:
-        update["logits"] = head_bytes(config, step, trained=shape.head in held and not shape.adapters)
-    moments = [update]
+        update |= _activations(shape, config, step, held, tokens)
+    head = head_bytes(config, step, tokens, trained=shape.head in held and not shape.adapters)
+    update["logits"] = head if shape.head in held or frozen else 0
+    moments = [*_rank_moments(shape, config, update, share.parts)] if ranked else [update]
     if samples and not vllm:
         all_rows = step.sampled * key_value_bytes(config, 2)
         cache = min(CACHE_BYTES["cuda"], all_rows)  # waves of rows keep to it
@@ -69,30 +89,48 @@ def _device_peak(shape: ModelShape, config: Any, roles: Roles, step: StepShape, 
     return max(moments, key=lambda moment: sum(moment.values()))
 
 
-def _activations(shape: ModelShape, config: Any, step: StepShape, held: list[str], free: int) -> dict[str, int]:
+def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence[str], tokens: int) -> dict[str, int]:
     """Bytes of the layers held: autocast's casts, which backward keeps, activations, and what attention keeps beside them."""
-    layers = len(set(held) & set(shape.layers))
-    a_token = BF16_FACTOR * activation_bytes(config)
-    fits = min(max(int(ACTIVATION_SHARE * max(free, 0) / a_token), 1), MAX_TOKENS)
-    tokens = max(step.micro_batch_tokens or 2 ** (fits.bit_length() - 1), step.prompt + step.max_new_tokens)  # one row at least
+    layers = [name for name in shape.layers if name in held]
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     # Rows of one prompt need a bias, which each layer casts for itself; keys and values of other rows are repeated.
     rows = (tokens - step.prompt) // step.max_new_tokens
     bias = rows * (heads // kv_heads) * step.max_new_tokens * (step.prompt + step.max_new_tokens) if rows > 1 else 0
     repeated = 4 * tokens * config.hidden_size * (heads > kv_heads)
+    ends = 12 * config.hidden_size * (shape.head in held)  # about three vectors at the head
     return {
-        "casts": shape.state_bytes([name for name in held if name in (*shape.layers, shape.head)], 4) // 2,
-        "activations": int(a_token * tokens * layers / config.num_hidden_layers),
-        "attention": layers * (2 * bias + repeated) + 4 * bias,
+        "casts": shape.state_bytes(layers, 4) // 2 * (step.itemsize == 2),
+        "activations": tokens * (activation_bytes(config, step.itemsize) * len(layers) // config.num_hidden_layers + ends),
+        "attention": len(layers) * (2 * bias + repeated) + 4 * bias,
     }
 
 
-def head_bytes(config: Any, step: StepShape, trained: bool) -> int:
+def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int], parts: int) -> Iterator[dict[str, int]]:
+    """The update of a rank, which gathers in fp32 (or copies, where it has all weights) what is outside the layers for a whole
+    micro-batch, and each layer for its forward and its backward pass. At the head; in the backward pass of the last layer but
+    one, where the next one is gathered ahead, this one's gradient is whole, and the last one's on its way to the ranks that
+    keep it; and where the gradient of what is outside the layers is on its way."""
+    outside = [name for name in shape.parameters if name not in shape.layers]
+    layer, rest = max(shape.state_bytes([name], 4) for name in shape.layers), shape.state_bytes(outside, 4)
+    layer_gradient, rest_gradient = 4 * max(shape.trained([name]) for name in shape.layers), 4 * shape.trained(outside)
+    # In bf16 the gradient of one matrix, and in fp32 the head's.
+    products = 0 if shape.adapters else 2 * mlp_width(config) * config.hidden_size + 4 * config.vocab_size * config.hidden_size
+    left = max(len(shape.layers) - 2, 0) / len(shape.layers)
+    kinds = ("casts", "activations", "attention")
+    backward = update | {kind: int(left * update[kind]) for kind in kinds} | {"logits": 0}
+    yield update | {"gathered": rest}
+    yield backward | {"gathered": rest + 2 * layer, "whole gradients": 2 * layer_gradient + products}
+    yield backward | dict.fromkeys(kinds, 0) | {"whole gradients": 2 * rest_gradient + rest_gradient // parts}
+
+
+def head_bytes(config: Any, step: StepShape, tokens: int, trained: bool) -> int:
     """Bytes of `LabelLogProbs`: the head's weight cast; its gradient, in fp32 and as a product in bf16; and temporaries, as
-    multiples of a piece's fp32 logits. Truncation sorts: logits, a tempered and a sorted copy, places of 8 bytes, and 20 bytes
-    a number that torch's CUDA sort takes for itself."""
+    multiples of a piece's fp32 logits: with the entropies, in the forward pass alone, or without. Truncation takes
+    a tempered copy, masks, and places of tokens that are equally likely."""
     head = config.vocab_size * config.hidden_size
-    piece = 4 * min(LOGITS_IN_MEMORY, max(step.micro_batch_tokens, step.prompt + step.max_new_tokens, 512) * config.vocab_size)
-    scoring = (5 if step.truncated else 4) * piece
-    return 2 * head + (4 * head + max(scoring, 2 * head + 3 * piece // 2) if trained else scoring)
+    cast = 2 * head * (step.itemsize == 2)
+    piece = 4 * min(LOGITS_IN_MEMORY, (tokens - step.prompt) * config.vocab_size)
+    with_entropies, without = (5, 5) if step.truncated else (4, 3)
+    backward = 4 * head + max(without * piece, cast + 3 * piece // 2)
+    return cast + max(with_entropies * piece, backward * trained)

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.policy import RANKED
 from alignment.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -303,6 +304,7 @@ class Share:
     role: str
     modules: tuple[str, ...]
     bytes: int
+    parts: int = 1  # Of which each of the modules' weights is one.
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -328,26 +330,32 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
             yield "backward", number
 
 
-def place(shape: ModelShape, roles: Roles, optimizer: str = "adamw", itemsize: int = 2) -> tuple[Share, ...]:
-    """The policy's share of each of its devices, the moments that `optimizer` keeps on the CPU, then one whole copy for each
+def policy_shares(shape: ModelShape, devices: Sequence[str], kind: str, optimizer: str) -> list[Share]:
+    """What each rank, or each device of a policy of one process, holds on one machine; `kind` is --policy_parallelism."""
+    parts, everything = len(devices) if kind == "sharded" else 1, tuple(shape.parameters)
+    held = [(device, everything) for device in devices]
+    if kind not in RANKED:
+        placed = partition_layers(shape, devices)
+        held = [(device, tuple(n for n in everything if placed[n] == device)) for device in dict.fromkeys(placed.values())]
+    a_number = OPTIMIZERS[optimizer].device_bytes
+    return [Share(device, "policy", names, shape.state_bytes(names, a_number) // parts, parts) for device, names in held]
+
+
+def place(
+    shape: ModelShape, roles: Roles, optimizer: str = "adamw", itemsize: int = 2, kind: str = "layer_split"
+) -> tuple[Share, ...]:
+    """The shares of a policy of that `kind`, the moments that `optimizer` keeps on the CPU, then one whole copy for each
     other role, with products of numbers of `itemsize` bytes. Eval on the sampler's device runs in the sampler's engine, so the
     two hold one copy, under the role "sample+eval"."""
-    entry = OPTIMIZERS[optimizer]
-    parameters = shape.parameters
-    held: dict[str, list[str]] = {}
-    for name, device in partition_layers(shape, roles.policy).items():
-        held.setdefault(device, []).append(name)
-    policy = (
-        Share(device, "policy", tuple(names), shape.state_bytes(names, entry.device_bytes))
-        for device, names in held.items()
-    )
+    policy = policy_shares(shape, roles.policy, kind, optimizer)
     engines = {"sample+eval": roles.sample} if roles.sample == roles.eval else {"sample": roles.sample, "eval": roles.eval}
     # A policy that sits whole on the reference's device is the old policy itself, until its first update; one with adapters is
     # the reference, too.
     reference = {} if shape.adapters or roles.policy == (roles.reference,) else {"reference": roles.reference}
     copies = engines | reference
-    everything, total = tuple(parameters), sum(parameters.values())
-    moments = (Share("cpu", "moments", everything, shape.trained(everything) * entry.host_bytes),) if entry.host_bytes else ()
+    everything, total = tuple(shape.parameters), sum(shape.parameters.values())
+    on_host = shape.trained(everything) * OPTIMIZERS[optimizer].host_bytes * (len(policy) if kind == "replicated" else 1)
+    moments = (Share("cpu", "moments", everything, on_host),) if on_host else ()
     sizes = dict.fromkeys(copies, total * itemsize) | {"reference": shape.frozen_bytes(itemsize)}
     others = (Share(device, role, everything, sizes[role]) for role, device in copies.items())
     return (*policy, *moments, *others)

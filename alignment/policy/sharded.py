@@ -18,6 +18,7 @@ from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, split_rows
 from alignment.policy import lora
 from alignment.policy.huggingface import PreTrainedModel
+from alignment.policy.memory import gathered_bytes
 from alignment.policy.optimizer_files import read_parts, write_parts
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
@@ -104,12 +105,10 @@ class Shard(SingleDevicePolicy):
         return log_probs_BT
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
-        """As many tokens as fit on the rank with the least memory; ranks on a CPU share the host's. In fp32 a rank holds,
-        beside its own parts, what is outside the layers and two layers, the one at work and one on its way, as weights and as
-        gradients. Autocast's casts of all layers stay until backward."""
+        """As many tokens as fit on the rank with the least memory, beside `gathered_bytes`; ranks on a CPU share the host's."""
         layers = [sum(p.numel() for p in m.parameters()) for m in self.model.modules() if isinstance(m, FSDPModule)][1:]
         outside = sum(p.numel() for p in self.model.parameters()) - sum(layers)
-        whole = 8 * (outside + 2 * max(layers)) + 2 * sum(layers) * (self.dtype != torch.float32)
+        whole = gathered_bytes(layers, outside, self.dtype.itemsize)
         processes = self.ranks.local_count if self.devices[0] == "cpu" else 1
         message = super().choose_micro_batch_tokens(longest, previous, processes, whole)
         tokens = torch.tensor(self.micro_batch_tokens)

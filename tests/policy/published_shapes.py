@@ -47,3 +47,16 @@ def qwen3_0_6b() -> Qwen3Config:
         head_dim=128,
         tie_word_embeddings=True,
     )
+
+
+def qwen2_7b() -> Qwen2Config:
+    """Qwen2.5-7B, whose head is a matrix of its own."""
+    return Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )

@@ -83,7 +83,7 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(tmp_path
         layers, everything = shard.model.model.layers, sum(p.numel() for p in shard.model.parameters())
         layer = sum(p.numel() for p in layers[0].parameters())
         whole = 8 * (everything - len(layers) * layer + 2 * layer) + casts * len(layers) * layer
-        a_token = int(memory.activation_bytes(shard.config) * (memory.BF16_FACTOR if casts else 1))
+        a_token = memory.activation_bytes(shard.config, shard.dtype.itemsize)
         free = 4 * (128 * int(a_token / memory.ACTIVATION_SHARE) + 12 * (everything // 4) + whole)
         for spare, tokens in ((4 * 12 * 100, 128), (-4 * a_token, 64)):
             monkeypatch.setattr(memory, "free_bytes", lambda device, bytes=free + spare: bytes)

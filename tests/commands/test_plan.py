@@ -1,0 +1,52 @@
+"""`plan` for policies of several processes: what each holds, whether that fits, and the command that trains so."""
+
+import pytest
+
+from alignment import plan
+from alignment.args import PlanArgs, from_preset
+from alignment.models import kind_of_policy
+from alignment.system.errors import UserError
+
+
+@pytest.fixture
+def planned(tiny_folder, monkeypatch, capsys):
+    def run(*flags: str) -> str:
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr("sys.argv", ["plan", "--model", str(tiny_folder), "--sampler", "transformers", *flags])
+        plan.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_several_machines_are_started_by_torchrun(planned):
+    said = planned("--num_gpus", "8", "--machines", "2", "--policy_parallelism", "sharded")
+    start = "torchrun --nnodes 2 --nproc_per_node 5 --rdzv_backend c10d --rdzv_endpoint HOST:29500 -m alignment.train_rl"
+    command = said.splitlines()[-1]
+    assert command.startswith(start) and "--policy_parallelism sharded" in command and "--policy_ranks" not in command
+
+
+def test_ranks_on_a_cpu_share_the_hosts_memory(planned):
+    """Each takes 0.8 GB for Python, torch and transformers, so that two do not fit into 1 GB."""
+    flags = ("--num_gpus", "0", "--policy_parallelism", "replicated", "--policy_ranks", "2")
+    said = planned(*flags, "--gpu_memory", "8")
+    assert said.splitlines()[-1].startswith("uv run -m alignment.train_rl --preset tiny")
+    assert said.splitlines()[-1].endswith("--policy_parallelism replicated --policy_ranks 2")
+    assert said.count("of 8 GB, fits") == 2 and "rank 0, cpu" in said and "rank 1, cpu" in said
+    assert planned(*flags, "--gpu_memory", "1").count("of 1 GB, does not fit") == 2
+
+
+def test_auto_replicates_what_fits_70_percent_of_each_gpu(planned, tiny_folder):
+    """466,304 parameters of 16 bytes each, with AdamW."""
+    args = from_preset(PlanArgs, "tiny", optimizer="adamw")
+    for memory, kind in ((16 * 466_304 / 0.699, "replicated"), (16 * 466_304 / 0.701, "sharded")):
+        assert kind_of_policy(args, str(tiny_folder), num_gpus=8, memory=memory)[1] == kind
+    flags = ("--num_gpus", "8", "--policy_parallelism", "auto")
+    assert "policy replicated" in planned(*flags, "--gpu_memory", "1")
+    with pytest.raises(UserError, match="auto depends on the memory of a GPU: give --gpu_memory"):
+        planned(*flags)
+
+
+def test_a_policy_of_one_process_needs_one_machine(planned):
+    with pytest.raises(UserError, match="--machines 2: a policy that is layer_split is one process"):
+        planned("--machines", "2", "--policy_parallelism", "layer_split", "--num_gpus", "8")
