@@ -34,20 +34,10 @@ def check(args: Args) -> Task:
     if args.sampler == "vllm_server":
         raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
     find_engine(args.sampler)
-    check_processes(args)
+    check_processes(args, args.policy_parallelism)
     if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
         raise UserError(f"--output_dir {args.output_dir}: is a file; name a folder")
     return task
-
-
-def check_processes(args: Args, machines: int = 1) -> None:
-    """Raise `UserError` for a kind of policy that does not exist, or that cannot be of so many processes."""
-    check_parallelism(args.policy_parallelism)
-    refuse_ranked_8bit(args, args.policy_parallelism)
-    asked = (f"--machines {machines}", machines), (f"--policy_ranks {args.policy_ranks}", args.policy_ranks)
-    many = [words for words, number in (*asked, (f"torchrun has started {PROCESSES} processes", PROCESSES)) if number > 1]
-    if many and args.policy_parallelism in ("single", "layer_split"):
-        raise UserError(f"{many[0]}: a policy that is {args.policy_parallelism} is one process")
 
 
 def check_rl(args: RLArgs) -> None:
@@ -168,8 +158,14 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
     return devices[:number]
 
 
-def refuse_ranked_8bit(args: Args, kind: str) -> None:
-    """Raise `UserError` for 8-bit moments, whose parts of several processes cannot be saved."""
+def check_processes(args: Args, kind: str) -> None:
+    """Raise `UserError` for a kind of policy that does not exist; for several processes of one that is one process; and for
+    8-bit moments, whose parts of several processes cannot be saved."""
+    check_parallelism(kind)
+    asked = [f"--{flag} {number}" for flag in ("machines", "policy_ranks") if (number := getattr(args, flag, 1)) > 1]
+    many = asked or [f"torchrun has started {PROCESSES} processes"] * (PROCESSES > 1)
+    if many and kind in ("single", "layer_split"):
+        raise UserError(f"{many[0]}: a policy that is {kind} is one process")
     if kind in RANKED and getattr(args, "optimizer", "") == "adamw_8bit":
         raise UserError(f"--optimizer adamw_8bit: a {kind} policy takes adamw or adamw_cpu_offload")
 

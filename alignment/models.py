@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from alignment.args import Args, RLArgs, SFTArgs, as_command, configuration, refuse_missing_warm_start
-from alignment.checks import check_sft, devices_of_ranks, engines_on_shared_gpu, refuse_ranked_8bit, resolve_model, roles_of
+from alignment.checks import check_processes, check_sft, devices_of_ranks, engines_on_shared_gpu, resolve_model, roles_of
 from alignment.core.records import Endless, Group, Problem, SamplingConfig
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
@@ -76,7 +76,7 @@ def kind_of_policy(
         return state <= STATE_SHARE * smallest / (1 if "cuda" in devices[0] else len(devices))
 
     kind = policy_kind(args.policy_parallelism, max(PROCESSES, machines * len(devices)), fits_each)
-    refuse_ranked_8bit(args, kind)
+    check_processes(args, kind)
     return devices, kind
 
 

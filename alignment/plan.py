@@ -7,7 +7,6 @@ uv run -m alignment.plan --preset smollm2_gsm8k --policy_parallelism sharded --m
 
 import dataclasses
 import shlex
-from collections import Counter
 
 from alignment.args import PlanArgs, RLArgs, as_command, command_line, configuration, from_preset, parse
 from alignment.checks import check_processes, engines_on_shared_gpu, resolve_model, roles_of
@@ -24,7 +23,7 @@ TEST_PROBLEMS = 1319  # where --max_problems takes all: GSM8K's
 def main() -> None:
     args = parse(PlanArgs)
     args = dataclasses.replace(args, optimizer=args.optimizer or from_preset(RLArgs, args.preset).optimizer)
-    check_processes(args, args.machines)
+    check_processes(args, args.policy_parallelism)
     roles = roles_of(args, args.num_gpus)
     from alignment.models import kind_of_policy
     from alignment.policy.loading import load_config
@@ -37,7 +36,7 @@ def main() -> None:
     config, console = load_config(base), make_console()
     shape = ModelShape.from_config(config, args.lora_rank, args.lora_targets)
     # Ranks on a CPU share the host's memory.
-    step = step_shape(run, roles, card / Counter(devices)[devices[0]], engine_name(args.sampler) == "vllm")
+    step = step_shape(run, roles, card / devices.count(devices[0]), engine_name(args.sampler) == "vllm")
     rows = []
     for share in sorted(place(shape, roles, args.optimizer, step.itemsize, kind), key=lambda share: share.device):
         first = next(name for name, parameters in shape.parameters.items() if parameters)
@@ -54,12 +53,10 @@ def main() -> None:
         from alignment.policy.peak import SPARE, peak_bytes
 
         peaks = peak_bytes(shape, config, roles, step)
-        totals = Counter[str]()
-        for device, kinds in peaks:
-            totals[device] += sum(kinds.values())
         for number, (device, kinds) in enumerate(peaks):
             name = f"rank {number}, {device}" if number < ranks else device
-            verdict = "fits" if totals[device] <= (1 - SPARE) * card else f"does not fit: {SPARE:.0%} must stay free"
+            held = sum(sum(bytes_of.values()) for place_of, bytes_of in peaks if place_of == device)
+            verdict = "fits" if held <= (1 - SPARE) * card else f"does not fit: {SPARE:.0%} must stay free"
             total, listed = sum(kinds.values()), ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items() if size)
             console.print(f"{name}, peak of a step: {total / 1e9:.1f} of {args.gpu_memory:g} GB, {verdict} ({listed})")
     start = f"torchrun --nnodes {args.machines} --nproc_per_node {ranks} --rdzv_backend c10d --rdzv_endpoint HOST:29500"

@@ -194,7 +194,7 @@ class LabelLogProbs(torch.autograd.Function):
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VH.dtype
         ctx.distribution, ctx.probabilities, ctx.soft_cap = distribution, None, soft_cap
         ctx.save_for_backward(hidden_NH, weight_VH, labels_N)
-        pieces = _pieces(len(hidden_NH), weight_VH.shape[0])
+        pieces = row_pieces(len(hidden_NH), weight_VH.shape[0])
         keep = len(pieces) == 1 and soft_cap is None and any(ctx.needs_input_grad[:2])
         with torch.autocast(kind, enabled=False):
             weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
@@ -215,7 +215,7 @@ class LabelLogProbs(torch.autograd.Function):
             weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
             to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
             to_weight = None
-            for piece in _pieces(len(hidden), len(weight)):
+            for piece in row_pieces(len(hidden), len(weight)):
                 slope = None
                 if (probabilities := ctx.probabilities) is None:
                     probabilities = soft_capped(fp32_product(hidden[piece], weight.T), ctx.soft_cap)
@@ -245,7 +245,7 @@ def fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left @ right).float()
 
 
-def _pieces(rows: int, vocabulary: int) -> list[slice]:
+def row_pieces(rows: int, vocabulary: int) -> list[slice]:
     """Rows cut evenly into as few pieces as keep to `LOGITS_IN_MEMORY`."""
     number = max(1, -(-rows * vocabulary // LOGITS_IN_MEMORY))
     size = max(1, -(-rows // number))

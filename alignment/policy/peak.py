@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alignment.policy.loading import mlp_width
-from alignment.policy.log_probs import LOGITS_IN_MEMORY
+from alignment.policy.log_probs import row_pieces
 from alignment.policy.memory import CACHE_BYTES, activation_bytes, gathered_bytes, key_value_bytes, tokens_that_fit
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, Roles, Share, engine_share, policy_shares
@@ -46,12 +46,9 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     others = {roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
     shares += [Share(device, "", (), 0) for device in sorted(others)]
     # Ranks may share the host's CPU, where the first of them has the other roles, too.
-    first = [share not in shares[:number] for number, share in enumerate(shares)]
-    own = replace(roles, sample="", eval="", reference="")
-    return [
-        (share.device, _peak_of(share, shape, config, roles if alone else own, step))
-        for share, alone in zip(shares, first, strict=True)
-    ]
+    none = replace(roles, sample="", eval="", reference="")
+    here = [none if share in shares[:number] else roles for number, share in enumerate(shares)]
+    return [(share.device, _peak_of(share, shape, config, there, step)) for share, there in zip(shares, here)]
 
 
 def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, int]:
@@ -80,7 +77,7 @@ def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: S
         update |= _activations(shape, config, step, held, tokens)
     head = head_bytes(config, step, tokens, trained=shape.head in held and not shape.adapters)
     update["logits"] = head if shape.head in held or frozen else 0
-    moments = [*_rank_moments(shape, config, update, share.parts)] if ranked else [update]
+    moments = [*_rank_moments(shape, config, update)] if ranked else [update]
     if samples and not vllm:
         all_rows = step.sampled * key_value_bytes(config, 2)
         cache = min(CACHE_BYTES["cuda"], all_rows)  # waves of rows keep to it
@@ -99,29 +96,30 @@ def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence
     bias = rows * (heads // kv_heads) * step.max_new_tokens * (step.prompt + step.max_new_tokens) if rows > 1 else 0
     repeated = 4 * tokens * config.hidden_size * (heads > kv_heads)
     ends = 12 * config.hidden_size * (shape.head in held)  # about three vectors at the head
+    # Of two norms a layer, what only the gradient of their weights needs.
+    unkept = 8 * config.hidden_size * len(layers) * bool(shape.adapters)
+    a_token = activation_bytes(config, step.itemsize) * len(layers) // config.num_hidden_layers - unkept + ends
     return {
         "casts": shape.state_bytes(layers, 4) // 2 * (step.itemsize == 2),
-        "activations": tokens * (activation_bytes(config, step.itemsize) * len(layers) // config.num_hidden_layers + ends),
+        "activations": tokens * a_token,
         "attention": len(layers) * (2 * bias + repeated) + 4 * bias,
     }
 
 
-def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int], parts: int) -> Iterator[dict[str, int]]:
+def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int]) -> Iterator[dict[str, int]]:
     """The update of a rank, which gathers in fp32 (or copies, where it has all weights) what is outside the layers for a whole
-    micro-batch, and each layer for its forward and its backward pass. At the head; in the backward pass of the last layer but
-    one, where the next one is gathered ahead, this one's gradient is whole, and the last one's on its way to the ranks that
-    keep it; and where the gradient of what is outside the layers is on its way."""
-    outside = [name for name in shape.parameters if name not in shape.layers]
-    layer, rest = max(shape.state_bytes([name], 4) for name in shape.layers), shape.state_bytes(outside, 4)
-    layer_gradient, rest_gradient = 4 * max(shape.trained([name]) for name in shape.layers), 4 * shape.trained(outside)
+    micro-batch, and each layer for its forward and its backward pass. At the head, and in the backward pass of the last layer
+    but one, where the next one is gathered ahead, this one's gradient is whole, and the last one's on its way to the ranks
+    that keep it."""
+    outside = shape.state_bytes([name for name in shape.parameters if name not in shape.layers], 4)
+    layer = max(shape.state_bytes([name], 4) for name in shape.layers)
+    gradient = 4 * max(shape.trained([name]) for name in shape.layers)
     # In bf16 the gradient of one matrix, and in fp32 the head's.
     products = 0 if shape.adapters else 2 * mlp_width(config) * config.hidden_size + 4 * config.vocab_size * config.hidden_size
     left = max(len(shape.layers) - 2, 0) / len(shape.layers)
-    kinds = ("casts", "activations", "attention")
-    backward = update | {kind: int(left * update[kind]) for kind in kinds} | {"logits": 0}
-    yield update | {"gathered": rest}
-    yield backward | {"gathered": rest + 2 * layer, "whole gradients": 2 * layer_gradient + products}
-    yield backward | dict.fromkeys(kinds, 0) | {"whole gradients": 2 * rest_gradient + rest_gradient // parts}
+    kept = {kind: int(left * update[kind]) for kind in ("casts", "activations", "attention")}
+    yield update | {"gathered": outside}
+    yield update | kept | {"logits": 0, "gathered": outside + 2 * layer, "whole gradients": 2 * gradient + products}
 
 
 def head_bytes(config: Any, step: StepShape, tokens: int, trained: bool) -> int:
@@ -130,7 +128,7 @@ def head_bytes(config: Any, step: StepShape, tokens: int, trained: bool) -> int:
     a tempered copy, masks, and places of tokens that are equally likely."""
     head = config.vocab_size * config.hidden_size
     cast = 2 * head * (step.itemsize == 2)
-    piece = 4 * min(LOGITS_IN_MEMORY, (tokens - step.prompt) * config.vocab_size)
+    piece = 4 * row_pieces(tokens - step.prompt, config.vocab_size)[0].stop * config.vocab_size
     with_entropies, without = (5, 5) if step.truncated else (4, 3)
     backward = 4 * head + max(without * piece, cast + 3 * piece // 2)
     return cast + max(with_entropies * piece, backward * trained)
