@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from alignment.core.records import Completion, Group, Problem, Score
-from alignment.rewards.rules import CONTROLS, PARTS, RULES, Part, RewardFn, find_rule, of_response, part_of_function
+from alignment.rewards.rules import CONTROLS, PARTS, RULES, Part, RewardFn, find_rule, part_of_function
 from alignment.system.errors import UserError
 from alignment.system.registry import find
 
@@ -49,7 +49,7 @@ def find_reward(name: str, rules: Sequence[str]) -> Reward:
         raise UserError(f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}")
     rule = find_rule(rules[0])
     weights = [_name_and_weight(item.strip()) for item in name.split(",")]
-    parts = tuple((part.replace(":", "."), weight, _find_part(part, rule, rules)) for part, weight in weights)
+    parts = tuple((part.replace(":", "."), weight, _find_part(part, rules)) for part, weight in weights)
     if len({part for part, _, _ in parts}) < len(parts):
         raise UserError(f"--reward {name}: a part is named twice")
     return Reward(rule, parts)
@@ -69,12 +69,8 @@ def _name_and_weight(item: str) -> tuple[str, float]:
     return item, 1.0
 
 
-def _find_part(name: str, rule: RewardFn, rules: Sequence[str]) -> Part:
-    table = {
-        **{key: part_of_function(key, function) for key, function in RULES.items()},
-        **{key: of_response(partial(control, rule)) for key, control in CONTROLS.items()},
-        **PARTS,
-    }
+def _find_part(name: str, rules: Sequence[str]) -> Part:
+    table = {**{key: part_of_function(key, function) for key, function in RULES.items()}, **CONTROLS, **PARTS}
     part = find("--reward", name, table, partial(part_of_function, name), choose="choose of")
     for key in rules:
         if key in part.unfit:

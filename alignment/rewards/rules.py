@@ -62,23 +62,10 @@ def call_user_function(name: str, call: Callable[[], Result]) -> Result:
         raise RunStopped(f"--reward {name}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})") from None
 
 
-def random_reward(rule: RewardFn, response: str, ground_truth: str) -> float:
+def random_reward(response: str, ground_truth: str) -> float:
     """0 or 1, as a hash of the response and the ground truth decides, so that a run can be repeated. The same response to the
     same problem always gets the same reward, so with few enough problems it could be learnt."""
     return float(hashlib.sha256(f"{ground_truth}\0{response}".encode("utf-8", "surrogatepass")).digest()[0] & 1)
-
-
-def inverted_reward(rule: RewardFn, response: str, ground_truth: str) -> float:
-    """1 for a well-formed wrong answer."""
-    score = rule(response, ground_truth)
-    return score["format_reward"] * (1 - score["answer_reward"])
-
-
-CONTROLS: Mapping[str, Callable[[RewardFn, str, str], float]] = {
-    "random": random_reward,
-    "format_only": lambda rule, response, ground_truth: rule(response, ground_truth)["format_reward"],
-    "inverted": inverted_reward,
-}
 
 
 PartFn = Callable[[Sequence[Problem], Sequence[str], Sequence[Score]], list[float]]
@@ -148,26 +135,27 @@ def _scripts(text: str) -> Counter[str]:
     return +scripts
 
 
-def of_response(function: Callable[[str, str], float], **facts) -> Part:
-    """The part made of a function of a response and its ground truth."""
-    return Part(lambda problems, texts, _: [function(t, p.ground_truth) for p, t in zip(problems, texts, strict=True)], **facts)
-
-
-def _of_turn(function: Callable[[str], float]) -> Part:
-    return Part(lambda problems, texts, _: [function(whole_turn(p, t)) for p, t in zip(problems, texts, strict=True)])
+def of_each(function: Callable[[Problem, str, Score], float], **facts) -> Part:
+    """The part made of a function of a problem, a response to it, and its score."""
+    return Part(lambda *columns: list(map(function, *columns)), **facts)
 
 
 PARTS: Mapping[str, Part] = {
-    "format": Part(lambda problems, texts, scores: [score["format_reward"] for score in scores]),
-    "accuracy": Part(lambda problems, texts, scores: [score["answer_reward"] for score in scores]),
-    "tag_count": _of_turn(tag_count),
-    "reasoning_steps": _of_turn(reasoning_steps),
-    "signed_format": _of_turn(signed_format),
-    "signed_accuracy": of_response(
-        signed_accuracy,
+    "format": of_each(lambda problem, text, score: score["format_reward"]),
+    "accuracy": of_each(lambda problem, text, score: score["answer_reward"]),
+    "tag_count": of_each(lambda problem, text, _: tag_count(whole_turn(problem, text))),
+    "reasoning_steps": of_each(lambda problem, text, _: reasoning_steps(whole_turn(problem, text))),
+    "signed_format": of_each(lambda problem, text, _: signed_format(whole_turn(problem, text))),
+    "signed_accuracy": of_each(
+        lambda problem, text, _: signed_accuracy(text, problem.ground_truth),
         unfit={"countdown": "it looks for a number that is the answer, which Countdown's are not; use accuracy"},
     ),
-    "language_consistency": Part(lambda problems, texts, _: list(map(language_consistency, problems, texts))),
+    "language_consistency": of_each(lambda problem, text, _: language_consistency(problem, text)),
+}
+CONTROLS: Mapping[str, Part] = {
+    "random": of_each(lambda problem, text, _: random_reward(text, problem.ground_truth)),
+    "format_only": PARTS["format"],
+    "inverted": of_each(lambda problem, text, score: score["format_reward"] * (1 - score["answer_reward"])),
 }
 
 

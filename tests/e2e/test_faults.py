@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.rewards.rules import CONTROLS, RULES
+from alignment.rewards.rules import CONTROLS, RULES, of_each
 from alignment.runs import run as run_module
 from alignment.runs.checkpoint import last_whole_step
 from alignment.system.errors import run_command
@@ -239,10 +239,10 @@ def test_steps_without_a_finite_gradient_are_skipped_kept_and_at_last_stop_the_r
     """Rewards that are no numbers in steps 2, 4, 5 and 6, by a reward function that counts its calls."""
     calls = iter(range(10_000))
 
-    def reward(rule, text, truth):
+    def reward(problem, text, score):
         return float("nan") if next(calls) // 8 + 1 in (2, 4, 5, 6) else float(len(text) % 2)
 
-    monkeypatch.setitem(CONTROLS, "random", reward)
+    monkeypatch.setitem(CONTROLS, "random", of_each(reward))
     flags = ["--num_steps", "9", "--max_bad_steps", "3", "--train_mini_batch_size", "0", "--loss_type", "no_baseline"]
     assert main(monkeypatch, warm, tmp_path, *flags, "--save_interval", "100") == 1
     run = tmp_path / NAME

@@ -126,10 +126,10 @@ def test_controls_teach_nothing_about_answers(response, format_only, inverted):
 
 
 def test_the_random_reward_is_a_fair_coin_that_can_be_thrown_again():
-    thrown = [random_reward(r1_zero_reward_fn, f"</think> <answer> {i} </answer>", "5") for i in range(4000)]
+    thrown = [random_reward(f"</think> <answer> {i} </answer>", "5") for i in range(4000)]
     assert abs(sum(thrown) / 4000 - 0.5) < 0.03
-    assert thrown == [random_reward(r1_zero_reward_fn, f"</think> <answer> {i} </answer>", "5") for i in range(4000)]
-    assert random_reward(r1_zero_reward_fn, "\ud800", "5") in (0.0, 1.0)
+    assert thrown == [random_reward(f"</think> <answer> {i} </answer>", "5") for i in range(4000)]
+    assert random_reward("\ud800", "5") in (0.0, 1.0)
 
 
 def test_scores_keep_their_order_and_the_report_shows_what_the_rule_decides():
