@@ -8,6 +8,7 @@ from alignment.policy.loading import mlp_width
 from alignment.policy.log_probs import row_pieces
 from alignment.policy.memory import CACHE_BYTES, activation_bytes, gathered_bytes, key_value_bytes, tokens_that_fit
 from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.packing import QUERIES_AT_A_TIME
 from alignment.policy.placement import ModelShape, Roles, Share, engine_share, policy_shares
 from alignment.policy.policy import RANKED
 
@@ -28,7 +29,7 @@ class StepShape:
     max_new_tokens: int  # Of the longest response.
     rows: int  # Most responses that are sampled at once, by our own decoding.
     sampled: int  # Tokens of these and their prompts.
-    truncated: bool  # Whether logits are sorted, for top-p or top-k.
+    truncated: bool  # Whether top-p or top-k leaves tokens out.
     frozen: int  # Frozen models kept on the reference's device: the reference, and the old policy.
     vllm: bool  # Whether vLLM samples, or our own decoding.
     gpu_memory_utilization: float | None  # vLLM's share of a GPU's memory, for each engine; None: `engine_share`.
@@ -91,9 +92,11 @@ def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence
     layers = [name for name in shape.layers if name in held]
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # Rows of one prompt need a bias, which each layer casts for itself; keys and values of other rows are repeated.
-    rows = (tokens - step.prompt) // step.max_new_tokens
-    bias = rows * (heads // kv_heads) * step.max_new_tokens * (step.prompt + step.max_new_tokens) if rows > 1 else 0
+    # Rows of one prompt need a bias, which each layer casts for itself, and keeps where one piece has all of a row's queries;
+    # keys and values of other rows are repeated.
+    rows, queries = (tokens - step.prompt) // step.max_new_tokens, min(step.max_new_tokens, QUERIES_AT_A_TIME)
+    bias = rows * (heads // kv_heads) * queries * (step.prompt + step.max_new_tokens) if rows > 1 else 0
+    kept = len(layers) if queries == step.max_new_tokens else 1
     repeated = 4 * tokens * config.hidden_size * (heads > kv_heads)
     ends = 12 * config.hidden_size * (shape.head in held)  # about three vectors at the head
     # Of two norms a layer, what only the gradient of their weights needs.
@@ -102,7 +105,7 @@ def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence
     return {
         "casts": shape.state_bytes(layers, 4) // 2 * (step.itemsize == 2),
         "activations": tokens * a_token,
-        "attention": len(layers) * (2 * bias + repeated) + 4 * bias,
+        "attention": kept * 2 * bias + len(layers) * repeated + 4 * bias,
     }
 
 

@@ -1,7 +1,7 @@
 """The closed form of a step's peak bytes: every preset fits its card, and real passes over fake tensors take no more.
 
 The fake tensors are on the CPU, under bfloat16 autocast for "cpu", since backward over fake GPUs needs a real one: so the
-CPU's kernels are counted, and what CUDA's sort and repeated keys take beyond them is only in the closed form. The model has the
+CPU's kernels are counted, and what repeated keys take beyond them is only in the closed form. The model has the
 true widths and vocabulary, and few layers, in whose number the count is linear.
 """
 
