@@ -32,7 +32,7 @@ class Packing:
     suffixes_RQ: torch.Tensor | None = None  # Places of each suffix's tokens, right-padded with 0; None without suffixes
     seen_RK: torch.Tensor | None = None
     """Places of what they see: the prefix, left-padded with 0, then the suffix itself, right-padded."""
-    padding_R: torch.Tensor | None = None  # How many zeros stand before each of these prefixes; [1] where all are equal
+    padding_R: torch.Tensor | None = None  # How many zeros stand before each of these prefixes; None where all are equal
     suffix_tokens: torch.Tensor | None = None  # Which of the flattened [R * Q] are tokens
     applied: list[bool] = field(default_factory=list)
     copies: dict[torch.device, "Packing"] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def _suffix_fields(suffixes: Sequence[torch.Tensor], prefixes: Sequence[torch.Te
     return {
         "suffixes_RQ": suffixes_RQ.clamp(min=0),
         "seen_RK": torch.cat([prefixes_RP, suffixes_RQ], dim=1).clamp(min=0),
-        "padding_R": (prefixes_RP[:1] if equal else prefixes_RP).lt(0).sum(dim=1),
+        "padding_R": None if equal else (prefixes_RP < 0).sum(dim=1),
         "suffix_tokens": _real(suffixes_RQ),
     }
 
@@ -240,7 +240,7 @@ def _attend(qkv_NHD, queries_RQ, keys_RK, padding_R, rule: AttentionRule, biases
         t.index_select(0, keys_RK.flatten()).view(rows, keys_RK.shape[1], heads, -1).transpose(1, 2) for t in (k_NHD, v_NHD)
     )
     before = keys_RK.shape[1] - width
-    if padding_R is None and rule.is_plain and (rule.window is None or rule.window >= width):
+    if before == 0 and rule.is_plain and (rule.window is None or rule.window >= width):
         q = q.flatten(2, 3).transpose(1, 2)
         grouped = groups > 1
         if grouped and q.is_cuda and q.dtype == torch.float32:  # grouped fp32 has only a kernel that keeps all scores

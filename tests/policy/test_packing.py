@@ -85,7 +85,7 @@ def test_a_packing_by_hand():
     assert packing.prefixes_SL.tolist() == [[0, 1], [2, 3]]
     assert packing.suffixes_RQ.tolist() == [[4, 5], [6, 0]]
     assert packing.seen_RK.tolist() == [[0, 1, 4, 5], [0, 1, 6, 0]]
-    assert packing.padding_R.tolist() == [0]
+    assert packing.padding_R is None
     bias = causal_bias(packing.padding_R, 2, None, torch.empty(1, 1, 4, 1))
     assert bias.tolist() == [[[[0, 0, 0, -torch.inf], [0, 0, 0, 0]]]]
     assert packing.suffix_tokens.tolist() == [0, 1, 2]
@@ -133,7 +133,7 @@ def test_no_tensor_grows_with_the_square_of_the_responses(window):
 
 
 def test_a_packing_is_copied_to_a_device_once():
-    packing = pack([((1, 2), (3,)), ((1, 2), (4,))])
+    packing = pack([((1, 2), (3,)), ((1, 2), (4,)), ((5,), (6,)), ((5,), (7,))])
     copied = packing.to("meta")
     assert copied.prefixes_SL.is_meta and copied.padding_R.is_meta and packing.to("meta") is copied
     assert packing.to("cpu") is packing and not packing.prefixes_SL.is_meta
