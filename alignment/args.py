@@ -52,7 +52,7 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
             " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout rank_timeout"
             " cliprange_high machines",
         ),
-        ("at least 1", lambda x: x >= 1, "lora_alpha max_new_tokens num_samples sync_every kill_after cpus_per_run gpu_memory"),
+        ("at least 1", lambda x: x >= 1, "lora_alpha max_new_tokens num_samples sync_every cpus_per_run gpu_memory"),
         ("at least 2", lambda x: x >= 2, "max_seeds"),
         ("at least 2, to have a variance", lambda x: x >= 2, "prompts"),
         ("from 0 to 1", lambda x: 0 <= x <= 1, "max_grader_failures min_consistency"),
@@ -66,7 +66,7 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
         ("0 (any length) or more", _not_negative, "max_prompt_tokens"),
         ("0 (never) or more", _not_negative, "max_refills"),
         ("0 (one a device) or more", _not_negative, "policy_ranks"),
-        ("0 (none) or more", _not_negative, "beta lora_rank"),
+        ("0 (none) or more", _not_negative, "beta lora_rank kill_after"),
         ("0 (none) or above 1", lambda x: x == 0 or 1 < x < math.inf, "dual_clip"),
         ("from 0 (any) to 65535", lambda x: 0 <= x < 65536, "port"),
         ("from 1 to 65536", lambda x: 0 < x <= 1 << 16, "max_upload_mib max_pending"),
@@ -517,11 +517,13 @@ class RejectionArgs(Args):
 
 
 @dataclass(frozen=True)
-class VerifyResumeArgs(RLArgs):
-    """Train 2k steps straight; then k, kill, resume, k; and compare everything that both have written, timings aside. Takes
-    every argument of train_rl; --num_steps and --save_interval are set by --kill_after."""
+class VerifyArgs(RLArgs):
+    """Check, with a run's own settings, what this machine computes: log-probs, gradient and step against plain computation, the
+    sampler against the trainer before and after updates; and that a killed run resumes to the same bits. Takes every argument
+    of train_rl; --num_steps and --save_interval are set by --kill_after."""
 
-    kill_after: int = 3  # k: the run is killed during step k + 1, right after its checkpoint of step k.
+    kill_after: int = 3
+    """k: train 2k steps straight; then k, kill, resume, k; and compare. 0: leave that out, as it is behind torchrun."""
 
 
 @dataclass(frozen=True)

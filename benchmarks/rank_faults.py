@@ -31,7 +31,7 @@ from alignment.policy.sharded import Shard
 from alignment.runs.checkpoint import last_whole_step
 from alignment.system.errors import UserError
 from alignment.system.ranks import Ranks
-from alignment.verify_resume import digests
+from alignment.verify import digests
 
 DEADLINE = 10  # --rank_timeout
 STEPS = 4

@@ -13,7 +13,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.rollouts.config import Schedule
 from alignment.runs.checkpoint import last_whole_step
 from alignment.system.files import read_jsonl
-from alignment.verify_resume import TIMINGS, digests
+from alignment.verify import TIMINGS, digests
 from tests.e2e.conftest import NAME, said
 
 ASYNC = ["--rollouts", "async"]

@@ -21,7 +21,7 @@ from alignment import (
     sft,
     sweep,
     train_rl,
-    verify_resume,
+    verify,
 )
 from alignment.system.errors import run_command
 
@@ -40,7 +40,7 @@ MAIN = {
         sft,
         sweep,
         train_rl,
-        verify_resume,
+        verify,
     )
 }
 
@@ -186,7 +186,7 @@ CASES = [
     ("plan", ["--num_gpus", "-1"], "--num_gpus -1"),
     ("gradients", ["--prompts", "1"], "--prompts 1: must be at least 2"),
     ("gradients", ["--group_size", "3", "4"], "--group_size: every size must divide the largest, 4"),
-    ("verify_resume", ["--kill_after", "0"], "--kill_after 0: must be at least 1"),
+    ("verify", ["--kill_after", "-1"], "--kill_after -1: must be 0 (none) or more"),
     # names
     ("train_rl", ["--preset", "huge"], "--preset huge: there is no such preset; choose one of"),
     ("train_rl", ["--preset", "../tiny"], "--preset ../tiny: there is no such preset"),

@@ -19,7 +19,7 @@ from alignment.runs.run_folder import claim_run_folder
 from alignment.system.errors import run_command
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import printable
-from alignment.verify_resume import TIMINGS
+from alignment.verify import TIMINGS
 
 MAIN = {"evaluate": evaluate.main, "sft": sft.main, "train_rl": train_rl.main}
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]

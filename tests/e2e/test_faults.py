@@ -24,7 +24,7 @@ from alignment.runs import run as run_module
 from alignment.runs.checkpoint import last_whole_step
 from alignment.system.errors import run_command
 from alignment.system.files import damage, lock_run_folder, read_jsonl
-from alignment.verify_resume import digests
+from alignment.verify import digests
 from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 
 KILLS, KILLS_A_RUN = 50, 5

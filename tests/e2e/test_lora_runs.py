@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from alignment.sampling.transformers import open_transformers
 from alignment.system.files import damage, read_jsonl
-from alignment.verify_resume import digests
+from alignment.verify import digests
 from tests.e2e.conftest import NAME
 from tests.e2e.test_ranked_runs import SHARDED, command, cut_after_step_2, run
 

@@ -16,7 +16,7 @@ from alignment.policy.loading import load_model
 from alignment.policy.optimizer_files import read_parts
 from alignment.runs.checkpoint import TRAINER, checkpoint_folder, last_whole_step
 from alignment.system.files import read_jsonl
-from alignment.verify_resume import digests
+from alignment.verify import digests
 from tests.e2e.conftest import NAME, SMALL, STEPS
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,0 +1,161 @@
+"""What a policy and its sampler compute, against a plain policy: one response at a time, by transformers' own model, in float32
+on the CPU."""
+
+import dataclasses
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from alignment.core.losses import loss_denominator
+from alignment.core.records import Batch, Group, Rollout
+from alignment.core.tokens import collate
+from alignment.policy.packing import take_plain_path
+from alignment.policy.policy import Objective, Policy, PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
+from alignment.rollouts.batches import collate_groups, with_advantages
+from alignment.rollouts.config import problems_of_step
+from alignment.rollouts.source import RolloutSource
+from alignment.sampling.arrival import load_proven
+from alignment.sampling.sampler import Sampler
+from alignment.system.errors import RunStopped
+from alignment.training.config import UpdateConfig
+from alignment.training.update import rollout_loss, rollout_objective, rows_with_gradient, sampler_mismatch
+
+PROMPTS = 4
+LIMITS = {torch.float32: (1e-3, 1e-4, 0.02), torch.bfloat16: (0.1, 0.1, 0.5)}
+"""Type of matrix products -> how far log-probs may be from the plain ones, in mean nats a token; a gradient, as the norm of the
+difference over its norm; and a step's change of weights, likewise: Adam's first step goes by signs, near 0 by chance."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A quantity, and the limit that it may not exceed. `quantity` raises `RunStopped` where a run would."""
+
+    what: str
+    limit: float
+    quantity: Callable[[], float]
+
+
+def plain_policy(config: PolicyConfig) -> Policy:
+    """A policy that computes one padded row at a time by transformers' own model, in float32 on the CPU."""
+    plain = {"devices": ("cpu",), "dtype": "float32", "optimizer": "adamw", "micro_batch_tokens": 1}
+    policy = SingleDevicePolicy(dataclasses.replace(config, **plain))
+    take_plain_path(policy.model)
+    return policy
+
+
+def same_answers(groups: Sequence[Group], others: Sequence[Group]) -> int:
+    """How many groups have the tokens of their counterparts."""
+    pairs = zip(groups, others, strict=True)
+    return sum([c.token_ids for c in one.completions] == [c.token_ids for c in other.completions] for one, other in pairs)
+
+
+def copied_weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.to("cpu", copy=True) for name, tensor in policy.weights()}
+
+
+def distance(policy: Policy, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The norm of the difference between a policy's weights and others."""
+    return sum((tensor.cpu() - weights[name]).square().sum() for name, tensor in policy.weights()).sqrt()
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A policy and the sampler that gets its weights; a `plain_policy` of the same weights; what a run would sample from, and
+    how it would update."""
+
+    policy: Policy
+    sampler: Sampler
+    plain: Policy
+    source: RolloutSource
+    config: UpdateConfig
+    exact: bool  # Whether the devices are to give the same bits again.
+
+    def checks(self) -> Iterator[Check]:
+        """Every check, to be measured before the next one is made. The last ones change the weights."""
+        nats, relative, after_step = LIMITS[self.policy.dtype]
+        bits, sampled = 0.0 if self.exact else math.inf, self.sample()
+        groups, again = sampled[:PROMPTS], sampled[PROMPTS:]
+        yield Check("prompts asked twice: share of same answers", 0.9, lambda: same_answers(groups, again) / PROMPTS)
+        yield Check("same seed again: other answers", bits, lambda: len(sampled) - same_answers(sampled, self.sample()))
+        rollout, completions = self.made_up(groups), [completion for group in groups for completion in group.completions]
+        batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id=0)
+        plain_BT = self.plain.log_probs(batch, self.config.distribution)
+        from_plain = lambda log_probs_BT: (log_probs_BT - plain_BT).abs().sum() / batch.response_mask.sum()  # masks count, too
+        yield Check("policy's log-probs: nats from plain", nats, lambda: from_plain(self.log_probs(rollout)))
+        yield Check("sampler's log-probs: nats from plain", nats, lambda: from_plain(rollout.sampler_log_probs_BT))
+        want, gradient = self.plain_gradient(rollout, batch), self.gradient(rollout)
+        yield Check("gradient: from one row at a time", relative, lambda: (gradient - want).norm() / want.norm())
+        self.policy.drop_gradient()
+        yield Check("gradient again: largest change", bits, lambda: (self.gradient(rollout) - gradient).abs().max())
+        before = copied_weights(self.plain)
+        for policy in (self.policy, self.plain):
+            self.step(policy, self.config.learning_rate)
+        after, change = dict(self.plain.weights()), distance(self.plain, before)
+        yield Check("step: from one row at a time", after_step, lambda: distance(self.policy, after) / change)
+        before = copied_weights(self.policy)
+        self.gradient(rollout)
+        self.step(self.policy, 0.0)
+        yield Check("learning rate 0: change of weights", 0.0, lambda: distance(self.policy, before))
+        yield Check("after updates, sampler: nats from policy", nats, lambda: self.synced(rollout, 2 * nats))
+
+    def sample(self) -> list[Group]:
+        """Each problem's responses, and once more, with made-up rewards: 0 in the first group, 0 and 1 in the others."""
+        config = self.source.config
+        problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step=1) * 2
+        sampling = config.sampling_of_step(self.source.task.stop, step=1)
+        sampled = self.sampler.sample([problem.prompt for problem in problems], sampling)
+        rewards = [float(place % 3 == 0) for place in range(sampling.n)]
+        return [
+            Group(problem, tuple(completions), tuple({"reward": reward * (number > 0)} for reward in rewards))
+            for number, (problem, completions) in enumerate(zip(problems, sampled, strict=True))
+        ]
+
+    def made_up(self, groups: Sequence[Group]) -> Rollout:
+        """The rollout of some groups; its old and reference log-probs are the sampler's with some noise."""
+        rollout, generator = collate_groups(groups, self.source.config, pad_token_id=0), torch.Generator().manual_seed(0)
+        sampler_BT = rollout.sampler_log_probs_BT
+        noise = 0.2 * torch.randn(2, *sampler_BT.shape, generator=generator) * rollout.batch.response_mask
+        old_BT, reference_BT = sampler_BT + noise
+        rollout = dataclasses.replace(rollout, old_log_probs_BT=old_BT, reference_log_probs_BT=reference_BT)
+        return with_advantages(rollout, self.config.advantage)
+
+    def log_probs(self, rollout: Rollout) -> torch.Tensor:
+        return self.policy.log_probs(rollout.batch, self.config.distribution)
+
+    def plain_gradient(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
+        """The plain policy's gradient [D] of the run's loss, all rows counted; it is kept for a step."""
+        lengths = batch.response_mask.sum(dim=1).tolist()
+        denominator = loss_denominator(self.config.loss.loss_normalization, lengths, self.config.max_new_tokens)
+        loss = functools.partial(rollout_loss, rollout, self.config, denominator)
+        deque(self.plain.accumulate(batch, range(len(lengths)), Objective(loss, self.config.distribution)), maxlen=0)
+        return self.plain.gradient()
+
+    def gradient(self, rollout: Rollout) -> torch.Tensor:
+        """The policy's gradient [D] of the run's loss, made as in an update; it is kept for a step."""
+        objective = rollout_objective(rollout, range(len(rollout.lengths)), self.config)
+        deque(self.policy.accumulate(rollout.batch, rows_with_gradient(rollout, self.config), objective), maxlen=0)
+        return self.policy.gradient()
+
+    def step(self, policy: Policy, learning_rate: float) -> None:
+        policy.clip_gradient(self.config.max_grad_norm)
+        policy.step(learning_rate)
+
+    def synced(self, rollout: Rollout, wanted: float) -> float:
+        """The mean difference of sampler and policy after updates that move log-probs by at least `wanted` nats, and after the
+        sampler got the weights, with proof of arrival."""
+        before, moved = self.log_probs(rollout), 0.0
+        for power in range(8):
+            if moved < wanted:
+                self.gradient(rollout)
+                self.step(self.policy, self.config.learning_rate * 2**power)
+                moved = ((self.log_probs(rollout) - before).abs().sum() / sum(rollout.lengths)).item()
+        if not moved >= wanted:
+            raise RunStopped(f"eight updates moved log-probs by {moved:.2g} nats a token only: take a higher --learning_rate")
+        load_proven(self.sampler, self.policy.weights(), 1)
+        sampled = self.made_up(self.sample())
+        return sampler_mismatch(self.policy, sampled, self.config.distribution, math.inf)["sampler_mismatch"]

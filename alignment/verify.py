@@ -1,0 +1,182 @@
+"""Does this machine, with your settings, compute what a plain model does, train what it samples, and resume to the same bits?
+
+uv run -m alignment.verify --preset tiny
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
+from alignment.checks import check_rl, roles_of
+from alignment.runs.run_folder import claim_run_folder, write_args
+from alignment.system.errors import RunStopped, run_command
+from alignment.system.files import read_jsonl, write_json
+from alignment.system.processes import end_command, last_line, start_command
+from alignment.system.terminal import make_console
+from alignment.system.torchrun import PROCESSES, followed
+
+if TYPE_CHECKING:
+    from alignment.verification.checks import Check
+
+MOST_SAMPLES, MOST_TOKENS = 4, 128  # responses of a prompt, and tokens of each: the plain computation is slow
+MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
+TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured times
+
+
+def digests(run: Path) -> dict[str, str]:
+    """SHA-256 of each part of a finished run that a repetition must reproduce: no timings, no dates of files."""
+    from alignment.runs.checkpoint import TRAINER, checkpoint_folder, last_whole_step
+
+    step, _ = last_whole_step(run)
+    return {
+        "weights": _hash(file.read_bytes() for file in sorted((run / "final").rglob("*.safetensors"))),
+        "optimizer": _hash(_tensors(file) for file in sorted((checkpoint_folder(run, step) / TRAINER).glob("*.safetensors"))),
+        "metrics": _hash(_untimed(record) for record in read_jsonl(run / "metrics.jsonl")),
+        "evaluations": _hash(_untimed(record) for record in read_jsonl(run / "evals.jsonl")),
+        "completions": _hash(
+            part for file in sorted((run / "completions").iterdir()) for part in (file.name.encode(), file.read_bytes())
+        ),
+        "bad batches": _hash(file.read_bytes() for file in sorted((run / "bad_batches").glob("*"))),
+        "TensorBoard": _hash(_scalars(run / "tensorboard")),
+    }
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def _tensors(file: Path) -> bytes:
+    """The names and numbers of a file's tensors; the order of entries in the head of such a file is by chance."""
+    from safetensors.numpy import load_file
+
+    return b"".join(name.encode() + array.tobytes() for name, array in sorted(load_file(file).items()))
+
+
+def _untimed(record: dict) -> bytes:
+    return json.dumps({key: value for key, value in record.items() if not key.startswith(TIMINGS)}).encode()
+
+
+def _scalars(folder: Path) -> Iterable[bytes]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    for tag in sorted(events.Tags()["scalars"]):
+        if not tag.rpartition("/")[2].startswith(TIMINGS):
+            yield json.dumps([tag, [(event.step, event.value) for event in events.Scalars(tag)]]).encode()
+
+
+def differing_parts(args: VerifyArgs, console: Console) -> int:
+    """Train 2k steps straight; then k, kill, resume, k; delete both; and return 0. Raises `RunStopped`, naming the parts of
+    what they have written that differ."""
+    from alignment.runs.checkpoint import checkpoint_folder
+
+    k = args.kill_after
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".verify_", dir=args.output_dir) as folder:
+        straight, killed = Path(folder) / "straight", Path(folder) / "killed"
+        rl = configuration(RLArgs, args, num_steps=2 * k, save_interval=k, run_name=straight.name, output_dir=folder)
+        with console.status(f"training {2 * k} steps straight"):
+            _run(rl)
+        rl = dataclasses.replace(rl, run_name=killed.name)
+        with console.status(f"training {k} steps, to be killed"):
+            _run(rl, killed_at=checkpoint_folder(killed, k))
+        with console.status(f"training the other {k} steps"):
+            _run(dataclasses.replace(rl, resume=True))
+        of_straight, of_killed = digests(straight), digests(killed)
+    if differing := [part for part in of_straight if of_straight[part] != of_killed[part]]:
+        raise RunStopped(f"other {', '.join(differing)}")
+    return 0
+
+
+def _run(args: RLArgs, killed_at: Path | None = None) -> None:
+    """Run `train_rl` to its end, or kill it once the folder `killed_at` exists. Raises `RunStopped` where it ends otherwise."""
+    log = (Path(args.output_dir) / f"{args.run_name}.log").resolve()
+    process = start_command("alignment.train_rl", command_line(args), log)
+    try:
+        while process.poll() is None:
+            if killed_at and killed_at.exists():
+                return
+            time.sleep(0.01)
+    finally:
+        end_command(process)
+    if killed_at:
+        raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
+    if process.returncode:
+        raise RunStopped(f"a run ended with exit code {process.returncode}: {last_line(log)}")
+
+
+def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
+    """Check policy and sampler, on this run's devices, with the responses to its first prompts."""
+    from alignment.models import make_policy, make_sampler
+    from alignment.policy.loading import load_tokenizer, make_deterministic
+    from alignment.policy.policy import PolicyConfig
+    from alignment.rollouts.source import open_source
+    from alignment.verification.checks import Verified, plain_policy
+
+    if args.deterministic:
+        make_deterministic()
+    looked_at = {"group_size": min(args.group_size, MOST_SAMPLES), "max_new_tokens": min(args.max_new_tokens, MOST_TOKENS)}
+    args = dataclasses.replace(args, overlong_buffer=0, skip_unfinished=False, micro_batch_tokens=MICRO_BATCH, **looked_at)
+    tokenizer, device = load_tokenizer(base), roles_of(args).sample
+    source, policy = open_source(args.rollout_config, tokenizer), make_policy(args, base)
+    exact = args.deterministic or {*policy.devices, device} == {"cpu"}
+    with closing(make_sampler(args, base, device, tokenizer, policy)) as sampler:
+        plain = plain_policy(configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32"))
+        yield from Verified(policy, sampler, plain, source, args.update_config, exact).checks()
+
+
+def report(checks: Iterable[Check], console: Console) -> list[dict]:
+    """Measure and print one check after another; returns them as records. One where a run would stop has failed."""
+    records, start = [], time.monotonic()
+    for check in checks:
+        measured, error = math.nan, ""
+        try:
+            measured = float(check.quantity())
+        except RunStopped as stopped:
+            error = str(stopped)
+        seconds, start, passed = time.monotonic() - start, time.monotonic(), measured <= check.limit
+        verdict = "passed" if passed else f"FAILED {error}"
+        line = f"{check.what:45} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s  {verdict}"
+        console.print(line, markup=False, soft_wrap=True)
+        numbers = {"measured": measured, "limit": check.limit, "seconds": seconds}
+        finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        records.append({"what": check.what, **finite, "passed": passed, "error": error})
+    return records
+
+
+def main() -> None:
+    args = parse(VerifyArgs)
+    if followed(args.rank_timeout):
+        return
+    check_rl(args)
+    from alignment.models import warm_start
+    from alignment.verification.checks import Check
+
+    console = make_console()
+    records = report(training_checks(args, warm_start(args, console)), console)
+    if args.kill_after and not PROCESSES:
+        resumed = Check("killed, resumed: parts with other bits", 0.0, lambda: differing_parts(args, console))
+        records += report([resumed], console)
+    fill = functools.partial(write_args, arguments=dataclasses.asdict(args), seeds=args.seeds)
+    folder = claim_run_folder(args.output_dir, args.run_name, f"verify_{args.preset}", fill)
+    write_json(folder / "summary.json", {"checks": records})
+    console.print(f"all of it: {folder}/summary.json", markup=False, soft_wrap=True)
+    if failed := sum(not record["passed"] for record in records):
+        raise RunStopped(f"{failed} of {len(records)} checks failed. On GPUs see --deterministic, and docs/faults.md on vLLM")
+
+
+if __name__ == "__main__":
+    run_command(main)

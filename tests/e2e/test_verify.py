@@ -1,0 +1,42 @@
+"""`alignment.verify`, as a user runs it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from alignment.system.files import read_json
+from tests.e2e.conftest import NAME, SMALL
+
+ROOT = Path(__file__).parents[2]
+SKIP_A_PROMPT = """
+import sys
+if "--resume" in sys.argv:
+    from alignment.rollouts import config, source
+    real = config.problems_of_step
+    source.problems_of_step = lambda problems, number, seed, step: real(problems, number, seed, step + 1)
+"""
+
+
+def verify(folder: Path, warm: Path, *flags: str) -> tuple[int, str, dict[str, dict]]:
+    """The exit code and output of the command in a folder, and the record of each check."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
+    command = [sys.executable, "-m", "alignment.verify", *SMALL, "--output_dir", ".", "--sft_base", str(warm), *flags]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    checks = read_json(folder / NAME / "summary.json")["checks"]
+    return done.returncode, done.stdout + done.stderr, {check["what"]: check for check in checks}
+
+
+def test_two_processes_that_share_the_weights_pass(warm, tmp_path):
+    code, said, checks = verify(tmp_path, warm, "--policy_parallelism", "sharded", "--policy_ranks", "2", "--kill_after", "0")
+    assert code == 0 and len(checks) == 9 and all(check["passed"] for check in checks.values()), said
+
+
+def test_a_resume_that_skips_a_prompt(warm, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SKIP_A_PROMPT)
+    code, said, checks = verify(tmp_path, warm, "--kill_after", "1")
+    assert code == 1 and "1 of 10 checks failed" in said and len(checks) == 10, said
+    assert not list(tmp_path.glob(".verify_*"))  # the runs are deleted
+    (failed,) = (check for check in checks.values() if not check["passed"])
+    assert failed["what"].startswith("killed, resumed"), said
+    assert "weights" in failed["error"] and "completions" in failed["error"] and failed["error"] in said

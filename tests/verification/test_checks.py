@@ -1,0 +1,189 @@
+"""The checks of `alignment.verify`: healthy ones pass, and each planted fault fails the check that is named for it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+import pytest
+import torch
+from rich.console import Console
+from rollout_helpers import ARGS
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+
+from alignment.core.records import Distribution
+from alignment.core.tokens import collate
+from alignment.policy.loading import load_model, load_tokenizer
+from alignment.policy.policy import PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
+from alignment.rollouts.source import open_source
+from alignment.sampling.transformers import TransformersSampler
+from alignment.system.errors import RunStopped
+from alignment.verification import checks
+from alignment.verification.checks import Check, Verified, plain_policy
+from alignment.verify import report
+
+LOG_PROBS, GRADIENT = "policy's log-probs: nats from plain", "gradient: from one row at a time"
+SAMPLED, SYNCED = "sampler's log-probs: nats from plain", "after updates, sampler: nats from policy"
+STEP, RATE_0 = "step: from one row at a time", "learning rate 0: change of weights"
+
+
+def verified(folder, lora_rank: int = 0, **settings) -> Verified:
+    """A policy, a sampler with weights of its own, and the plain model, all of one folder."""
+    args = dataclasses.replace(
+        ARGS, sampling_temperature=0.8, sampling_top_p=0.9, beta=0.05, epochs_per_rollout=2, max_new_tokens=12, **settings
+    )
+    policy = SingleDevicePolicy(PolicyConfig(str(folder), ("cpu",), "float32", micro_batch_tokens=60, lora_rank=lora_rank))
+    sampler = TransformersSampler(load_model(str(folder), ("cpu",), torch.float32), load_tokenizer(str(folder)), context=128)
+    source = open_source(args.rollout_config, load_tokenizer(str(folder)))
+    plain = plain_policy(policy.policy_config)
+    return Verified(policy, sampler, plain, source, args.update_config, exact=True)
+
+
+def failed(checked: Verified) -> set[str]:
+    return {record["what"] for record in results_of(checked.checks()) if not record["passed"]}
+
+
+def results_of(checks: Iterable[Check]) -> list[dict]:
+    return report(checks, Console(quiet=True))
+
+
+@pytest.fixture
+def healthy(tiny_folder):
+    return verified(tiny_folder)
+
+
+def plant(monkeypatch, owner, name: str, change) -> None:
+    """Replace a method by `change(the method, *its arguments)`."""
+    monkeypatch.setattr(owner, name, functools.partial(change, getattr(owner, name)))
+
+
+@pytest.mark.parametrize("loss", ["grpo_clip", "no_baseline", "cispo", "alignment.core.losses:_gspo"])
+def test_everything_passes_where_nothing_is_wrong(tiny_folder, loss):
+    results = results_of(verified(tiny_folder, loss_type=loss, sampler_correction="token_truncate").checks())
+    assert len(results) == 9 and all(record["passed"] for record in results), results
+
+
+def test_adapters(tiny_folder, monkeypatch):
+    assert failed(verified(tiny_folder, lora_rank=4)) == set()
+    checked = verified(tiny_folder, lora_rank=4)
+    base = {name: tensor.clone() for name, tensor in checked.policy.weights()}
+    without_adapters = lambda load, tensors, version: load(base.items(), version)
+    plant(monkeypatch, checked.sampler, "load_weights", without_adapters)
+    assert failed(checked) == {SYNCED}
+
+
+def test_stale_weights(healthy, monkeypatch):
+    plant(monkeypatch, healthy.sampler, "load_weights", lambda load, tensors, version: [None for _ in tensors])
+    assert failed(healthy) == {SYNCED}
+
+
+def test_a_dropped_tensor(healthy, monkeypatch):
+    def drop(load, tensors, version):
+        load([(name, tensor) for name, tensor in tensors if "layers.0.mlp.up_proj" not in name], version)
+
+    plant(monkeypatch, healthy.sampler, "load_weights", drop)
+    assert failed(healthy) == {SYNCED}
+
+
+def test_a_denominator_of_every_rank_for_itself(healthy, monkeypatch):
+    plant(monkeypatch, checks, "rollout_objective", lambda make, rollout, rows, config: make(rollout, rows[::2], config))
+    assert failed(healthy) == {GRADIENT}
+
+
+def test_a_mask_off_by_one(healthy, monkeypatch):
+    def shifted(collate_groups, groups, config, pad_token_id):
+        rollout = collate_groups(groups, config, pad_token_id)
+        mask = rollout.batch.response_mask
+        batch = dataclasses.replace(rollout.batch, response_mask=mask & mask.roll(1, dims=1))  # without the first token
+        return dataclasses.replace(rollout, batch=batch)
+
+    plant(monkeypatch, checks, "collate_groups", shifted)
+    assert failed(healthy) == {LOG_PROBS, GRADIENT, STEP}
+
+
+def test_a_wrong_temperature_in_log_probs(healthy, monkeypatch):
+    def tempered(log_probs, batch, distribution, rows=None):
+        return log_probs(batch, dataclasses.replace(distribution, temperature=1.0), rows)
+
+    plant(monkeypatch, healthy.policy, "log_probs", tempered)
+    assert failed(healthy) == {LOG_PROBS, SYNCED}
+
+
+def test_a_sampler_whose_top_p_differs(healthy, monkeypatch):
+    def wider(sample, prompts, sampling):
+        return sample(prompts, dataclasses.replace(sampling, top_p=0.95))
+
+    plant(monkeypatch, healthy.sampler, "sample", wider)
+    assert failed(healthy) == {SAMPLED, SYNCED}
+
+
+def test_a_window_that_is_ignored(tiny_folder, tmp_path):
+    tokenizer = load_tokenizer(str(tiny_folder))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = MistralConfig(
+        vocab_size=len(tokenizer), num_hidden_layers=2, sliding_window=4, max_position_embeddings=128,
+        initializer_range=0.3, eos_token_id=tokenizer.eos_token_id, **sizes,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    checked = verified(tmp_path)
+    assert failed(checked) == set()
+    checked = verified(tmp_path)
+    checked.policy.model.config.sliding_window = None
+    assert failed(checked) == {LOG_PROBS, GRADIENT, STEP, SYNCED}
+
+
+def test_a_seed_shared_by_two_prompts(healthy, monkeypatch):
+    def shared(sample, prompts, sampling):
+        half = sample(prompts[: len(prompts) // 2], sampling)
+        return half + half if prompts[: len(half)] == prompts[len(half) :] else sample(prompts, sampling)
+
+    plant(monkeypatch, healthy.sampler, "sample", shared)
+    assert failed(healthy) == {"prompts asked twice: share of same answers"}
+
+
+def test_sampling_that_the_seed_does_not_decide(healthy, monkeypatch):
+    seeds = iter(range(100))
+
+    def unseeded(sample, prompts, sampling):
+        return sample(prompts, dataclasses.replace(sampling, seed=next(seeds)))
+
+    plant(monkeypatch, healthy.sampler, "sample", unseeded)
+    assert failed(healthy) == {"same seed again: other answers"}
+
+
+def test_an_update_that_ignores_the_learning_rate(healthy, monkeypatch):
+    plant(monkeypatch, healthy.policy, "step", lambda step, rate: step(1e-3))
+    assert failed(healthy) == {STEP, RATE_0}
+
+
+def test_a_step_of_another_size(healthy, monkeypatch):
+    plant(monkeypatch, healthy.policy, "step", lambda step, rate: step(2 * rate))
+    assert failed(healthy) == {STEP}
+
+
+def test_a_quantity_that_is_no_number_fails():
+    (record,) = results_of([Check("", 1.0, lambda: math.nan)])
+    assert not record["passed"] and record["measured"] is None
+
+
+def test_a_run_that_would_stop_fails_with_its_reason():
+    def stop():
+        raise RunStopped("the sampler took none of the weights")
+
+    (record,) = results_of([Check("", math.inf, stop)])
+    assert not record["passed"] and record["error"] == "the sampler took none of the weights"
+
+
+def test_the_plain_log_probs_are_those_of_transformers_own_model(healthy, tiny_folder):
+    completion = healthy.sample()[0].completions[0]
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]])
+    with torch.no_grad():
+        log_probs_TV = (model(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / 0.8).log_softmax(dim=-1)
+    want = log_probs_TV.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    batch = collate([completion.prompt_ids], [completion.token_ids], pad_token_id=0)
+    plain = healthy.plain.log_probs(batch, Distribution(temperature=0.8))[batch.response_mask]
+    assert healthy.plain.model is not healthy.policy.model and torch.allclose(plain, want, atol=1e-6)
