@@ -52,7 +52,11 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
             " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout rank_timeout"
             " cliprange_high machines",
         ),
-        ("at least 1", lambda x: x >= 1, "lora_alpha max_new_tokens num_samples sync_every cpus_per_run gpu_memory"),
+        (
+            "at least 1",
+            lambda x: x >= 1,
+            "lora_alpha max_new_tokens num_samples sync_every cpus_per_run gpu_memory sampler_tensor_parallel",
+        ),
         ("at least 2", lambda x: x >= 2, "max_seeds"),
         ("at least 2, to have a variance", lambda x: x >= 2, "prompts"),
         ("from 0 to 1", lambda x: 0 <= x <= 1, "max_grader_failures min_consistency"),
@@ -109,7 +113,9 @@ class Args:
     sampler: str = "auto"
     """Engine that draws completions: transformers, vllm, or one of your own as package.module:name; auto: vllm where it is
     installed, else transformers."""
-    sample_device: str | None = None  # Device of the sampler, such as cuda:7; by default the last GPU.
+    sample_device: tuple[str, ...] = ()
+    """Device of the sampler, such as cuda:7, or several, each with an engine that draws its share; by default the last GPU."""
+    sampler_tensor_parallel: int = 1  # Devices of --sample_device that each vLLM engine takes together, for a large model.
     reference_model_device: str | None = None  # Device of the reference (old-policy) model; by default the last GPU but one.
     eval_device: str | None = None  # Device of the evaluation sampler; by default the last GPU but two.
     policy_devices: tuple[str, ...] = ()  # Devices the policy is split over; by default every GPU that no other role holds.
@@ -241,7 +247,8 @@ class RLArgs(Args):
     rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
     max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
     sync_every: int = 1  # Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1.
-    sampler_url: str = ""  # A vLLM server to draw rollouts from, http://HOST:PORT; see docs/asynchronous.md.
+    sampler_url: str = ""
+    """A vLLM server to draw rollouts from, http://HOST:PORT, or several, with commas; see docs/asynchronous.md."""
     max_sampler_mismatch: float = 0.1  # Mean nats a token between sampler's and trainer's log-probs, above which to stop.
     eval_interval: int = 20  # Steps between evaluations on the test problems; they also run at the very start and end.
     eval_max_new_tokens: int = 0  # Longest response in them; 0: --max_new_tokens.
@@ -394,7 +401,7 @@ class SweepOptions:
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
 NOT_SWEPT = frozenset(
     """preset output_dir run_name resume auto_sft policy_devices sample_device reference_model_device eval_device
-    gpu_memory_utilization""".split()
+    gpu_memory_utilization sampler_tensor_parallel""".split()
 )
 
 
@@ -483,7 +490,7 @@ def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
     path = PRESETS / f"{name}.toml"
     if name not in preset_names():
         raise UserError(f"--preset {name}: there is no such preset; choose one of {', '.join(preset_names())}")
-    values = tomllib.loads(path.read_text())
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in tomllib.loads(path.read_text()).items()}
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
     tables = {EvaluateArgs: "evaluate", SFTArgs: "sft", RLArgs: "train_rl", PlanArgs: "plan"}
     own = values.get(next((table for kind, table in tables.items() if issubclass(cls, kind)), ""), {})

@@ -49,7 +49,8 @@ def check_rl(args: RLArgs) -> None:
         check_url(args.reference_url)
         reference_token()
     if args.sampler_url:
-        sampler_address(args.sampler_url)
+        for url in args.sampler_url.split(","):
+            sampler_address(url)
         check_sampler_token(os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
@@ -142,7 +143,15 @@ def run_config(args: RLArgs) -> RunConfig:
 def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
     """Which device each role has, by the flags and by the GPUs that are visible. Raises `UserError` where that cannot work."""
     num_gpus, vllm = visible_gpus() if num_gpus is None else num_gpus, named_engine(args.sampler).claims_gpu
-    return assign_roles(num_gpus, args.sample_device, args.reference_model_device, args.eval_device, args.policy_devices, vllm)
+    sample = ",".join(args.sample_device) or None
+    roles = assign_roles(num_gpus, sample, args.reference_model_device, args.eval_device, args.policy_devices, vllm)
+    number, parallel = len(roles.sample), args.sampler_tensor_parallel
+    if parallel > 1 and not vllm:
+        raise UserError(f"--sampler_tensor_parallel {parallel}: only vLLM takes several devices; choose --sampler vllm")
+    if number % parallel:
+        named = f"{number} ({' '.join(roles.sample)}); name {parallel} for each engine"
+        raise UserError(f"--sampler_tensor_parallel {parallel}: --sample_device names {named}")
+    return roles
 
 
 def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -172,7 +181,7 @@ def check_processes(args: Args, kind: str) -> None:
 
 def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
     """The engines that share one GPU's memory: with --rollouts async the rollouts have an engine beside the evaluation's."""
-    return 1 + (getattr(args, "rollouts", "sync") == "async" and roles.sample == roles.eval)
+    return 1 + (getattr(args, "rollouts", "sync") == "async" and roles.eval in roles.sample)
 
 
 def visible_gpus() -> int:

@@ -64,7 +64,7 @@ def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluati
     model_path = resolve_model(model, args.output_dir)
     tokenizer = load_tokenizer(model_path)
     problems, evaluate = evaluation(args, tokenizer, args.num_samples)
-    sampler = make_sampler(args, model_path, roles_of(args).eval, tokenizer)
+    sampler = make_sampler(args, model_path, (roles_of(args).eval,), tokenizer)
     status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
     with closing(sampler), console.status(status):
         return evaluate(sampler)

@@ -5,7 +5,7 @@ Below these builders nothing takes an arguments object."""
 import dataclasses
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from alignment.args import Args, RLArgs, SFTArgs, as_command, configuration, refuse_missing_warm_start
 from alignment.checks import check_processes, check_sft, devices_of_ranks, engines_on_shared_gpu, resolve_model, roles_of
-from alignment.core.records import Endless, Group, Problem, SamplingConfig
+from alignment.core.records import Endless, Group, Problem, SampledStep, SamplingConfig
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
@@ -28,7 +28,7 @@ from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, p
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
 from alignment.policy.reference_protocol import ServedModel, reference_token
 from alignment.rewards.rules import find_rule
-from alignment.rollouts.ahead import AheadConfig, AheadRollouts
+from alignment.rollouts.ahead import AheadRollouts
 from alignment.rollouts.batches import collate_groups
 from alignment.rollouts.source import RolloutSource, open_source
 from alignment.rollouts.sync import Rollouts, SyncRollouts
@@ -36,9 +36,9 @@ from alignment.runs.checkpoint import TRAINER, load_rollouts
 from alignment.runs.run import Run
 from alignment.runs.run_folder import RunFolder, write_args
 from alignment.sampling.arrival import prove_adapters_arrive
-from alignment.sampling.restarts import open_sampler
+from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, find_engine
-from alignment.system.errors import UserError
+from alignment.system.errors import RunStopped, UserError
 from alignment.system.files import atomic_folder, manifested, read_jsonl, write_json
 from alignment.system.terminal import printable, progress_line
 from alignment.system.torchrun import PROCESSES
@@ -80,16 +80,20 @@ def kind_of_policy(
     return devices, kind
 
 
-def sampler_config(args: Args, base: str, device: str, **facts) -> SamplerConfig:
-    """What a sampler on `device` is started with. `facts` are further fields."""
-    roles, dtype = roles_of(args), compute_dtype(args.dtype, device)
-    share = args.gpu_memory_utilization or engine_share(roles, device, engines_on_shared_gpu(args, roles))
-    return SamplerConfig(base, device, dtype, timeout=args.sampler_timeout, memory_share=share, **facts)
+def sampler_config(args: Args, base: str, devices: tuple[str, ...], **facts) -> SamplerConfig:
+    """What a sampler on `devices` is started with. `facts` are further fields; `sleeps` holds on the policy's GPUs alone."""
+    roles = roles_of(args)
+    facts["sleeps"] = facts.get("sleeps", False) and devices[0] != "cpu" and not set(devices).isdisjoint(roles.policy)
+    engines = engines_on_shared_gpu(args, roles)
+    share = args.gpu_memory_utilization or min(engine_share(roles, device, engines) for device in devices)
+    dtype, parallel = compute_dtype(args.dtype, devices[0]), args.sampler_tensor_parallel if len(devices) > 1 else 1
+    facts |= {"timeout": args.sampler_timeout, "memory_share": share, "further_devices": devices[1:]}
+    return SamplerConfig(base, devices[0], dtype, tensor_parallel=parallel, **facts)
 
 
-def make_sampler(args: Args, base: str, device: str, tokenizer, policy: Policy | None = None) -> Sampler:
+def make_sampler(args: Args, base: str, devices: tuple[str, ...], tokenizer, policy: Policy | None = None) -> Sampler:
     """The sampler that --sampler names, with the weights of the folder `base`; it may read `policy` in place."""
-    return open_sampler(find_engine(args.sampler), sampler_config(args, base, device), tokenizer, policy)
+    return open_sampler(find_engine(args.sampler), sampler_config(args, base, devices), tokenizer, policy)
 
 
 def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
@@ -144,7 +148,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
             raise MadeMeanwhile(f"--sft_base {target} was made by another command meanwhile; that one is kept") from None
         raise
     del policy  # its weights and moments make room for the evaluation's engine
-    sampler = make_sampler(args, str(target), roles_of(args).eval, tokenizer)
+    sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer)
     with closing(sampler), console.status("sampling held-out problems"):
         result = evaluate(sampler)
     with closing(RunFolder(target, args.num_steps)) as log:
@@ -198,22 +202,18 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
     references, served = make_references(args, run, base, policy)
     roles, engine = roles_of(args), "vllm_server" if args.sampler_url else args.sampler
-    config = sampler_config(args, base, roles.eval, policy_version=run.step)
+    between_updates = args.rollouts == "sync"  # rather than beside them, in processes of their own
+    shared = between_updates and roles.eval in roles.sample and not args.sampler_url
+    devices = roles.sample if shared else (roles.eval,)
+    config = sampler_config(args, base, devices, policy_version=run.step, sleeps=True)
     eval_sampler = run.open(open_sampler(find_engine(args.sampler), config, tokenizer, policy))
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):
         run.console.print(message)
-    shared = args.rollouts == "sync" and roles.sample == roles.eval and not args.sampler_url
     server = {"url": args.sampler_url, "weights_folder": args.output_dir}
-    config = sampler_config(args, base, roles.sample, policy_version=run.step, **server)
-    if args.rollouts == "async":
-        facts = {"micro_batch_tokens": policy.micro_batch_tokens, "reference": served}
-        ahead = configuration(AheadConfig, args, rollouts=args.rollout_config, engine=engine, sampler=config, **facts)
-        sampled = load_rollouts(run.checkpoint) if run.checkpoint else []
-        rollouts = run.open(AheadRollouts(ahead, sampled, run.clock))
-    else:
-        sampler = eval_sampler if shared else run.open(open_sampler(find_engine(engine), config, tokenizer, policy))
-        rollouts = SyncRollouts(source, sampler, run.clock)
+    config = sampler_config(args, base, roles.sample, policy_version=run.step, sleeps=between_updates, **server)
+    start_sampler = partial(open_sampler, find_engine(engine), config, load_tokenizer(base), policy)
+    sampler = eval_sampler if shared else run.open(start_sampler(in_process=between_updates))
     pad_id = pad_token_id(tokenizer)
 
     def check(groups: Sequence[Group]) -> None:
@@ -223,8 +223,14 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
 
     if args.lora_rank:
         prompts = [problem.prompt for problem in problems[:PROBED]]
-        for sampler in dict.fromkeys((eval_sampler, getattr(rollouts, "sampler", eval_sampler))):
-            run.console.print(prove_adapters_arrive(sampler, policy, prompts, args.sampling, pad_id), soft_wrap=True)
+        for each in dict.fromkeys((eval_sampler, sampler)):
+            run.console.print(prove_adapters_arrive(each, policy, prompts, args.sampling, pad_id), soft_wrap=True)
+    rollouts = SyncRollouts(source, sampler, run.clock)
+    if not between_updates:
+        sampled = load_rollouts(run.checkpoint) if run.checkpoint else []
+        upload = make_upload(args, base, served, policy, pad_id)
+        rollouts = AheadRollouts(source, sampler, args.schedule, run.clock, sampled, upload)
+        run.closing.callback(rollouts.close)
     evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, None if shared else check)
     run.start(policy, tokenizer, rollouts)
     return policy, rollouts, references, evaluator, pad_id
@@ -277,3 +283,19 @@ def make_reference(args: RLArgs, run: Run, model_path: str) -> RemoteReference |
         return remote
     served = ServedModel(model_path, roles.reference, name, max_pending=args.staleness + 4, deterministic=args.deterministic)
     return run.open(ReferenceProcess(served, vocabulary, args.sampler_timeout))
+
+
+def make_upload(
+    args: RLArgs, base: str, served: tuple[str, str] | None, policy: Policy, pad_id: int
+) -> Callable[[SampledStep], None]:
+    """What gives each new rollout to a served reference model, so that this computes before the trainer asks for it."""
+    if served is None:
+        return lambda sampled: None
+    remote = RemoteReference(*served, load_config(base).vocab_size, args.sampler_timeout)
+
+    def upload(sampled: SampledStep) -> None:
+        batch = collate_groups(sampled.groups, args.rollout_config, pad_id).batch
+        with suppress(RunStopped):  # then the trainer asks for it, and sees for itself
+            remote.upload(f"step-{sampled.step}", batch, args.sampling.distribution, policy.micro_batch_tokens)
+
+    return upload

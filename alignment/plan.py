@@ -38,7 +38,8 @@ def main() -> None:
     # Ranks on a CPU share the host's memory.
     step = step_shape(run, roles, card / devices.count(devices[0]), engine_name(args.sampler) == "vllm")
     rows = []
-    for share in sorted(place(shape, roles, args.optimizer, step.itemsize, kind), key=lambda share: share.device):
+    placed = place(shape, roles, args.optimizer, step.itemsize, kind, args.sampler_tensor_parallel)
+    for share in sorted(placed, key=lambda share: share.device):
         first = next(name for name, parameters in shape.parameters.items() if parameters)
         ends = ("embeddings",) * (first in share.modules) + ("head",) * (shape.head in share.modules)
         layers = (f"{share.layers[0]}-{share.layers[-1]}",) if share.layers else ()

@@ -130,10 +130,10 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
         make_deterministic()
     looked_at = {"group_size": min(args.group_size, MOST_SAMPLES), "max_new_tokens": min(args.max_new_tokens, MOST_TOKENS)}
     args = dataclasses.replace(args, overlong_buffer=0, skip_unfinished=False, micro_batch_tokens=MICRO_BATCH, **looked_at)
-    tokenizer, device = load_tokenizer(base), roles_of(args).sample
+    tokenizer, devices = load_tokenizer(base), roles_of(args).sample
     source, policy = open_source(args.rollout_config, tokenizer), make_policy(args, base)
-    exact = args.deterministic or {*policy.devices, device} == {"cpu"}
-    with closing(make_sampler(args, base, device, tokenizer, policy)) as sampler:
+    exact = args.deterministic or {*policy.devices, *devices} == {"cpu"}
+    with closing(make_sampler(args, base, devices, tokenizer, policy)) as sampler:
         plain = plain_policy(configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32"))
         yield from Verified(policy, sampler, plain, source, args.update_config, exact).checks()
 

@@ -40,7 +40,7 @@ def test_the_reference_recipe():
     args = from_preset(RLArgs, REFERENCE)
     assert (args.group_size, args.cliprange, args.sampling_temperature, args.sampling_top_p) == (4, 0.2, 1.0, 0.9)
     assert (args.train_mini_batch_size, args.sft_base, args.model) == (8, "checkpoints/math_sft", "Qwen/Qwen2.5-Math-1.5B")
-    assert (args.sample_device, args.reference_model_device, args.eval_device) == ("cuda:7", "cuda:6", "cuda:5")
+    assert (args.sample_device, args.reference_model_device, args.eval_device) == (("cuda:7",), "cuda:6", "cuda:5")
     assert args.updates_per_rollout == args.prompts_per_rollout * 4 // 8
 
 

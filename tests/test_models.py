@@ -1,6 +1,5 @@
 """From a model's name and a machine's GPUs to folders and devices."""
 
-
 import pytest
 
 from alignment import checks, models
@@ -52,9 +51,10 @@ def test_a_broken_config_is_one_clear_line(tmp_path):
 )
 def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folder, monkeypatch):
     """With asynchronous rollouts the evaluation's engine and the rollouts' are two; a GPU of the policy's keeps room for it."""
-    roles = Roles(policy=(policy,), sample="cuda:7", reference="cuda:6", eval="cuda:7")
+    roles = Roles(policy=(policy,), sample=("cuda:7",), reference="cuda:6", eval="cuda:7")
     for module in (checks, models):
         monkeypatch.setattr(module, "roles_of", lambda args, num_gpus=None: roles)
     args = from_preset(RLArgs, "tiny", rollouts=rollouts)
-    config = models.sampler_config(args, str(tiny_folder), "cuda:7")
+    config = models.sampler_config(args, str(tiny_folder), ("cuda:7",), sleeps=True)
     assert config.memory_share == pytest.approx(share)
+    assert config.sleeps == (policy == "cuda:7")  # on the policy's GPU alone

@@ -54,6 +54,9 @@ class SamplingConfig:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ("</answer>",)
     seed: int = 0
+    first_prompt: int = 0
+    """Number of the first prompt, where others draw those before it: a response's random numbers follow from `seed` and its
+    prompt's number."""
 
     @property
     def distribution(self) -> Distribution:
@@ -105,8 +108,6 @@ class SampledStep:
     groups: list[Group]
     report: dict[str, float]
     seconds: dict[str, float]
-    restarts: int = 0
-    """Engines that were lost since the step before, where the sampler runs in another process and nobody else counts them."""
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,10 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
 
     Between them, engines and frozen models stay. Counts for a model of fp32 weights whose linear layers autocast casts."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
-    others = {roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
+    others = {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
     shares += [Share(device, "", (), 0) for device in sorted(others)]
     # Ranks may share the host's CPU, where the first of them has the other roles, too.
-    none = replace(roles, sample="", eval="", reference="")
+    none = replace(roles, sample=(), eval="", reference="")
     here = [none if share in shares[:number] else roles for number, share in enumerate(shares)]
     return [(share.device, _peak_of(share, shape, config, there, step)) for share, there in zip(shares, here)]
 
@@ -56,8 +56,8 @@ def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: S
     """The larger of an update's and of sampling's bytes of one share of the policy and the other roles on its device."""
     device, held = share.device, share.modules
     total, trained = sum(shape.parameters.values()), shape.trained(held) // share.parts
-    samples = device in (roles.sample, roles.eval)
-    engines = step.engines if roles.sample == roles.eval else 1
+    samples = device in (*roles.sample, roles.eval)
+    engines = step.engines if roles.eval in roles.sample else 1
     frozen, vllm = step.frozen * (device == roles.reference), step.vllm
     memory_share = step.gpu_memory_utilization or engine_share(roles, device, engines)
     kept = {

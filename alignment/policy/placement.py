@@ -32,10 +32,10 @@ ENGINES = ("sample", "eval")  # the helpers that generate text
 
 @dataclass(frozen=True)
 class Roles:
-    """Where each role runs. `policy` holds its devices in layer order."""
+    """Where each role runs. `policy` holds its devices in layer order, `sample` those of the sampler's engines."""
 
     policy: tuple[str, ...]
-    sample: str
+    sample: tuple[str, ...]
     reference: str
     eval: str
 
@@ -48,7 +48,7 @@ def assign_roles(
     policy_devices: tuple[str, ...] = (),
     vllm: bool = False,
 ) -> Roles:
-    """Give each role its device; None and () ask for the default.
+    """Give each role its device; None and () ask for the default. `sample_device` may list several, with commas.
 
     By default sampler, reference and eval take the highest GPUs in that order and the policy keeps the rest: 7, 6, 5
     and 0-4 of eight. With three GPUs reference and eval share one, with two all three share cuda:1, one GPU holds
@@ -57,27 +57,33 @@ def assign_roles(
 
     Raises UserError for a device that is malformed, absent, or taken, naming the flag and what to change."""
     gpus = tuple(f"cuda:{index}" for index in range(num_gpus))
-    texts = {"sample": sample_device, "reference": reference_model_device, "eval": eval_device}
-    named = {role: _read_device(FLAGS[role], text, gpus) for role, text in texts.items() if text is not None}
-    policy = tuple(_read_device(FLAGS["policy"], text, gpus) for text in policy_devices)
-    if len(set(policy)) < len(policy):
-        device, times = Counter(policy).most_common(1)[0]
-        raise UserError(f"{FLAGS['policy']} lists {device} {times} times; list each device once")
+    several = sample_device.split(",") if sample_device is not None else ()
+    texts = {"sample": several, "reference": [reference_model_device], "eval": [eval_device], "policy": policy_devices}
+    listed = {
+        role: tuple(_read_device(FLAGS[role], text, gpus) for text in of if text is not None) for role, of in texts.items()
+    }
+    named = {role: next((device for device in listed[role] if device != "cpu"), "cpu") for role in HELPERS if listed[role]}
+    samplers, policy = listed["sample"], listed["policy"]
+    for role, devices in listed.items():
+        for device, times in Counter(devices).items():
+            if times > 1 and (role, device) != ("sample", "cpu"):
+                raise UserError(f"{FLAGS[role]} lists {device} {times} times; list each device once")
     if not gpus:
-        return Roles(policy=("cpu",), sample="cpu", reference="cpu", eval="cpu")
+        return Roles(policy=("cpu",), sample=samplers or ("cpu",), reference="cpu", eval="cpu")
 
-    free = [gpu for gpu in gpus if gpu not in policy and gpu not in named.values()]
+    free = [gpu for gpu in gpus if gpu not in (*policy, *named.values(), *samplers)]
     if not policy and not free and num_gpus > 1:
-        flags = " and ".join(f"{FLAGS[role]} {device}" for role, device in named.items() if device != "cpu")
+        flags = " and ".join(f"{FLAGS[role]} {' '.join(listed[role])}" for role in named if named[role] != "cpu")
         remedy = f"put two of these on one GPU, or say which GPU the policy shares with {FLAGS['policy']}"
         raise UserError(f"{flags} leave none of the {num_gpus} GPUs for the policy; {remedy}")
     spare = free if policy else free[1:]  # a policy by default keeps the lowest free GPU
     helpers = _place_helpers(named, spare, policy, gpus)
-    if vllm:
-        _refuse_vllm_clashes(named, helpers, spare, policy, gpus)
+    samplers = samplers or (helpers["sample"],)
+    for sampler in samplers if vllm else ():
+        _refuse_vllm_clashes(named, helpers | {"sample": sampler}, spare, policy, gpus)
     # No GPU is left over only when there is just one, which then holds everything.
-    rest = tuple(gpu for gpu in gpus if gpu not in helpers.values()) or gpus
-    return Roles(policy=policy or rest, **helpers)
+    rest = tuple(gpu for gpu in gpus if gpu not in (*helpers.values(), *samplers)) or gpus
+    return Roles(policy=policy or rest, **helpers | {"sample": samplers})
 
 
 def _read_device(flag: str, text: str, gpus: Sequence[str]) -> str:
@@ -136,8 +142,8 @@ def _refuse_vllm_clashes(
             raise UserError(f"{FLAGS['policy']} names every GPU, {reason}; take {gpus[-1]} off {FLAGS['policy']}")
         remedy = f"use {FLAGS[role]} {spare[-1]}" if spare else f"take {helpers[role]} off {FLAGS['policy']}"
         raise UserError(f"{FLAGS[role]} {helpers[role]} is also in {FLAGS['policy']}, {greedy}; {remedy}")
-    if "sample" in named and named["sample"] == named.get("reference") and spare:
-        both = f"{FLAGS['sample']} and {FLAGS['reference']} are both {named['sample']}"
+    if "sample" in named and helpers["sample"] == named.get("reference") and spare:
+        both = f"{FLAGS['sample']} and {FLAGS['reference']} are both {helpers['sample']}"
         raise UserError(f"{both}, {greedy}; use {FLAGS['reference']} {spare[-1]}")
 
 
@@ -342,20 +348,26 @@ def policy_shares(shape: ModelShape, devices: Sequence[str], kind: str, optimize
 
 
 def place(
-    shape: ModelShape, roles: Roles, optimizer: str = "adamw", itemsize: int = 2, kind: str = "layer_split"
+    shape: ModelShape,
+    roles: Roles,
+    optimizer: str = "adamw",
+    itemsize: int = 2,
+    kind: str = "layer_split",
+    tensor_parallel: int = 1,
 ) -> tuple[Share, ...]:
     """The shares of a policy of that `kind`, the moments that `optimizer` keeps on the CPU, then one whole copy for each
-    other role, with products of numbers of `itemsize` bytes. Eval on the sampler's device runs in the sampler's engine, so the
-    two hold one copy, under the role "sample+eval"."""
+    other role, with products of numbers of `itemsize` bytes; `tensor_parallel` devices share an engine's. Eval on a device of
+    the sampler's runs in the sampler's engines, so the two hold one copy, under the role "sample+eval"."""
     policy = policy_shares(shape, roles.policy, kind, optimizer)
-    engines = {"sample+eval": roles.sample} if roles.sample == roles.eval else {"sample": roles.sample, "eval": roles.eval}
+    shared = roles.eval in roles.sample
+    copies = [("sample+eval" if shared else "sample", device) for device in roles.sample]
+    copies += [] if shared else [("eval", roles.eval)]
     # A policy that sits whole on the reference's device is the old policy itself, until its first update; one with adapters is
     # the reference, too.
-    reference = {} if shape.adapters or roles.policy == (roles.reference,) else {"reference": roles.reference}
-    copies = engines | reference
+    copies += [] if shape.adapters or roles.policy == (roles.reference,) else [("reference", roles.reference)]
     everything, total = tuple(shape.parameters), sum(shape.parameters.values())
     on_host = shape.trained(everything) * OPTIMIZERS[optimizer].host_bytes * (len(policy) if kind == "replicated" else 1)
     moments = (Share("cpu", "moments", everything, on_host),) if on_host else ()
-    sizes = dict.fromkeys(copies, total * itemsize) | {"reference": shape.frozen_bytes(itemsize)}
-    others = (Share(device, role, everything, sizes[role]) for role, device in copies.items())
+    sizes = {"eval": total * itemsize, "reference": shape.frozen_bytes(itemsize)}
+    others = (Share(device, role, everything, sizes.get(role, total * itemsize // tensor_parallel)) for role, device in copies)
     return (*policy, *moments, *others)

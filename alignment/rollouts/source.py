@@ -11,7 +11,7 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
 from alignment.rewards.reward import Reward, find_reward, graded_ahead, grading_report
 from alignment.rollouts.batches import is_counted, length_penalty
-from alignment.rollouts.config import RolloutConfig, derived_seed, problems_of_step, refill_problems, training_problems
+from alignment.rollouts.config import RolloutConfig, problems_of_step, refill_problems, training_problems
 from alignment.sampling.sampler import Sampler
 from alignment.system.clock import Clock
 
@@ -36,7 +36,6 @@ class RolloutSource:
             with clock("score"):
                 return self.reward.score(problems, completions)
 
-        torch.manual_seed(derived_seed(self.config.seed, step))
         groups, sampled = refilled_groups(self.problems, self.config, step, sample_and_score)
         check_version(groups, version)
         report = rollout_report(groups, self.config, self.task.rules)

@@ -5,8 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
+
 from alignment.core.records import SampledStep
 from alignment.policy.policy import Policy
+from alignment.rollouts.config import derived_seed
 from alignment.rollouts.source import RolloutSource
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
@@ -36,6 +39,7 @@ class SyncRollouts:
         self.source, self.sampler, self.clock = source, sampler, clock
 
     def next(self, step: int) -> SampledStep:
+        torch.manual_seed(derived_seed(self.source.config.seed, step))  # for samplers and rewards of a user's own
         sampled = self.source.sample_step(step, self.sampler)
         check_staleness(sampled, 0)
         self.clock.seconds |= sampled.seconds

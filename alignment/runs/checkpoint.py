@@ -62,6 +62,8 @@ def save_checkpoint(folder: Path, policy, tokenizer, sampled_ahead: Sequence[Sam
 def load_rollouts(folder: Path) -> list[SampledStep]:
     """The rollouts that a whole checkpoint's run had sampled ahead."""
     records = read_jsonl(folder / ROLLOUTS)
+    for record in records:
+        record.pop("restarts", None)  # of older checkpoints
     return [SampledStep(**record | {"groups": [_group(**group) for group in record["groups"]]}) for record in records]
 
 

@@ -23,7 +23,7 @@ from alignment.system.terminal import progress_line
 
 CHANGEABLE_ON_RESUME = frozenset(
     """resume run_name num_steps save_interval keep_checkpoints sampler_timeout max_bad_steps max_grader_failures
-    policy_parallelism policy_ranks policy_devices rank_timeout""".split()
+    policy_parallelism policy_ranks policy_devices rank_timeout sample_device sampler_tensor_parallel""".split()
 )
 """Arguments that a resumed run may change."""
 

@@ -58,6 +58,18 @@ class SamplerConfig:
     policy_version: int = 0  # Version of the first weights.
     url: str = ""  # Address of a server, for engines that are one.
     weights_folder: str = ""  # Folder through which a server gets new weights.
+    further_devices: tuple[str, ...] = ()  # Of further engines, and of engines of several devices.
+    tensor_parallel: int = 1  # Devices of each engine.
+    sleeps: bool = False  # Whether it leaves its GPU's memory to a trainer between requests.
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return (self.device, *self.further_devices)
+
+    @property
+    def place(self) -> str:
+        """Where the engines are, in messages."""
+        return self.url or ",".join(self.devices)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ class TransformersSampler:
         """See `Sampler.sample`. Each row has random numbers of its own, so waves and dropped rows change no other row."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         generator = torch.Generator().manual_seed(sampling.seed)
-        uniforms = torch.rand(len(prompts), sampling.n, sampling.max_new_tokens, generator=generator)
+        last = sampling.first_prompt + len(prompts)
+        uniforms = torch.rand(last, sampling.n, sampling.max_new_tokens, generator=generator)[sampling.first_prompt :]
         was_training = self.model.training
         self.model.eval()
         groups: list[list[Completion]] = [[] for _ in prompts]

@@ -6,36 +6,33 @@ cause above", and leaves one process to end instead of a tree. Everything crosse
 """
 
 import os
-import pickle
 import random
+import tempfile
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, checked_columns, checked_part, checksum
+from alignment.sampling.process import EngineProcess, answer_requests
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
-from alignment.sampling.weight_transfer import received_tensors, send_tensors
+from alignment.sampling.weight_transfer import received_tensors
 from alignment.system.errors import UserError
-from alignment.system.processes import START_SECONDS, ChildProcess
 
 UUID_LENGTH = 36  # characters
 
 
-class VLLMSampler:
-    """A `Sampler` that runs vLLM on the device of its configuration, "cpu" or "cuda:<index>".
+class VLLMSampler(EngineProcess):
+    """A `Sampler` that runs vLLM on the device of its configuration, "cpu" or "cuda:<index>"; on several by tensor parallelism.
 
     It has a copy of the weights of its own, so needs no policy. `context` is in tokens; None: the model's own. On a CPU the
     keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where unset) in place of a share of the memory. In bfloat16 a completion
-    also depends on what shares its batch, so the same seed repeats it only for the same list of prompts.
-
-    Raises `UserError` where vLLM cannot start. An engine that breaks or dies later, or does not answer within
-    `config.timeout` seconds, raises `SamplerLost` with its last words and is closed."""
+    also depends on what shares its batch, so the same seed repeats it only for the same list of prompts."""
 
     def __init__(
         self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None, seed: int = 0
@@ -44,17 +41,20 @@ class VLLMSampler:
         from alignment.policy.loading import context_length, load_config
 
         device, model_path = config.device, config.model_path
-        self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
-        self.context = context or context_length(load_config(model_path))
-        self._timeout, self.dtype = config.timeout, getattr(torch, config.dtype)
-        self._worker = ChildProcess(f"vLLM process on {device}", f"{__name__}:serve", worker_environment(device, os.environ))
+        self.tokenizer, self.context = tokenizer, context or context_length(load_config(model_path))
         options = {"model": str(model_path), "dtype": config.dtype, "max_model_len": self.context, "seed": seed}
-        options["gpu_memory_utilization"] = config.memory_share
-        try:
-            self._ask("start", torch.device(device).type, options, timeout=max(self._timeout, START_SECONDS))
-        except RuntimeError as error:
-            raise UserError(f"vLLM could not start on {device} with the model {model_path}: {error}") from None
-        self._worker.clear_log()
+        options |= {"gpu_memory_utilization": config.memory_share, "tensor_parallel_size": len(config.devices)}
+        options |= {"enable_sleep_mode": config.sleeps}
+        self._sleeps = config.sleeps
+        start = torch.device(device).type, options
+        super().__init__("vLLM", f"{__name__}:serve", worker_environment(config.devices, os.environ), config, *start)
+
+    def _ask(self, *arguments, **named):
+        if self._sleeps:
+            from alignment.policy.memory import release_memory
+
+            release_memory()  # which the engine needs when it wakes up
+        return super()._ask(*arguments, **named)
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
         """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
@@ -68,57 +68,17 @@ class VLLMSampler:
             for ids, group in zip(encoded, drawn, strict=True)
         ]
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights, one tensor on its way at a time: neither side holds a second copy of the model."""
-        self._ask("reload", tensors=named_tensors)
-        self.policy_version = version
 
-    def weight_checksums(self, version: int) -> Held:
-        """See `load_proven`."""
-        return self._ask("checksums", version)
-
-    def close(self) -> None:
-        """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
-        self._worker.close()
-
-    def _ask(
-        self, verb: str, *arguments, tensors: Iterable[tuple[str, torch.Tensor]] | None = None, timeout: float | None = None
-    ):
-        """The worker's answer to a request. After any failure the two sides are out of step, so the worker is ended."""
-        worker, limit = self._worker, self._timeout if timeout is None else timeout
-        if not worker.is_open:
-            raise RuntimeError("the vLLM sampler is closed")
-        with worker.time_limit(limit) as hung:
-            try:
-                worker.connection.send((verb, arguments))
-                if tensors is not None:
-                    send_tensors(worker.connection, tensors, self.dtype)
-                failure, answer = worker.receive()
-            except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
-                exit_report = worker.exit_report()
-                if hung.is_set():
-                    exit_report = f"the {worker.name} gave no answer within {limit:g} s"
-                raise SamplerLost(exit_report) from None
-            except BaseException:  # Ctrl-C too: the engine may be busy for minutes with an answer that nobody will read
-                worker.kill()
-                self.close()
-                raise
-        if failure:
-            self.close()
-            raise SamplerLost(failure)
-        return answer
-
-
-def worker_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The worker's environment: it sees `device` only. Settings of the user's own win where they cannot do harm. Raises
+def worker_environment(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The worker's environment: it sees `devices` only. Settings of the user's own win where they cannot do harm. Raises
     `UserError` for a device that vLLM does not know or that CUDA_VISIBLE_DEVICES does not list."""
-    place = torch.device(device)
-    if place.type not in ("cpu", "cuda"):
-        raise UserError(f"vLLM samples on cpu or cuda:<index>, not on {device}: choose --sampler transformers")
-    gpu = _visible_gpu(place.index or 0, environment.get("CUDA_VISIBLE_DEVICES")) if place.type == "cuda" else ""
+    places, visible = list(map(torch.device, devices)), environment.get("CUDA_VISIBLE_DEVICES")
+    if not {place.type for place in places} <= {"cpu", "cuda"}:
+        raise UserError(f"vLLM samples on cpu or cuda:<index>, not on {devices[0]}: choose --sampler transformers")
+    gpus = ",".join(_visible_gpu(place.index or 0, visible) for place in places if place.type == "cuda")
     # Threads that spin while they wait made sampling four times slower as soon as another process was busy.
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    forced = {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    forced = {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     # vLLM has pools of its own. The variable stays, though empty: the worker, too, imports this package, which sets it.
     own = {key: "" if value == EXPANDABLE_SEGMENTS else value for key, value in environment.items()}
     return {**defaults, **own, **forced}
@@ -142,19 +102,8 @@ def _visible_gpu(index: int, visible: str | None) -> str:
 
 
 def serve(descriptor: int) -> None:
-    """Start an engine and answer requests from the pipe `descriptor` with (failure, answer), until one fails or is None."""
-    connection = Connection(descriptor)
-    try:
-        _, arguments = connection.recv()
-        engine = _start_engine(*arguments)
-        connection.send((None, None))
-        for verb, arguments in iter(connection.recv, None):
-            connection.send((None, VERBS[verb](engine, connection, *arguments)))
-        engine.llm_engine.engine_core.shutdown()
-    except Exception as error:
-        with suppress(OSError):  # the parent may be the one that broke off
-            connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}{_runner_advice(error)}", None))
-        raise  # so that the log tells where
+    """Start an engine and answer a `VLLMSampler`'s requests."""
+    answer_requests(descriptor, VERBS, _runner_advice)
 
 
 def _runner_advice(error: Exception) -> str:
@@ -175,12 +124,47 @@ def _start_engine(device_type: str, options: dict):
     if device_type == "cpu":
         # A prompt cut into chunks makes vLLM rewind its seeded generator, which torch has no way to do on a CPU.
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": options["max_model_len"]}
-    return LLM(
+    engine = LLM(
         **options,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # the default ignores temperature and top-p
         enforce_eager=device_type == "cpu",  # on 2 cores compiling took 68 s and gained 10 %
     )
+    if options["enable_sleep_mode"]:
+        fall_asleep(engine)
+    return engine
+
+
+def fall_asleep(engine) -> None:
+    """Free the GPUs' memory in which vLLM keeps weights, keys and values; the weights wait in the host's (level 1 of vLLM's
+    sleep mode). Raises RuntimeError where a GPU has not got all of it back."""
+    before = engine.collective_rpc(gpu_memory)
+    engine.sleep(level=1)
+    for (free, pooled), (free_now, _) in zip(before, engine.collective_rpc(gpu_memory), strict=True):
+        if free_now - free < pooled:
+            raise RuntimeError(f"vLLM sleeps, but has freed {free_now - free} of the {pooled} bytes in its pool on a GPU")
+
+
+def gpu_memory(worker) -> tuple[int, int]:
+    """Free bytes of a worker's GPU, and bytes in the pool that sleeping frees."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    return torch.cuda.mem_get_info()[0], get_mem_allocator_instance().get_current_usage()
+
+
+def while_awake(request: Callable) -> Callable:
+    """The request, for which an engine with sleep mode is woken up, and after which it sleeps again."""
+
+    def answer(engine, *arguments):
+        sleeps = engine.llm_engine.vllm_config.model_config.enable_sleep_mode
+        if sleeps:
+            engine.wake_up()
+        result = request(engine, *arguments)
+        if sleeps:
+            fall_asleep(engine)
+        return result
+
+    return answer
 
 
 def _generate(engine, connection: Connection, encoded: list[list[int]], sampling: SamplingConfig) -> list[list[dict]]:
@@ -206,7 +190,7 @@ def request_parameters(sampling: SamplingConfig, prompts: int) -> list[dict]:
     shared["logprobs"] = 0  # of the drawn token alone
     # vLLM gives child j of a request the seed + j. The first seed is drawn, so that neighbouring seeds share no child.
     first_seed = random.Random(sampling.seed).getrandbits(48)
-    return [{**shared, "seed": first_seed + index * n} for index in range(prompts)]
+    return [{**shared, "seed": first_seed + (sampling.first_prompt + index) * n} for index in range(prompts)]
 
 
 def _fields(child) -> dict:
@@ -218,9 +202,20 @@ def _fields(child) -> dict:
     }
 
 
-def _reload(engine, connection: Connection) -> None:
-    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": received_tensors(connection)})
+def _reload(engine, connection: Connection, version: int) -> None:
+    tensors = received_tensors(connection)
+    if engine.llm_engine.vllm_config.parallel_config.world_size == 1:
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+            save_file(dict(tensors), f"{folder}/weights")
+            engine.collective_rpc(_reload_file, args=(f"{folder}/weights",))
     engine.collective_rpc(_repack_output_embedding)
+
+
+def _reload_file(worker, file: str) -> None:
+    """Take weights in one of several workers, which are processes and have no pipe of ours."""
+    worker.reload_weights(weights_iterator=iter(load_file(file).items()))
 
 
 def _repack_output_embedding(worker) -> None:
@@ -233,8 +228,9 @@ def _repack_output_embedding(worker) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _checksums(engine, connection: Connection, version: int) -> Held:
-    return engine.collective_rpc(held_checksums, args=(version,))[0]
+def _checksums(engine, connection: Connection, version: int) -> Held | None:
+    held = engine.collective_rpc(held_checksums, args=(version,))
+    return held[0] if len(held) == 1 else None
 
 
 @torch.inference_mode()
@@ -268,4 +264,9 @@ def _held_part(module, name: str, parameter: torch.Tensor, version: int) -> torc
     return product(torch.nn.functional.one_hot(columns, width).to(parameter.dtype), parameter, None).T
 
 
-VERBS = {"generate": _generate, "reload": _reload, "checksums": _checksums}
+def _stop(engine) -> None:
+    engine.llm_engine.engine_core.shutdown()
+
+
+REQUESTS = {"generate": _generate, "reload": _reload, "checksums": _checksums}
+VERBS = {"start": _start_engine, "stop": _stop, **{name: while_awake(request) for name, request in REQUESTS.items()}}

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -41,11 +42,11 @@ def test_versions_by_hand():
 
 
 def samplers_of(pid: int) -> list[psutil.Process]:
-    """The sampler's process of a run, which is given its parent's id; one or, when the run is over, none."""
+    """The process of a run's sampler, which is given its parent's id; one or, when the run is over, none."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if (process.info["cmdline"] or [])[3:6] == [str(pid), "call", "alignment.rollouts.ahead:serve"]
+        if (process.info["cmdline"] or [])[3:6] == [str(pid), "call", "alignment.sampling.process:serve"]
     ]
 
 
@@ -111,19 +112,37 @@ def test_a_signal_keeps_the_rollouts_that_were_drawn_ahead(straight, warm, launc
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_sampler_that_is_lost_stops_the_run_which_then_goes_on(number, straight, warm, launcher, tmp_path, wait_for):
-    flags = ["--sft_base", str(warm), *STALE]
-    pid = launcher.start(tmp_path, *flags, "--sampler_timeout", "5")
+def test_a_sampler_that_is_lost_is_replaced_and_changes_nothing(number, straight, warm, launcher, tmp_path, wait_for):
+    pid = launcher.start(tmp_path, "--sft_base", str(warm), *STALE, "--sampler_timeout", "5")
     wait_for(lambda: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= 1)
     samplers_of(pid)[0].send_signal(number)
+    assert launcher.wait() == 0, said(tmp_path)
+    reason = "was killed by SIGKILL" if number == signal.SIGKILL else "gave no answer within 5 s"
+    assert f"the sampler is started again: the sampler process on cpu {reason}" in said(tmp_path).replace("\n", " ")
+    assert samplers_of(pid) == []
+    ours, theirs = digests(tmp_path / NAME), digests(straight)
+    assert {name for name in ours if ours[name] != theirs[name]} == {"metrics", "TensorBoard"}  # which have `restarts`
+    assert sum(step["restarts"] for step in read_jsonl(tmp_path / NAME / "metrics.jsonl")) == 1
+
+
+def test_a_sampler_that_is_lost_again_and_again_stops_the_run_which_then_goes_on(straight, warm, launcher, tmp_path, wait_for):
+    def lost_twice() -> bool:
+        for sampler in samplers_of(pid):
+            with suppress(psutil.NoSuchProcess):
+                sampler.kill()
+        return "once more" in said(tmp_path)
+
+    flags = ["--sft_base", str(warm), *STALE]
+    pid = launcher.start(tmp_path, *flags)
+    wait_for(lambda: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= 1)
+    wait_for(lost_twice)
     assert launcher.wait() == 1, said(tmp_path)
-    wanted = "sampler's process was killed by SIGKILL" if number == signal.SIGKILL else "within 10 s"
+    wanted = "the sampler was lost (the sampler process on cpu was killed by SIGKILL"
     assert wanted in said(tmp_path).replace("\n", " ") and "Traceback" not in said(tmp_path)
     assert "go on with: uv run -m alignment.train_rl" in said(tmp_path)
     assert samplers_of(pid) == []
-    if number == signal.SIGKILL:
-        assert launcher.run(tmp_path, *flags, "--resume") == 0, said(tmp_path)
-        assert digests(tmp_path / NAME) == digests(straight)
+    assert launcher.run(tmp_path, *flags, "--resume") == 0, said(tmp_path)
+    assert digests(tmp_path / NAME) == digests(straight)
 
 
 def test_what_fails_in_the_sampler_is_said_as_it_is(warm, launcher, tmp_path):

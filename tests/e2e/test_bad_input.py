@@ -44,6 +44,7 @@ MAIN = {
     )
 }
 
+TWO_CPUS = ["--sampler", "transformers", "--sample_device", "cpu", "cpu"]
 ROW = '{"question": "Two and three?", "answer": "5 eggs. #### 5"}\n'
 
 
@@ -222,6 +223,18 @@ CASES = [
     # devices
     ("train_rl", ["--sample_device", "cuda:7"], "--sample_device cuda:7"),
     ("train_rl", ["--sample_device", "gpu"], "--sample_device 'gpu' is not a device"),
+    ("train_rl", ["--sample_device", "cpu", "cuda:1"], "--sample_device cuda:1, but no GPU is visible"),
+    ("train_rl", ["--sample_device", "cpu,cpu", "gpu"], "--sample_device 'gpu' is not a device"),
+    ("train_rl", ["--sample_device", "cpu,"], "--sample_device '' is not a device"),
+    ("plan", ["--num_gpus", "4", "--sample_device", "cuda:2", "cuda:2"], "--sample_device lists cuda:2 2 times"),
+    ("train_rl", ["--sampler_tensor_parallel", "0"], "--sampler_tensor_parallel 0: must be at least 1"),
+    ("train_rl", [*TWO_CPUS, "--sampler_tensor_parallel", "2"], "only vLLM takes several devices; choose --sampler vllm"),
+    (
+        "plan",
+        ["--num_gpus", "8", "--sampler", "vllm", "--sample_device", "cuda:5,cuda:6,cuda:7", "--sampler_tensor_parallel", "2"],
+        "--sampler_tensor_parallel 2: --sample_device names 3 (cuda:5 cuda:6 cuda:7); name 2 for each engine",
+    ),
+    ("train_rl", ["--sampler_url", "http://127.0.0.1:1,ftp://127.0.0.1:1"], "--sampler_url ftp://127.0.0.1:1: give it as"),
     ("train_rl", ["--policy_devices", "cuda:0", "cuda:0"], "--policy_devices"),
     ("evaluate", ["--eval_device", "cuda:-1"], "--eval_device 'cuda:-1' is not a device"),
     ("plan", ["--num_gpus", "2", "--sample_device", "cuda:2"], "--sample_device cuda:2"),

@@ -44,13 +44,13 @@ def gpus(count: int) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("num_gpus", "expected"),
     [
-        (0, Roles(("cpu",), "cpu", "cpu", "cpu")),
-        (1, Roles(("cuda:0",), "cuda:0", "cuda:0", "cuda:0")),
-        (2, Roles(("cuda:0",), "cuda:1", "cuda:1", "cuda:1")),
-        (3, Roles(("cuda:0",), "cuda:2", "cuda:1", "cuda:1")),
-        (4, Roles(("cuda:0",), "cuda:3", "cuda:2", "cuda:1")),
-        (5, Roles(("cuda:0", "cuda:1"), "cuda:4", "cuda:3", "cuda:2")),
-        (8, Roles(gpus(5), "cuda:7", "cuda:6", "cuda:5")),
+        (0, Roles(("cpu",), ("cpu",), "cpu", "cpu")),
+        (1, Roles(("cuda:0",), ("cuda:0",), "cuda:0", "cuda:0")),
+        (2, Roles(("cuda:0",), ("cuda:1",), "cuda:1", "cuda:1")),
+        (3, Roles(("cuda:0",), ("cuda:2",), "cuda:1", "cuda:1")),
+        (4, Roles(("cuda:0",), ("cuda:3",), "cuda:2", "cuda:1")),
+        (5, Roles(("cuda:0", "cuda:1"), ("cuda:4",), "cuda:3", "cuda:2")),
+        (8, Roles(gpus(5), ("cuda:7",), "cuda:6", "cuda:5")),
     ],
 )
 @pytest.mark.parametrize("vllm", [False, True])
@@ -61,7 +61,7 @@ def test_default_roles(num_gpus: int, expected: Roles, vllm: bool):
 @pytest.mark.parametrize("num_gpus", range(17))
 def test_default_roles_exist_and_leave_the_policy_alone(num_gpus: int):
     roles = assign_roles(num_gpus)
-    helpers = {roles.sample, roles.reference, roles.eval}
+    helpers = {*roles.sample, roles.reference, roles.eval}
     assert {*roles.policy, *helpers} == set(gpus(num_gpus) or ("cpu",))
     assert list(roles.policy) == sorted(roles.policy, key=lambda device: int(device.partition(":")[2] or 0))
     if num_gpus >= 2:
@@ -73,7 +73,7 @@ def test_spelling_out_the_defaults_changes_nothing(num_gpus: int):
     """A run's resolved arguments can be given back as they are."""
     for vllm in (False, True):
         roles = assign_roles(num_gpus, vllm=vllm)
-        again = assign_roles(num_gpus, roles.sample, roles.reference, roles.eval, roles.policy, vllm=vllm)
+        again = assign_roles(num_gpus, ",".join(roles.sample), roles.reference, roles.eval, roles.policy, vllm=vllm)
         assert again == roles
 
 
@@ -81,27 +81,32 @@ def test_spelling_out_the_defaults_changes_nothing(num_gpus: int):
     ("named", "expected"),
     [
         # The policy keeps the lowest GPU left, so here it moves up.
-        (dict(num_gpus=2, sample_device="cuda:0"), Roles(("cuda:1",), "cuda:0", "cuda:0", "cuda:0")),
-        (dict(num_gpus=4, sample_device="cuda"), Roles(("cuda:1",), "cuda:0", "cuda:3", "cuda:2")),
-        (dict(num_gpus=3, sample_device="cuda:1"), Roles(("cuda:0",), "cuda:1", "cuda:2", "cuda:2")),
-        (dict(num_gpus=3, reference_model_device="cuda:1"), Roles(("cuda:0",), "cuda:2", "cuda:1", "cuda:1")),
-        (dict(num_gpus=3, eval_device="cuda:2"), Roles(("cuda:0",), "cuda:1", "cuda:1", "cuda:2")),
+        (dict(num_gpus=2, sample_device="cuda:0"), Roles(("cuda:1",), ("cuda:0",), "cuda:0", "cuda:0")),
+        (dict(num_gpus=4, sample_device="cuda"), Roles(("cuda:1",), ("cuda:0",), "cuda:3", "cuda:2")),
+        (dict(num_gpus=3, sample_device="cuda:1"), Roles(("cuda:0",), ("cuda:1",), "cuda:2", "cuda:2")),
+        # Several engines each take a GPU; reference and eval find theirs among the rest.
+        (dict(num_gpus=8, sample_device="cuda:6,cuda:7"), Roles(gpus(4), ("cuda:6", "cuda:7"), "cuda:5", "cuda:4")),
+        (dict(num_gpus=4, sample_device="cuda:0,cuda:3"), Roles(("cuda:1",), ("cuda:0", "cuda:3"), "cuda:2", "cuda:2")),
+        (dict(num_gpus=3, sample_device="cuda:1,cuda:2"), Roles(("cuda:0",), ("cuda:1", "cuda:2"), "cuda:1", "cuda:1")),
+        (dict(num_gpus=0, sample_device="cpu,cpu"), Roles(("cpu",), ("cpu", "cpu"), "cpu", "cpu")),
+        (dict(num_gpus=3, reference_model_device="cuda:1"), Roles(("cuda:0",), ("cuda:2",), "cuda:1", "cuda:1")),
+        (dict(num_gpus=3, eval_device="cuda:2"), Roles(("cuda:0",), ("cuda:1",), "cuda:1", "cuda:2")),
         # A helper on the CPU frees its GPU for the policy, and no other helper follows it there.
-        (dict(num_gpus=2, reference_model_device="cpu"), Roles(("cuda:0",), "cuda:1", "cpu", "cuda:1")),
-        (dict(num_gpus=4, reference_model_device="cpu"), Roles(("cuda:0", "cuda:1"), "cuda:3", "cpu", "cuda:2")),
-        (dict(num_gpus=4, sample_device="cuda:3", eval_device="cuda:3"), Roles(gpus(2), "cuda:3", "cuda:2", "cuda:3")),
+        (dict(num_gpus=2, reference_model_device="cpu"), Roles(("cuda:0",), ("cuda:1",), "cpu", "cuda:1")),
+        (dict(num_gpus=4, reference_model_device="cpu"), Roles(("cuda:0", "cuda:1"), ("cuda:3",), "cpu", "cuda:2")),
+        (dict(num_gpus=4, sample_device="cuda:3", eval_device="cuda:3"), Roles(gpus(2), ("cuda:3",), "cuda:2", "cuda:3")),
         (
             dict(num_gpus=4, policy_devices=("cuda:3", "cuda:1")),
-            Roles(("cuda:3", "cuda:1"), "cuda:2", "cuda:0", "cuda:0"),
+            Roles(("cuda:3", "cuda:1"), ("cuda:2",), "cuda:0", "cuda:0"),
         ),
-        (dict(num_gpus=1, policy_devices=("cuda:0", "cpu")), Roles(("cuda:0", "cpu"), "cuda:0", "cuda:0", "cuda:0")),
-        (dict(num_gpus=2, policy_devices=("cpu",)), Roles(("cpu",), "cuda:1", "cuda:0", "cuda:0")),
+        (dict(num_gpus=1, policy_devices=("cuda:0", "cpu")), Roles(("cuda:0", "cpu"), ("cuda:0",), "cuda:0", "cuda:0")),
+        (dict(num_gpus=2, policy_devices=("cpu",)), Roles(("cpu",), ("cuda:1",), "cuda:0", "cuda:0")),
         # Every GPU is the policy's by request: a bf16 copy beside it is the user's to judge.
-        (dict(num_gpus=2, policy_devices=gpus(2)), Roles(gpus(2), "cuda:1", "cuda:1", "cuda:1")),
+        (dict(num_gpus=2, policy_devices=gpus(2)), Roles(gpus(2), ("cuda:1",), "cuda:1", "cuda:1")),
         # With nowhere else to go, the sampler joins eval rather than the reference on the policy's GPU.
         (
             dict(num_gpus=2, policy_devices=("cuda:0",), reference_model_device="cuda:0", eval_device="cuda:1"),
-            Roles(("cuda:0",), "cuda:1", "cuda:0", "cuda:1"),
+            Roles(("cuda:0",), ("cuda:1",), "cuda:0", "cuda:1"),
         ),
     ],
 )
@@ -113,6 +118,7 @@ def test_named_devices_are_honoured_and_the_rest_filled_in(named: dict, expected
     ("named", "parts"),
     [
         (dict(num_gpus=4, sample_device="gpu1"), ["--sample_device 'gpu1'", "cuda:N"]),
+        (dict(num_gpus=4, eval_device="cuda:1,cuda:2"), ["--eval_device 'cuda:1,cuda:2'", "cuda:N"]),
         (dict(num_gpus=4, eval_device="cuda:-1"), ["--eval_device 'cuda:-1'", "cuda:N"]),
         (dict(num_gpus=4, eval_device="cuda:1\n"), ["--eval_device", "cuda:N"]),
         (dict(num_gpus=4, policy_devices=("cuda:0", "")), ["--policy_devices ''", "cuda:N"]),
@@ -130,6 +136,13 @@ def test_named_devices_are_honoured_and_the_rest_filled_in(named: dict, expected
         ),
         (dict(num_gpus=2, policy_devices=("cuda", "cuda:0")), ["--policy_devices", "cuda:0 2 times", "once"]),
         (dict(num_gpus=0, policy_devices=("cpu", "cpu")), ["--policy_devices", "cpu 2 times", "once"]),
+        (dict(num_gpus=4, sample_device="cuda:2,cuda,cuda:2"), ["--sample_device", "cuda:2 2 times", "once"]),
+        (dict(num_gpus=0, sample_device="cpu,cuda:1"), ["--sample_device cuda:1", "no GPU", "use cpu"]),
+        (dict(num_gpus=4, sample_device="cuda:1,,cuda:2"), ["--sample_device ''", "cuda:N"]),
+        (
+            dict(num_gpus=3, sample_device="cuda:0,cuda:1", eval_device="cuda:2"),
+            ["--sample_device cuda:0 cuda:1 and --eval_device cuda:2", "none of the 3 GPUs"],
+        ),
     ],
 )
 def test_refusals_name_the_flag_and_the_remedy(named: dict, parts: list[str]):
@@ -159,6 +172,16 @@ def test_refusals_name_the_flag_and_the_remedy(named: dict, parts: list[str]):
             dict(num_gpus=2, sample_device="cuda:1", policy_devices=("cuda:0", "cuda:1")),
             ["--sample_device cuda:1 is also in --policy_devices", "take cuda:1 off --policy_devices"],
             dict(policy_devices=("cuda:0",)),
+        ),
+        (
+            dict(num_gpus=4, sample_device="cuda:3,cuda:1", policy_devices=("cuda:0", "cuda:1")),
+            ["--sample_device cuda:1 is also in --policy_devices", "use --sample_device cuda:2"],
+            dict(sample_device="cuda:3,cuda:2"),
+        ),
+        (
+            dict(num_gpus=4, sample_device="cuda:3,cuda:1", reference_model_device="cuda:1"),
+            ["--sample_device and --reference_model_device are both cuda:1", "use --reference_model_device cuda:2"],
+            dict(reference_model_device="cuda:2"),
         ),
         (
             dict(num_gpus=3, eval_device="cuda:0", policy_devices=("cuda:0",)),
@@ -193,33 +216,41 @@ def test_gpus_that_vllm_cannot_share_are_refused_and_the_remedy_is_accepted(name
 
 def test_one_gpu_and_two_gpus_share_under_vllm():
     everything = assign_roles(1, "cuda:0", "cuda:0", "cuda:0", ("cuda:0",), vllm=True)
-    assert everything == Roles(("cuda:0",), "cuda:0", "cuda:0", "cuda:0")
+    assert everything == Roles(("cuda:0",), ("cuda:0",), "cuda:0", "cuda:0")
     # The policy needs the other GPU, so sampler and reference have to share this one.
     assert assign_roles(2, "cuda:1", "cuda:1", vllm=True).policy == ("cuda:0",)
     assert assign_roles(4, sample_device="cuda:3", eval_device="cuda:3", vllm=True).eval == "cuda:3"
-    assert assign_roles(0, sample_device="cpu", vllm=True).sample == "cpu"  # the CPU build
+    assert assign_roles(0, sample_device="cpu", vllm=True).sample == ("cpu",)  # the CPU build
+
+
+def test_a_sampler_on_the_cpu_beside_one_on_a_gpu_leaves_the_policy_a_gpu():
+    """The other helpers share the sampler's GPU, the only one that is not the policy's."""
+    expected = Roles(policy=("cuda:1",), sample=("cpu", "cuda:0"), reference="cuda:0", eval="cuda:0")
+    assert assign_roles(2, "cpu,cuda:0") == expected
 
 
 @given(data=st.data(), num_gpus=st.integers(0, 6), vllm=st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_any_request_is_honoured_or_refused(data: st.DataObject, num_gpus: int, vllm: bool):
     device = st.sampled_from(["cpu", *gpus(num_gpus)])
-    named = [data.draw(st.none() | device) for _ in range(3)]
+    samplers = data.draw(st.lists(device, max_size=3))
+    named = [",".join(samplers) or None, *(data.draw(st.none() | device) for _ in range(2))]
     policy = tuple(data.draw(st.lists(device, max_size=3, unique=True)))
     try:
         roles = assign_roles(num_gpus, *named, policy, vllm=vllm)
     except UserError as refusal:
         assert "--" in str(refusal) and num_gpus > 0
         return
-    helpers = (roles.sample, roles.reference, roles.eval)
-    assert all(got == want for got, want in zip(helpers, named, strict=True) if want is not None)
+    helpers = (*roles.sample, roles.reference, roles.eval)
+    placed = (",".join(roles.sample), roles.reference, roles.eval)
+    assert all(got == want for got, want in zip(placed, named, strict=True) if want is not None)
     assert policy in ((), roles.policy)
     assert {*helpers, *roles.policy} <= {"cpu", *gpus(num_gpus)} and roles.policy
     if num_gpus >= 2 and not policy:
         assert not set(helpers) & set(roles.policy)
         assert {*helpers, *roles.policy} >= set(gpus(num_gpus))  # no GPU is left idle
     if num_gpus >= 1:
-        assert all(got != "cpu" for got, want in zip(helpers, named, strict=True) if want is None)
+        assert all(got != "cpu" for got, want in zip(placed, named, strict=True) if want is None)
 
 
 # ---- parameter counts

@@ -126,7 +126,7 @@ def test_the_policy_runs_on_the_devices_without_another_role(num_gpus: int):
 
 def test_each_other_role_of_eight_gpus_runs_on_its_own_device():
     roles = assign_roles(8)
-    for device in (roles.sample, roles.reference, roles.eval):
+    for device in (*roles.sample, roles.reference, roles.eval):
         check(QWEN3_06B, (device,))
 
 

@@ -8,7 +8,7 @@ from rollout_helpers import open_tiny
 
 from alignment.policy.loading import load_model, load_tokenizer
 from alignment.sampling.arrival import COLUMNS, checked_columns, checksum, compare, load_proven, tensor_checksum, with_checksums
-from alignment.sampling.restarts import RestartingSampler
+from alignment.sampling.pool import SamplerPool
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
 
@@ -116,7 +116,7 @@ def test_a_fault_of_one_transfer_stops_the_run_in_that_step(fault, share, restar
     """At a learning rate of 1e-6, far below what a comparison of log-probs could see."""
     policy, sampler = open_tiny(tiny_folder), Faulty(str(tiny_folder), fault)
     if restarting:
-        sampler = RestartingSampler(lambda: Faulty(str(tiny_folder), fault), policy.weights, 256)
+        sampler = SamplerPool({"engine": lambda: Faulty(str(tiny_folder), fault)}, torch.float32, 256, policy.weights)
 
     def train() -> None:
         with torch.no_grad():

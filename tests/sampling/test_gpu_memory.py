@@ -13,7 +13,7 @@ from rollout_helpers import open_tiny
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.policy import memory
 from alignment.policy.memory import choose_micro_batch_tokens
-from alignment.sampling.restarts import open_sampler
+from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SamplerConfig, SamplerEngine
 from alignment.sampling.vllm import worker_environment
 from alignment.system.errors import UserError
@@ -106,13 +106,13 @@ def test_the_budget_of_micro_batches_counts_what_torch_keeps_as_free(tiny_folder
 )
 def test_the_worker_sees_its_gpu_only(visible, device, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert worker_environment(device, environment)["CUDA_VISIBLE_DEVICES"] == expected
+    assert worker_environment((device,), environment)["CUDA_VISIBLE_DEVICES"] == expected
 
 
 @pytest.mark.parametrize("entry", ["MIG-8f2bd1a5-6e3c-4b8e-9d0a-1c2f3a4b5c6d", "GPU-8f2bd1a5", "MIG-GPU-8f2b/1/0"])
 def test_gpus_that_vllm_cannot_name_are_refused(entry):
     with pytest.raises(UserError, match=f"vLLM cannot be started on {entry}; list GPUs by index or by whole UUID"):
-        worker_environment("cuda:0", {"CUDA_VISIBLE_DEVICES": entry})
+        worker_environment(("cuda:0",), {"CUDA_VISIBLE_DEVICES": entry})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_gpus_that_vllm_cannot_name_are_refused(entry):
 )
 def test_the_trainers_allocator_setting_is_not_the_engines(trainers, engines):
     """In a process that imports what the worker imports, this package among it."""
-    environment = worker_environment("cpu", {**os.environ, "PYTORCH_ALLOC_CONF": trainers})
+    environment = worker_environment(("cpu",), {**os.environ, "PYTORCH_ALLOC_CONF": trainers})
     code = "import os, alignment.sampling.vllm; print(os.environ['PYTORCH_ALLOC_CONF'])"
     process = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True

@@ -8,7 +8,7 @@ import torch
 
 from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_model, load_tokenizer
-from alignment.sampling.restarts import RestartingSampler, check_completions
+from alignment.sampling.pool import SamplerPool, check_completions
 from alignment.sampling.sampler import SamplerLost
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
@@ -51,10 +51,11 @@ def policy(tiny_folder):
 def sampler(tiny_folder, policy):
     Engine.faults = []
     tokenizer = load_tokenizer(str(tiny_folder))
-    return RestartingSampler(
-        lambda: Engine(load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, 256),
-        policy.named_parameters,
+    return SamplerPool(
+        {"engine": lambda: Engine(load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, 256)},
+        torch.float32,
         len(tokenizer),
+        policy.named_parameters,
     )
 
 
@@ -101,7 +102,7 @@ def test_lost_while_it_takes_new_weights(sampler, policy):
     after = sampler.sample(PROMPTS, SAMPLING)
     assert sampler.policy_version == after[0][0].policy_version == 1
     assert [c.log_probs for g in after for c in g] != [c.log_probs for g in before for c in g]
-    reference = TransformersSampler(policy, sampler._engine.tokenizer, 256, policy_version=1)
+    reference = TransformersSampler(policy, sampler._engines["engine"].tokenizer, 256, policy_version=1)
     assert after == reference.sample(PROMPTS, SAMPLING)
 
 

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,9 @@ import torch
 from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_config, load_model, load_tokenizer
 from alignment.sampling import vllm_server
-from alignment.sampling.arrival import tensor_checksum
-from alignment.sampling.restarts import RestartingSampler, check_completions
-from alignment.sampling.sampler import SamplerConfig, SamplerLost
+from alignment.sampling.arrival import load_proven, tensor_checksum
+from alignment.sampling.pool import SamplerPool, check_completions, open_sampler
+from alignment.sampling.sampler import SAMPLERS, SamplerConfig, SamplerLost
 from alignment.sampling.vllm_server import SHAPE, Guard, SamplerWorker, VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 
@@ -112,14 +112,20 @@ def tokenizer(tiny_folder):
     return load_tokenizer(str(tiny_folder))
 
 
-@pytest.fixture
-def server(tiny_folder):
+@contextmanager
+def running_server(tiny_folder):
     config = load_config(str(tiny_folder))
     standing_in = Server({key: getattr(config, key, None) for key in SHAPE})
     threading.Thread(target=standing_in.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield standing_in
     standing_in.shutdown()
     standing_in.server_close()
+
+
+@pytest.fixture
+def server(tiny_folder):
+    with running_server(tiny_folder) as standing_in:
+        yield standing_in
 
 
 @pytest.fixture
@@ -158,6 +164,25 @@ def test_each_prompt_is_a_request_with_a_seed_and_the_completions_come_back_in_o
             assert completion.log_probs == tuple(fields["logprobs"]["token_logprobs"])
             assert completion.text == fields["text"] and completion.finish_reason == "length"
     assert {headers.get("Authorization") for _, _, headers in server.requests} == {"Bearer the key"}
+
+
+def test_two_servers_share_the_prompts_and_both_get_the_weights(server, tiny_folder, tokenizer, tmp_path):
+    first_seed, model = random.Random(3).getrandbits(48), load_model(str(tiny_folder), ("cpu",), torch.float32)
+    with running_server(tiny_folder) as other:
+        config = SamplerConfig(
+            str(tiny_folder), "cpu", "float32", timeout=60.0, url=f"{server.url},{other.url}", weights_folder=str(tmp_path)
+        )
+        pool = open_sampler(SAMPLERS["vllm_server"], config, tokenizer)
+        try:
+            load_proven(pool, model.named_parameters(), 1)
+            drawn = pool.sample(PROMPTS, SAMPLING)
+        finally:
+            pool.close()
+        for number, one in enumerate((server, other)):
+            assert [body["seed"] for body in asked(one, "/v1/completions")] == [first_seed + 2 * number]
+            assert len(one.weights) == 2 and not list(tmp_path.iterdir())  # those that it began with, and the new ones
+        texts = [completion.text for group in drawn for completion in group]
+        assert texts == [f"text of {first_seed + child}" for child in range(4)] and pool.policy_version == 1
 
 
 def test_greedy_completions_are_drawn_once(connect, server):
@@ -364,7 +389,7 @@ def test_garbage_loses_the_sampler_in_bounded_time(garbage, connect, server):
     assert sampler.sample(PROMPTS, SAMPLING)[0][1].text == "text of 2"
     server.answers["/v1/completions"] = garbage
     began = time.monotonic()
-    with pytest.raises(SamplerLost):  # of the sampler, or of the check that `RestartingSampler` makes of all that it gives
+    with pytest.raises(SamplerLost):  # of the sampler, or of the check that `SamplerPool` makes of all that it gives
         check_completions(sampler.sample(PROMPTS, SAMPLING), len(PROMPTS), SAMPLING, server.facts["shape"]["vocab_size"])
     assert time.monotonic() - began < 12
 
@@ -391,7 +416,7 @@ def test_a_busy_server_is_waited_for_before_its_cached_prefixes_are_dropped(conn
 
 def test_weights_that_are_not_ours_any_more_are_brought_again(connect, server, tiny_folder, capfd):
     model = load_model(str(tiny_folder), ("cpu",), torch.float32)
-    sampler = RestartingSampler(connect, model.named_parameters, model.config.vocab_size)
+    sampler = SamplerPool({"engine": connect}, torch.float32, model.config.vocab_size, model.named_parameters)
     sampler.load_weights(model.named_parameters(), 3)
     expected = sampler.sample(PROMPTS, SAMPLING)
     server.facts["loaded"] = ""  # a server that was started again

@@ -14,7 +14,7 @@ from alignment.core.records import Rollout
 from alignment.core.tokens import collate, take_rows
 from alignment.policy.loading import load_tokenizer
 from alignment.rollouts.batches import with_advantages
-from alignment.sampling.restarts import open_sampler
+from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig
 from alignment.system.errors import UserError
 from alignment.system.signals import signals_are_deferred

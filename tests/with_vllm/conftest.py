@@ -12,7 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.sampling.restarts import RestartingSampler
+from alignment.sampling.pool import SamplerPool
 
 # GiB of keys and values, which an engine fills with zeros when it starts. Set before any engine gets the environment.
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -89,7 +89,7 @@ def start_sampler(model_path, tokenizer):
 def restarting(start_sampler):
     """The shared engine, in what replaces it where it is lost: an engine takes ten seconds of a core to start."""
     before = set(psutil.Process().children(recursive=True))
-    shared = RestartingSampler(start_sampler, lambda: tiny_llama(seed=1).named_parameters(), len(VOCABULARY))
+    shared = SamplerPool({"engine": start_sampler}, torch.float32, len(VOCABULARY), tiny_llama(seed=1).named_parameters)
     yield shared
     shared.close()
     shared.close()
@@ -99,4 +99,4 @@ def restarting(start_sampler):
 @pytest.fixture
 def sampler(restarting):
     """The shared engine itself, with the weights of `policy`. A test that changes them puts them back."""
-    return restarting._engine
+    return restarting._engines["engine"]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 
 from alignment.core.records import SamplingConfig
 from alignment.policy.policy import PolicyConfig, open_policy
-from alignment.sampling import vllm
+from alignment.sampling import process
 from alignment.sampling.arrival import load_proven, prove_adapters_arrive
 from alignment.sampling.sampler import find_engine
 from alignment.sampling.vllm import worker_environment
@@ -134,16 +134,17 @@ def test_a_prompt_that_does_not_fit_is_the_users_to_mend(sampler):
 
 
 def test_the_worker_sees_its_own_device_only():
-    assert worker_environment("cuda:7", {})["CUDA_VISIBLE_DEVICES"] == "7"
+    assert worker_environment(("cuda:7",), {})["CUDA_VISIBLE_DEVICES"] == "7"
     uuid = "GPU-5e1f0000-0000-0000-0000-000000000000"
-    assert worker_environment("cuda:1", {"CUDA_VISIBLE_DEVICES": f"4,{uuid}"})["CUDA_VISIBLE_DEVICES"] == uuid
-    assert worker_environment("cpu", {"CUDA_VISIBLE_DEVICES": "4"})["CUDA_VISIBLE_DEVICES"] == ""
-    assert worker_environment("cpu", {})["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert worker_environment("cpu", {"VLLM_CPU_KVCACHE_SPACE": "9"})["VLLM_CPU_KVCACHE_SPACE"] == "9"
+    assert worker_environment(("cuda:1",), {"CUDA_VISIBLE_DEVICES": f"4,{uuid}"})["CUDA_VISIBLE_DEVICES"] == uuid
+    assert worker_environment(("cpu",), {"CUDA_VISIBLE_DEVICES": "4"})["CUDA_VISIBLE_DEVICES"] == ""
+    assert worker_environment(("cuda:3", "cuda:1"), {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})["CUDA_VISIBLE_DEVICES"] == "7,5"
+    assert worker_environment(("cpu",), {})["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert worker_environment(("cpu",), {"VLLM_CPU_KVCACHE_SPACE": "9"})["VLLM_CPU_KVCACHE_SPACE"] == "9"
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES='4,5' lists 2 GPUs"):
-        worker_environment("cuda:2", {"CUDA_VISIBLE_DEVICES": "4,5"})
+        worker_environment(("cuda:2",), {"CUDA_VISIBLE_DEVICES": "4,5"})
     with pytest.raises(UserError, match="choose --sampler transformers"):
-        worker_environment("mps", {})
+        worker_environment(("mps",), {})
 
 
 def test_without_vllm_the_message_says_how_to_get_it(monkeypatch):
@@ -164,7 +165,7 @@ def test_more_prompt_tokens_than_the_engine_schedules_at_once(sampler, policy):
 @pytest.mark.parametrize("fault", ["a tensor is lost", "all are lost", "applied twice", "two are swapped"])
 def test_weights_that_do_not_arrive_are_noticed_at_once(fault, sampler, policy, monkeypatch):
     """Changes of 1e-6, as of one update at a small learning rate. vLLM has stacked the matrices, and packed copies of them."""
-    moved, old, send = tiny_llama(seed=0), dict(policy.named_parameters()), vllm.send_tensors
+    moved, old, send = tiny_llama(seed=0), dict(policy.named_parameters()), process.send_tensors
     with torch.no_grad():
         for weight in moved.parameters():
             weight += 1e-6 * torch.randn(weight.shape).sign()
@@ -183,7 +184,7 @@ def test_weights_that_do_not_arrive_are_noticed_at_once(fault, sampler, policy, 
         send(connection, [(name, tensor) for name, tensor in sent if tensor is not None], dtype)
 
     load_proven(sampler, policy.named_parameters(), 1)
-    monkeypatch.setattr(vllm, "send_tensors", send_wrongly)
+    monkeypatch.setattr(process, "send_tensors", send_wrongly)
     try:
         with pytest.raises(RunStopped, match="after step 2 the sampler holds other weights than the trainer: .* differ"):
             load_proven(sampler, moved.named_parameters(), 2)
@@ -229,8 +230,8 @@ def test_weights_that_vllm_transposes_reorders_and_ties_are_proven(
             assert (torch.tensor(completion.log_probs) - expected_log_probs(model, completion)).abs().max() < 1e-3
         with torch.no_grad():
             model.get_parameter(f"transformer.{lost}").mul_(1 + 1e-6)
-        send, is_kept = vllm.send_tensors, lambda pair: not pair[0].endswith(lost)
-        monkeypatch.setattr(vllm, "send_tensors", lambda pipe, tensors, dtype: send(pipe, filter(is_kept, tensors), dtype))
+        send, is_kept = process.send_tensors, lambda pair: not pair[0].endswith(lost)
+        monkeypatch.setattr(process, "send_tensors", lambda pipe, tensors, dtype: send(pipe, filter(is_kept, tensors), dtype))
         with pytest.raises(RunStopped, match=f"1 of .* tensors differ, such as transformer.{lost}"):
             load_proven(engine, model.named_parameters(), 3)
     finally:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from alignment.core.records import SamplingConfig
-from alignment.sampling.restarts import RestartingSampler
+from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import SamplerConfig, SamplerLost
 from alignment.sampling.vllm_server import VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
@@ -139,10 +139,10 @@ def test_new_weights_replace_the_old_ones_and_their_cached_prefixes(connect, pol
 
 def test_weights_that_another_command_has_replaced_are_brought_again(connect):
     others = tiny_llama(seed=1)
-    ours = RestartingSampler(connect, others.named_parameters, len(VOCABULARY))
+    ours = SamplerPool({"engine": connect}, torch.float32, len(VOCABULARY), others.named_parameters)
     ours.load_weights(others.named_parameters(), 4)
     expected = ours.sample(PROMPTS, OPEN_END)
-    direct = ours._engine
+    direct = ours._engines["engine"]
     connect()
     with pytest.raises(SamplerLost, match="lost our weights"):
         direct.sample(PROMPTS, OPEN_END)
@@ -208,7 +208,7 @@ def test_what_is_interrupted_is_dropped_by_the_server(connect):
 
 def test_a_server_that_is_killed_loses_the_sampler(connect, starting):
     """The last test: it kills the server."""
-    sampler = RestartingSampler(connect, None, len(VOCABULARY))
+    sampler = SamplerPool({"engine": connect}, torch.float32, len(VOCABULARY))
     engine = processes(starting[0])[:-1]  # what is left is the process that listens, which then ends itself
     threading.Timer(0.5, lambda: [each.kill() for each in engine]).start()
     with pytest.raises(RunStopped, match="the sampler was lost .*, and once more after it was started again: --sampler_url: "):

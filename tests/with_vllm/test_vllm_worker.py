@@ -60,7 +60,7 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
 
 
 def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_completions(restarting, capfd):
-    before = set(psutil.Process().children(recursive=True)) - {worker_of(restarting._engine)}
+    before = set(psutil.Process().children(recursive=True)) - {worker_of(restarting._engines["engine"])}
     restarting.load_weights(tiny_llama(seed=1).named_parameters(), 4)
     expected = restarting.sample(PROMPTS, OPEN_END)
     assert capfd.readouterr() == ("", "")
@@ -72,7 +72,7 @@ def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_complet
     assert expected[0][0].policy_version == restarting.policy_version == 4
     (worker,) = new_processes(before)
     worker.send_signal(signal.SIGSTOP)  # while it is sent weights, which fill the pipe
-    restarting._engine._timeout = 5.0
+    restarting._engines["engine"]._timeout = 5.0
     restarting.load_weights(tiny_llama(seed=1).named_parameters(), 4)
     assert restarting.sample(PROMPTS, OPEN_END) == expected
     assert restarting.restarts == 2
@@ -84,7 +84,7 @@ def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_complet
 
 def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(restarting):
     """It waits for an answer without a limit, so that it would hang here if it did not see that the worker is gone."""
-    victim = restarting._engine
+    victim = restarting._engines["engine"]
     before = set(psutil.Process().children(recursive=True)) - {worker_of(victim)}
     victim.sample(PROMPTS, OPEN_END)
     worker_of(victim).kill()

@@ -22,10 +22,10 @@ class GenerateSampler:
         self.policy_version = version
 
     def sample(self, prompts, sampling, on_response_end=None):
-        torch.manual_seed(sampling.seed)
-        return [self.sample_prompt(prompt, sampling) for prompt in prompts]
+        return [self.sample_prompt(number, prompt, sampling) for number, prompt in enumerate(prompts, sampling.first_prompt)]
 
-    def sample_prompt(self, prompt, sampling):
+    def sample_prompt(self, number, prompt, sampling):
+        torch.manual_seed(sampling.seed + number)  # of the prompt alone, so that several engines draw what one does
         inputs = self.tokenizer(prompt, return_tensors="pt").to(self.model.device)
         drawn = self.model.generate(
             **inputs, do_sample=True, num_return_sequences=sampling.n, max_new_tokens=sampling.max_new_tokens,

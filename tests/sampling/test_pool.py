@@ -1,0 +1,143 @@
+"""Several engines draw together: the completions of one, and any fault of one is seen and named."""
+
+import dataclasses
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from alignment.core.records import SamplingConfig
+from alignment.policy.loading import load_model, load_tokenizer
+from alignment.sampling import process
+from alignment.sampling.arrival import load_proven
+from alignment.sampling.pool import open_sampler
+from alignment.sampling.sampler import SAMPLERS, SamplerConfig, SamplerEngine
+from alignment.sampling.transformers import TransformersSampler, open_transformers
+from alignment.system.errors import RunStopped, UserError
+
+PROMPTS = [f"User: What is {i} + {i * i}?\nAssistant: <think>" for i in range(7)]
+SAMPLING = SamplingConfig(n=3, max_new_tokens=12, seed=3, stop=())
+
+
+def open_engines(folder, number: int, engine: SamplerEngine = SAMPLERS["transformers"]):
+    config = SamplerConfig(str(folder), "cpu", "float32", timeout=60.0, further_devices=("cpu",) * (number - 1))
+    return open_sampler(engine, config, load_tokenizer(str(folder)))
+
+
+@pytest.fixture(scope="module")
+def three(tiny_folder):
+    """Three engines. A test that changes their weights puts them back."""
+    before = set(psutil.Process().children(recursive=True))
+    pool = open_engines(tiny_folder, 3)
+    yield pool
+    pool.close()
+    pool.close()
+    assert not set(psutil.Process().children(recursive=True)) - before
+
+
+@pytest.fixture
+def moved(tiny_folder):
+    """The tiny model after an update."""
+    model = load_model(str(tiny_folder), ("cpu",), torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.01 * torch.randn_like(weight)
+    return model
+
+
+def tokens(groups) -> list:
+    return [(c.prompt_ids, c.token_ids, c.text, c.finish_reason, c.policy_version) for group in groups for c in group]
+
+
+def log_probs(groups) -> torch.Tensor:
+    return torch.tensor([value for group in groups for c in group for value in c.log_probs])
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:2], PROMPTS[:3] * 2], ids=len)
+def test_one_two_and_three_engines_draw_the_same_tokens(prompts, three, tiny_folder):
+    one = open_engines(tiny_folder, 1)
+    two = open_engines(tiny_folder, 2)
+    try:
+        assert isinstance(one, TransformersSampler)
+        for sampling in (SAMPLING, dataclasses.replace(SAMPLING, seed=4, temperature=0.7, top_p=0.9)):
+            expected = one.sample(prompts, sampling)
+            for pool in (two, three):
+                drawn = pool.sample(prompts, sampling)
+                assert tokens(drawn) == tokens(expected)
+                assert (log_probs(drawn) - log_probs(expected)).abs().max() < 1e-5
+    finally:
+        two.close()
+
+
+def test_no_two_prompts_share_random_numbers(three):
+    drawn = three.sample(PROMPTS[:1] * 7, dataclasses.replace(SAMPLING, max_new_tokens=24))
+    assert len({c.token_ids for group in drawn for c in group}) == 21
+
+
+def test_all_engines_take_new_weights_and_one_that_is_replaced_takes_them_too(three, moved, tiny_folder, capfd):
+    expected = TransformersSampler(moved, load_tokenizer(str(tiny_folder)), 256, policy_version=5)
+    try:
+        load_proven(three, moved.named_parameters(), 5)
+        drawn = tokens(expected.sample(PROMPTS, SAMPLING))
+        assert three.policy_version == 5 and tokens(three.sample(PROMPTS, SAMPLING)) == drawn
+        three._engines["engine 2 of 3 on cpu"]._worker.kill()
+        assert tokens(three.sample(PROMPTS, SAMPLING)) == drawn
+        assert three.restarts == 1 and "started again: the sampler process on cpu was killed" in capfd.readouterr().err
+    finally:
+        load_proven(three, load_model(str(tiny_folder), ("cpu",), torch.float32).named_parameters(), 0)
+
+
+@pytest.mark.parametrize("fault", ["a tensor is lost", "all keep their old values"])
+def test_weights_that_reach_only_one_engine_are_noticed(fault, tiny_folder, moved, monkeypatch):
+    pool, send = open_engines(tiny_folder, 2), process.send_tensors
+    old = dict(load_model(str(tiny_folder), ("cpu",), torch.float32).named_parameters())
+
+    def send_wrongly(connection, tensors, dtype):
+        sent = list(tensors)
+        if connection is pool._engines["engine 2 of 2 on cpu"]._worker.connection:
+            sent = sent[1:] if fault == "a tensor is lost" else [(name, old[name]) for name, _ in sent]
+        send(connection, sent, dtype)
+
+    monkeypatch.setattr(process, "send_tensors", send_wrongly)
+    with pytest.raises(RunStopped, match="^engine 2 of 2 on cpu: after step 1 the sampler holds other weights"):
+        load_proven(pool, moved.named_parameters(), 1)
+
+
+def slow_or_faulty(config, tokenizer, policy):
+    """An engine that takes long, but where it draws the first prompt: there it is lost, again and again."""
+    sampler = open_transformers(config, tokenizer, policy)
+    draw = sampler.sample
+
+    def sample(prompts, sampling):
+        if not sampling.first_prompt:
+            raise ValueError("a cable is loose")
+        time.sleep(300)
+        return draw(prompts, sampling)
+
+    sampler.sample = sample
+    return sampler
+
+
+def test_an_engine_that_fails_is_named_and_the_others_end(tiny_folder):
+    before, threads = set(psutil.Process().children(recursive=True)), set(threading.enumerate())
+    pool = open_engines(tiny_folder, 2, SamplerEngine(slow_or_faulty))
+    start = time.monotonic()
+    with pytest.raises(RunStopped, match="^engine 1 of 2 on cpu: the sampler was lost .*ValueError: a cable is loose"):
+        pool.sample(PROMPTS, SAMPLING)
+    assert time.monotonic() - start < 60
+    assert not set(psutil.Process().children(recursive=True)) - before
+    assert set(threading.enumerate()) <= threads
+
+
+def refuses_to_start(config, tokenizer, policy):
+    raise UserError("no")
+
+
+def test_an_engine_that_cannot_start_ends_all(tiny_folder):
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(UserError, match="^engine . of 2 on cpu: sampler could not start on cpu with .*: UserError: no"):
+        open_engines(tiny_folder, 2, SamplerEngine(refuses_to_start))
+    assert not set(psutil.Process().children(recursive=True)) - before
