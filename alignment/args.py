@@ -358,8 +358,8 @@ class ReferenceServerArgs:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and matrix products; auto: bfloat16 on GPUs only.
     host: str = "127.0.0.1"  # Address to listen on; one that other machines can reach needs the token.
     port: int = 8765  # Port to listen on; 0: any that is free, which the line that is printed then tells.
-    max_upload_mib: int = 64  # Largest upload, in MiB: 17 bytes for each of a rollout's places, padding included.
-    max_pending: int = 32  # Batches that may wait, or have unread results; above it trainers are told to try again later.
+    max_upload_mib: int = 64  # Largest rollout, in MiB: 17 bytes for each of its places, padding included.
+    max_pending: int = 32  # Rollouts that may be uploaded, wait or be computed at a time; others are told to ask again.
 
     def __post_init__(self) -> None:
         _require(self, "host", self.host != "", "an address, such as 127.0.0.1")

@@ -14,13 +14,13 @@ from alignment.data.prompts import check_template
 from alignment.data.tasks import Task, find_task, jsonl
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import RANKED, check_parallelism
-from alignment.policy.reference_protocol import check_url, reference_token
 from alignment.rewards.reward import find_reward
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_token, find_engine, named_engine, sampler_address
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
+from alignment.system.http import check_reference_url, reference_token
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE, may_have_started_before
 
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
@@ -46,7 +46,7 @@ def check_rl(args: RLArgs) -> None:
     task = check(args)
     find_reward(args.reward, task.rules)
     if args.reference_url:
-        check_url(args.reference_url)
+        check_reference_url(args.reference_url)
         reference_token()
     if args.sampler_url:
         for url in args.sampler_url.split(","):

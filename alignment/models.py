@@ -5,7 +5,7 @@ Below these builders nothing takes an arguments object."""
 import dataclasses
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
-from alignment.policy.reference_protocol import ServedModel, reference_token
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.ahead import AheadRollouts
 from alignment.rollouts.batches import collate_groups
@@ -38,9 +37,10 @@ from alignment.runs.run_folder import RunFolder, write_args
 from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, find_engine
-from alignment.system.errors import RunStopped, UserError
+from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, manifested, read_jsonl, write_json
-from alignment.system.terminal import printable, progress_line
+from alignment.system.http import reference_token
+from alignment.system.terminal import progress_line
 from alignment.system.torchrun import PROCESSES
 from alignment.training.references import References
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
@@ -200,7 +200,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     if run.checkpoint:
         policy.load_optimizer(run.checkpoint / TRAINER)
     run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
-    references, served = make_references(args, run, base, policy)
+    references = make_references(args, run, base, policy)
     roles, engine = roles_of(args), "vllm_server" if args.sampler_url else args.sampler
     between_updates = args.rollouts == "sync"  # rather than beside them, in processes of their own
     shared = between_updates and roles.eval in roles.sample and not args.sampler_url
@@ -221,6 +221,11 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
         rollout = collate_groups(groups, args.rollout_config, pad_id)
         sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
 
+    def request_reference(sampled: SampledStep) -> None:
+        """Have a reference model in another process begin with a rollout as soon as it is sampled."""
+        batch = collate_groups(sampled.groups, args.rollout_config, pad_id).batch
+        references.request(sampled.step, batch, policy.micro_batch_tokens)
+
     if args.lora_rank:
         prompts = [problem.prompt for problem in problems[:PROBED]]
         for each in dict.fromkeys((eval_sampler, sampler)):
@@ -228,8 +233,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluat
     rollouts = SyncRollouts(source, sampler, run.clock)
     if not between_updates:
         sampled = load_rollouts(run.checkpoint) if run.checkpoint else []
-        upload = make_upload(args, base, served, policy, pad_id)
-        rollouts = AheadRollouts(source, sampler, args.schedule, run.clock, sampled, upload)
+        rollouts = AheadRollouts(source, sampler, args.schedule, run.clock, sampled, request_reference)
         run.closing.callback(rollouts.close)
     evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, None if shared else check)
     run.start(policy, tokenizer, rollouts)
@@ -245,9 +249,8 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
     return max(map(len, encoded)) + args.max_new_tokens
 
 
-def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> tuple[References, tuple[str, str] | None]:
-    """The sources of old and reference log-probs, with address and token of the server that gives the latter, if one does. The
-    reference model is the model that the run started from."""
+def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:
+    """The sources of old and reference log-probs. The reference model is the model that the run started from."""
     config, roles, old_policy = args.update_config, roles_of(args), None
     dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
     itself = hasattr(policy, "ranks") or args.lora_rank  # ranks share a pass, and adapters need no copy of the weights
@@ -257,45 +260,25 @@ def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> tuple[
         run.console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
     references = partial(References, config, old_policy, clock=run.clock)
     if not args.beta:
-        return references(None), None
+        return references(None)
     if args.lora_rank and not args.reference_url:
-        return references(lambda key, batch, distribution, _: policy.base_log_probs(batch, distribution)), None
+        return references(lambda batch, distribution, _: policy.base_log_probs(batch, distribution))
     start = warm_start(args, run.console) if run.step else base
-    if args.rollouts == "sync" and not args.reference_url:
-        frozen = FrozenModel(start, roles.reference, dtype)
-        return references(lambda key, *question: frozen.log_probs(*question)), None
-    served = make_reference(args, run, start)
-    return references(served.log_probs), (served.url, served.token)
-
-
-def make_reference(args: RLArgs, run: Run, model_path: str) -> RemoteReference | ReferenceProcess:
-    """The reference model `model_path` where it works beside the trainer: at --reference_url, or in a process of its own.
-    Raises `UserError` if --reference_url serves another model."""
-    roles, vocabulary = roles_of(args), load_config(model_path).vocab_size
-    name = compute_dtype(args.dtype, roles.policy[0])
     if args.reference_url:
-        remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
-        if FrozenModel(model_path, "cpu", getattr(torch, name)).weights_digest() != remote.info["weights"]:
-            raise UserError(
-                f"--reference_url {remote.url}: its model {printable(remote.info['model'])} has other weights, or another dtype"
-                f" than torch.{name}, than {model_path}, from which training starts: serve that one"
-            )
-        return remote
-    served = ServedModel(model_path, roles.reference, name, max_pending=args.staleness + 4, deterministic=args.deterministic)
-    return run.open(ReferenceProcess(served, vocabulary, args.sampler_timeout))
+        return references(checked_reference(args, start, dtype).log_probs, in_background=True)
+    if args.rollouts == "sync":
+        return references(FrozenModel(start, roles.reference, dtype).log_probs)
+    process = ReferenceProcess(start, roles.reference, dtype, args.deterministic, args.sampler_timeout)
+    return references(run.open(process).log_probs, in_background=True)
 
 
-def make_upload(
-    args: RLArgs, base: str, served: tuple[str, str] | None, policy: Policy, pad_id: int
-) -> Callable[[SampledStep], None]:
-    """What gives each new rollout to a served reference model, so that this computes before the trainer asks for it."""
-    if served is None:
-        return lambda sampled: None
-    remote = RemoteReference(*served, load_config(base).vocab_size, args.sampler_timeout)
-
-    def upload(sampled: SampledStep) -> None:
-        batch = collate_groups(sampled.groups, args.rollout_config, pad_id).batch
-        with suppress(RunStopped):  # then the trainer asks for it, and sees for itself
-            remote.upload(f"step-{sampled.step}", batch, args.sampling.distribution, policy.micro_batch_tokens)
-
-    return upload
+def checked_reference(args: RLArgs, model_path: str, dtype: torch.dtype) -> RemoteReference:
+    """The reference model at --reference_url. Raises `UserError` if it is not `model_path`, computing in `dtype`."""
+    vocabulary = load_config(model_path).vocab_size
+    remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
+    if FrozenModel(model_path, "cpu", dtype).weights_digest() != remote.info["weights"]:
+        raise UserError(
+            f"--reference_url {remote.url}: its model {remote.info['model']} has other weights, or another dtype"
+            f" than {dtype}, than {model_path}, from which training starts: serve that one"
+        )
+    return remote

@@ -12,8 +12,8 @@ import tyro
 
 from alignment.args import Args, ReferenceServerArgs
 from alignment.checks import check_model_path, resolve_model, visible_gpus
-from alignment.policy.reference_protocol import TOKEN_VARIABLE, ServedModel, reference_token
 from alignment.system.errors import UserError, run_command
+from alignment.system.http import REFERENCE_TOKEN, reference_token
 
 # torch takes seconds to load, so it waits until the flags are known to be right.
 
@@ -21,20 +21,16 @@ from alignment.system.errors import UserError, run_command
 def bind(host: str, port: int, token: str) -> socket.socket:
     """A socket bound to an address of this machine. Raises `UserError` where it cannot be, or must not without a token."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):
         raise UserError(f"--host {host}: there is no such address; write one of this machine, such as 127.0.0.1") from None
     if not token and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
-        remedy = f"set {TOKEN_VARIABLE} for the server and for the trainer, or take --host 127.0.0.1"
+        remedy = f"set {REFERENCE_TOKEN} for the server and for the trainer, or take --host 127.0.0.1"
         raise UserError(f"--host {host}: other machines could use it there, so it needs a secret: {remedy}")
-    listener = socket.socket(family, kind, protocol)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        return socket.create_server(address, family=family)
     except OSError as error:
-        listener.close()
         raise UserError(f"--host {host} --port {port}: {error.strerror}; choose others (--port 0: any that is free)") from None
-    return listener
 
 
 def main() -> None:
@@ -47,12 +43,19 @@ def main() -> None:
             raise UserError(f"--device {args.device}: this machine has {', '.join(devices)}")
         device = args.device or devices[0]
 
-        from alignment.policy.loading import compute_dtype
-        from alignment.policy.reference_service import serve_model
+        import torch
 
-        path, dtype = resolve_model(args.model, Args.output_dir), compute_dtype(args.dtype, device)
-        served = ServedModel(path, device, dtype, args.max_pending, args.max_upload_mib << 20, args.model)
-        serve_model(served, listener, token, lambda url: print(f"reference model {args.model} on {device}: {url}", flush=True))
+        from alignment.policy.frozen import FrozenModel
+        from alignment.policy.loading import compute_dtype
+        from alignment.policy.reference_service import ReferenceService
+
+        path, dtype = resolve_model(args.model, Args.output_dir), getattr(torch, compute_dtype(args.dtype, device))
+        model = FrozenModel(path, device, dtype)
+        service = ReferenceService(args.model, model, token, args.max_pending, args.max_upload_mib << 20)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"reference model {args.model} on {device}: {url}", flush=True)
+        service.server.run([listener])
 
 
 if __name__ == "__main__":

@@ -1,197 +1,186 @@
-"""Clients of the reference model that `alignment.reference_server` serves: log-probs over HTTP, as safetensors files."""
+"""Reference models that compute beside the trainer: a client of `alignment.reference_server`, and a process of the run."""
 
 import dataclasses
-import hashlib
-import json
 import os
-import secrets
 import sys
+import threading
 import time
+from multiprocessing.connection import Connection
 
 import httpx
 import safetensors.torch
 import torch
 
 from alignment.core.records import Batch, Distribution
-from alignment.policy.reference_protocol import KEY, SERVICE, TOKEN_VARIABLE, WEIGHTS_HEADER, ServedModel, check_url
+from alignment.policy.frozen import FrozenModel
+from alignment.policy.loading import make_deterministic
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.files import json_object
-from alignment.system.processes import START_SECONDS as PROCESS_START_SECONDS
-from alignment.system.processes import ChildProcess
-from alignment.system.terminal import printable
+from alignment.system.http import KEEPALIVE_OPTIONS, REFERENCE_TOKEN
+from alignment.system.processes import START_SECONDS, ChildProcess
 
-START_SECONDS = 10.0  # for the first answer, so that a wrong address is noticed at once
-SOCKET_SECONDS = 60.0  # for each part of a request or an answer; the server itself answers within a few seconds
-PAUSES = (1.0, 4.0)  # seconds, before a request is tried again whose connection broke
-UPLOADS = 3  # of one batch, to a server that has lost it
-LONGEST_MESSAGE = 1 << 16  # bytes of an answer without log-probs, and of what a file has beside them
+COMMAND = "alignment.reference_server"
+SERVICE = f"{COMMAND} 2"  # and the version of its requests
+WEIGHTS_HEADER = "Reference-Weights"
+CONNECT_SECONDS = 10.0  # and for the first answer, so that a wrong address is noticed at once
+LOST_SECONDS = 300.0  # for a lost server to be started again
+RETRY_SECONDS = 1.0
 
 
 class RemoteReference:
-    """The served reference model. Its log-probs are the very bits that the same model would give on the same kind of device.
-    Raises `UserError` where no reference server with a model of `vocabulary` tokens answers at `url`. Afterwards whatever makes
-    it impossible to go on is a `RunStopped`; no request is waited for longer than `timeout` seconds."""
-
-    restarts = 0
+    """The reference model of the server at `url`. Its log-probs are the very bits that the same model would give on the same
+    kind of device. Raises `UserError` where no reference server with a model of `vocabulary` tokens answers, and `RunStopped`
+    where it later gives no log-probs, for `timeout` seconds or for good."""
 
     def __init__(self, url: str, token: str, vocabulary: int, timeout: float):
-        check_url(url)
-        self.url, self.token, self.timeout = url, token, timeout
+        self.url, self.timeout = url, timeout
         # No proxy (trust_env) and no redirect (httpx follows none): the token goes nowhere else. http:// has no certificates.
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        limits = httpx.Limits(max_keepalive_connections=0)  # so none breaks while it is idle
-        self._http = httpx.Client(headers=headers, trust_env=False, verify=False, limits=limits)
+        headers = {"Connection": "close"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        transport = httpx.HTTPTransport(verify=False, trust_env=False, socket_options=KEEPALIVE_OPTIONS)
+        limits = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
+        self._http = httpx.Client(base_url=url, headers=headers, transport=transport, timeout=limits, trust_env=False)
         self.info = self._get_info()
         if (its := self.info["vocabulary"]) != vocabulary:
-            other = f"{printable(self.info['model'])} has a vocabulary of {its} tokens, the policy of {vocabulary}"
+            other = f"{self.info['model']} has a vocabulary of {its} tokens, the policy of {vocabulary}"
             raise UserError(f"--reference_url {url}: its model {other}: serve the model that training starts from")
 
-    def upload(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> None:
-        """Have the server compute a batch. `key` is a name for it; equal names of different batches do no harm."""
-        full_key, body = _encode(key, batch, distribution, micro_batch_tokens)
+    def log_probs(self, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
+        """The log-probs [B, T] of the responses, 0 elsewhere."""
+        # Copies, because ids and labels of a single row are views of the same numbers, which safetensors refuses.
+        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in vars(batch).items()}
+        body = safetensors.torch.save(copies)
         if len(body) > (most := self.info["max_upload_bytes"]):
             self._stop(f"takes at most {most} bytes, and a rollout has {len(body)}: raise its --max_upload_mib")
-        status, answer = self._poll(503, "has had no room for another rollout", "POST", f"/upload?key={full_key}", body)
-        if status != 202:
-            self._stop_refused(status, answer)
-
-    def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        """The log-probs [B, T] of the responses, 0 elsewhere. Uploads the batch where the server does not have it."""
-        path = f"/get?key={_encode(key, batch, distribution, micro_batch_tokens)[0]}"
-        most = batch.labels.numel() * 4 + LONGEST_MESSAGE
-        for uploads in range(1 + UPLOADS):
-            status, answer = self._poll(202, "has not computed its log-probs", "GET", path, most=most)
-            if status == 200:
-                return self._read_log_probs(answer, batch.response_mask)
-            if status != 404 or uploads == UPLOADS:
-                self._stop_refused(status, answer)
-            self.upload(key, batch, distribution, micro_batch_tokens)
+        response = self._post(body, dataclasses.asdict(distribution) | {"micro_batch_tokens": micro_batch_tokens})
+        if response.headers.get(WEIGHTS_HEADER) != self.info["weights"]:
+            self._stop("has another model than when the run began, or is another server: start it again with the same --model")
+        if response.status_code != 200:
+            self._stop(f"refuses a rollout: {response.status_code}, {response.text[:300]!r}")
+        try:
+            return of_responses(safetensors.torch.load(response.content)["log_probs"], batch.response_mask)
+        except Exception as error:  # of many kinds, for bytes that are no such file
+            self._stop(f"answers what are no log-probs ({error}): look after its version, its model and its device")
 
     def _get_info(self) -> dict:
         flag = f"--reference_url {self.url}"
         try:
-            status, answer, _ = self._exchange("GET", "/info", None, LONGEST_MESSAGE, START_SECONDS)
-        except httpx.ProtocolError:
-            status, answer = 0, b""
+            response = self._http.get("/info", timeout=CONNECT_SECONDS)
         except (httpx.TransportError, UnicodeError) as error:
-            command = f"start it with `uv run -m {SERVICE} --model ...`, and wait for the line with its address"
+            command = f"start it with `uv run -m {COMMAND} --model ...`, and wait for the line with its address"
             raise UserError(f"{flag}: cannot be reached ({_reason(error)}): {command}") from None
-        if status == 401:
-            raise UserError(f"{flag}: refuses this token: set {TOKEN_VARIABLE} here to what it was for the server")
-        info = json_object(answer) or {}
-        kinds = {"model": str, "vocabulary": int, "weights": str, "max_upload_bytes": int}
-        typed = all(isinstance(info.get(key), kind) for key, kind in kinds.items())
-        if status != 200 or info.get("service") != SERVICE or not typed:
-            raise UserError(f"{flag}: is no reference server: give the address that `uv run -m {SERVICE}` prints")
+        if response.status_code == 401:
+            raise UserError(f"{flag}: refuses this token: set {REFERENCE_TOKEN} here to what it was for the server")
+        info = json_object(response.content) or {}
+        if info.get("service") != SERVICE:
+            raise UserError(f"{flag}: is no reference server of ours: give the address that `uv run -m {COMMAND}` prints")
         return info
 
-    def _request(self, method: str, path: str, body: bytes | None = None, most: int = LONGEST_MESSAGE) -> tuple[int, bytes]:
-        """Status and body of an answer. Tries again where the connection breaks: every request can be repeated."""
-        for pause in (*PAUSES, None):
+    def _post(self, body: bytes, settings: dict) -> httpx.Response:
+        """The answer to a request, which is repeated where the server has no room for it, or is lost until it is back."""
+        first_failure = None
+        while True:
             try:
-                status, answer, weights = self._exchange(method, path, body, most, SOCKET_SECONDS)
-                break
-            except (httpx.TransportError, UnicodeError) as error:
-                if pause is None:
-                    self._stop(f"does not answer ({_reason(error)}): start it again with the same --model")
-                time.sleep(pause)
-        if status in (200, 202, 404) and weights != self.info["weights"]:
-            self._stop("has another model than when the run began: start it again with the same --model")
-        return status, answer
-
-    def _exchange(self, method: str, path: str, body: bytes | None, most: int, seconds: float) -> tuple[int, bytes, str | None]:
-        """Status, body and weights of the answer to one request. Raises `httpx.TransportError`."""
-        deadline, answer = time.monotonic() + self.timeout, bytearray()
-        url = self.url.rstrip("/") + path
-        with self._http.stream(method, url, content=body, timeout=min(seconds, self.timeout)) as response:
-            for part in response.iter_raw():
-                answer += part
-                if len(answer) > most or time.monotonic() > deadline:
-                    raise httpx.ProtocolError("its answer has no end")
-        return response.status_code, bytes(answer), response.headers.get(WEIGHTS_HEADER)
-
-    def _read_log_probs(self, answer: bytes, mask: torch.Tensor) -> torch.Tensor:
-        """The log-probs [B, T] in an answer, 0 outside the responses."""
-        try:
-            log_probs_BT = safetensors.torch.load(answer)["log_probs"]
-        except Exception:  # of many kinds, for bytes that are no such file
-            self._stop("answers what are no log-probs: is it of another version?")
-        if log_probs_BT.shape != mask.shape or log_probs_BT.dtype != torch.float32:
-            self._stop(f"answers log-probs {list(log_probs_BT.shape)} in {log_probs_BT.dtype} to a rollout {list(mask.shape)}")
-        of_responses = log_probs_BT[mask]
-        if not (of_responses.isfinite() & (of_responses <= 1e-3)).all():  # a bfloat16 sum may pass 0
-            self._stop("answers log-probs that are no logarithms of probabilities: look after its model and its device")
-        return torch.where(mask, log_probs_BT, 0.0)
-
-    def _poll(self, again: int, failure: str, *request, **limits) -> tuple[int, bytes]:
-        """Status and body of an answer. Repeats a request while its status is `again`, for `timeout` seconds."""
-        deadline, pause = time.monotonic() + self.timeout, 0.005
-        while (answer := self._request(*request, **limits))[0] == again:
-            if time.monotonic() + pause > deadline:
-                self._stop(f"{failure} for {self.timeout:g} seconds: see what it is doing")
-            time.sleep(pause)
-            pause = min(1.5 * pause, 1.0)
-        return answer
-
-    def _stop_refused(self, status: int, answer: bytes) -> None:
-        reason = " ".join(printable(str((json_object(answer) or {}).get("error"))).split())[:300]
-        self._stop(f"refuses a rollout: {status}, {reason}")
+                response = self._http.post("/log_probs", params=settings, content=body)
+                if response.status_code != 503:
+                    return response
+                failure, patience = f"has no room ({response.text})", self.timeout
+            except httpx.ReadTimeout:
+                self._stop(f"has not computed its log-probs for {self.timeout:g} seconds: see what it is doing")
+            except httpx.TransportError as error:
+                failure, patience = f"does not answer ({_reason(error)})", min(self.timeout, LOST_SECONDS)
+            if first_failure is None:
+                first_failure = time.monotonic()
+                print(f"the reference server {self.url} {failure}: asking it again for {patience:g} s", file=sys.stderr)
+            elif time.monotonic() - first_failure > patience:
+                self._stop(f"{failure} for {patience:g} s: start it again with the same --model")
+            time.sleep(RETRY_SECONDS)
 
     def _stop(self, reason: str) -> None:
         raise RunStopped(f"the reference server {self.url} {reason}; then go on with --resume")
 
 
 class ReferenceProcess:
-    """A reference server that a run starts on this machine, to work while the trainer does. Where it dies, hangs or answers no
-    log-probs, `log_probs` replaces it once; then it raises `RunStopped`."""
+    """The reference model of the folder `model_path` in a process of its own. Where that dies, hangs or answers no log-probs,
+    `log_probs` replaces it once; then it raises `RunStopped`. An answer is waited for no longer than `timeout` seconds."""
 
-    def __init__(self, model: ServedModel, vocabulary: int, timeout: float):
-        self.token, self.restarts = secrets.token_urlsafe(), 0
-        self._model, self._vocabulary, self._timeout = model, vocabulary, timeout
-        self._start(port=0)
+    def __init__(self, model_path: str, device: str, dtype: torch.dtype, deterministic: bool, timeout: float):
+        self.restarts, self.timeout = 0, timeout
+        self._model = (model_path, device, dtype, deterministic)
+        self._is_closed, self._turn = False, threading.Lock()
+        self._start()
 
-    def log_probs(self, key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        """See `RemoteReference.log_probs`."""
-        try:
-            return self._client.log_probs(key, batch, distribution, micro_batch_tokens)
-        except RunStopped as error:
-            print(f"the reference model is started again: {error}", file=sys.stderr)
-        self.restarts += 1
-        self.close()
-        self._start(port=int(self.url.rpartition(":")[2]))  # which the sampler knows
-        return self._client.log_probs(key, batch, distribution, micro_batch_tokens)
+    def log_probs(self, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
+        """See `RemoteReference.log_probs`. Callers in several threads take turns."""
+        question = ([tensor.numpy() for tensor in vars(batch).values()], distribution, micro_batch_tokens)
+        with self._turn:
+            try:
+                return self._log_probs(question, batch.response_mask)
+            except RunStopped as error:
+                if self._is_closed:
+                    raise
+                print(f"the reference model is started again: {error}", file=sys.stderr)
+            self.restarts += 1
+            self._child.close()
+            self._start()
+            return self._log_probs(question, batch.response_mask)
 
     def close(self) -> None:
-        """End it."""
+        """End it, also while another thread waits for it."""
+        self._is_closed = True
         self._child.close()
 
-    def _start(self, port: int) -> None:
-        name, entry = "reference model's process", "alignment.policy.reference_service:serve"
+    def _start(self) -> None:
+        name, entry = "reference model's process", "alignment.policy.reference_client:serve"
         self._child = ChildProcess(name, entry, os.environ, grace_seconds=0)
-        with self._child.time_limit(max(self._timeout, PROCESS_START_SECONDS)):
+        self._answer(self._model, max(self.timeout, START_SECONDS))
+
+    def _log_probs(self, question: tuple, mask: torch.Tensor) -> torch.Tensor:
+        try:
+            return of_responses(torch.from_numpy(self._answer(question, self.timeout)), mask)
+        except ValueError as error:
+            raise RunStopped(f"the {self._child.name} answers what are no log-probs: {error}") from None
+
+    def _answer(self, message: tuple, seconds: float) -> object:
+        with self._child.time_limit(seconds) as hung:
             try:
-                self._child.connection.send((self._model, self.token, port))
-                self.url = self._child.connection.recv()  # which a replacement keeps
+                self._child.connection.send(message)
+                answer = self._child.receive()
             except (EOFError, OSError):
-                raise RunStopped(self._child.exit_report()) from None
-        self._client = RemoteReference(self.url, self.token, self._vocabulary, self._timeout)
+                if self._is_closed:
+                    raise RunStopped(f"the {self._child.name} was closed") from None
+                late = f"the {self._child.name} gave no answer within {seconds:g} s (--sampler_timeout)"
+                raise RunStopped(late if hung.is_set() else self._child.exit_report()) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def _encode(key: str, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> tuple[str, bytes]:
-    """The key and the body of an upload. The key ends with a hash of all that log-probs depend on, so that two runs with the
-    same names for their batches get their own log-probs."""
-    tensors = {name: getattr(batch, name).contiguous() for name in ("input_ids", "labels", "response_mask")}
-    settings = {**dataclasses.asdict(distribution), "micro_batch_tokens": micro_batch_tokens}
-    metadata = {name: str(value) for name, value in settings.items()}
-    digest = hashlib.sha256(json.dumps([metadata, list(batch.labels.shape)]).encode())
-    for tensor in tensors.values():
-        digest.update(tensor.numpy())
-    full_key = f"{key}-{digest.hexdigest()[:32]}"
-    if not KEY.fullmatch(full_key):
-        raise ValueError(f"{key!r} is no key: at most 167 letters, digits, dots, hyphens and underscores")
-    return full_key, safetensors.torch.save(tensors, metadata)
+def serve(descriptor: int) -> None:
+    """The process of `ReferenceProcess`: loads a model and answers batches, through the pipe `descriptor`."""
+    connection = Connection(descriptor)
+    path, device, dtype, deterministic = connection.recv()
+    if deterministic:
+        make_deterministic()
+    try:
+        model = FrozenModel(path, device, dtype)
+        connection.send(None)
+        while True:
+            arrays, *settings = connection.recv()
+            connection.send(model.log_probs(Batch(*map(torch.from_numpy, arrays)), *settings).numpy())
+    except Exception as error:  # such as a device without memory
+        connection.send(RunStopped(f"the reference model's process failed: {type(error).__name__}: {error}"))
+
+
+def of_responses(log_probs_BT: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The log-probs [B, T] where the mask is true, 0 elsewhere. Raises ValueError for what are no log-probs of these tokens."""
+    if log_probs_BT.shape != mask.shape or log_probs_BT.dtype != torch.float32:
+        raise ValueError(f"{list(log_probs_BT.shape)} in {log_probs_BT.dtype} for a rollout {list(mask.shape)}")
+    values = log_probs_BT[mask]
+    if not (values.isfinite() & (values <= 1e-3)).all():  # a bfloat16 sum may pass 0
+        raise ValueError("some are no logarithms of probabilities")
+    return torch.where(mask, log_probs_BT, 0.0)
 
 
 def _reason(error: Exception) -> str:
     cause = os_error(error)
-    return printable(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).splitlines()[0][:200]
+    return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__

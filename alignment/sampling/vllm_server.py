@@ -22,12 +22,12 @@ from starlette.responses import Response
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
-from alignment.policy.reference_service import TokenCheck
 from alignment.sampling.arrival import Held, load_proven
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_token, encode_prompts, sampler_address
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.files import full_disk_is_an_os_error, json_object
+from alignment.system.http import KEEPALIVE_OPTIONS, TokenCheck
 
 CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
@@ -35,13 +35,7 @@ START_SECONDS = 1800  # at least, for the first weights, whatever --sampler_time
 RETRY_SECONDS = 0.1
 LAST_SECONDS = 1.0  # for the answer to a last request whether a busy server has finished
 CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
-KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone is noticed in two minutes
-SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
-    (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in KEEPALIVE.items() if hasattr(socket, name)
-]
 KEY_REMEDY = ". Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
-ANSWER_BYTES = 2**20  # of an answer, and besides for each token of a completion:
-TOKEN_BYTES = 1024
 # What the server else takes from the model's generation_config.json.
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
@@ -71,7 +65,6 @@ class VLLMServerSampler:
         self._weights_folder = Path(config.weights_folder).resolve()
         self._client = _JSONClient(config.url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN"))
         shape = _shape(model_config.get_text_config())
-        self._model = self._served_model()
         self._refuse_unfit(shape, dtype, _command(model_path, dtype, self.context))
         try:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
@@ -93,13 +86,11 @@ class VLLMServerSampler:
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         repeats = sampling.n if sampling.temperature == 0 else 1
         self._drop_cached_prefixes(until)
-        longest = sampling.max_new_tokens * TOKEN_BYTES + 16 * max(map(len, encoded), default=0)  # the prompt is repeated
-        most = ANSWER_BYTES + sampling.n // repeats * longest
         # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
-        shared = {"model": self._model, **NEUTRAL, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        shared = {**NEUTRAL, "return_token_ids": True, "return_tokens_as_token_ids": True}
         parameters = request_parameters(sampling, len(encoded))
         requests = [shared | own | {"prompt": ids} for own, ids in zip(parameters, encoded, strict=True)]
-        answers = self._client.ask("POST", "/v1/completions", requests, until, most)
+        answers = self._client.ask("POST", "/v1/completions", requests, until)
         # Checked after the answers have come: a server that is lost before gives none.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
             raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
@@ -148,23 +139,13 @@ class VLLMServerSampler:
             raise SamplerLost(f"{self._client} answered with no results")
         return results
 
-    def _served_model(self) -> str:
-        """The name that the server has for its model. Raises `UserError` where there is no vLLM server to be talked to."""
-        try:
-            cards = self._client.ask("GET", "/v1/models", [None], self._until_checked())[0].get("data")
-            return next(str(card["id"]) for card in cards if card["owned_by"] == "vllm")
-        except SamplerLost as error:
-            reason = f"{error}. Check host and port, and that a vLLM server runs there"
-        except (StopIteration, KeyError, TypeError):
-            reason = f"{self._client} serves no model, so it is no vLLM server: check host and port"
-        raise UserError(f"--sampler_url: {reason}")
-
     def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
         """Raise `UserError` for a server that could not take our weights, or whose log-probs would be others."""
         try:
-            facts = self._call("sampler_facts", self._until_checked())[0]
+            facts = self._call("sampler_facts", time.monotonic() + min(self._timeout, CHECK_SECONDS))[0]
         except SamplerLost as error:
-            raise UserError(f"--sampler_url: {error}. To be given new weights, it must be started as: {command}") from None
+            remedy = "Check host and port; to be given new weights, a vLLM server must be started as"
+            raise UserError(f"--sampler_url: {error}. {remedy}: {command}") from None
         theirs, context = facts.get("shape"), facts.get("context")
         theirs = theirs if isinstance(theirs, dict) else {}
         others = [f"{key} {theirs.get(key)} and not {ours}" for key, ours in shape.items() if theirs.get(key) != ours]
@@ -178,9 +159,6 @@ class VLLMServerSampler:
         }
         if reasons := [reason for reason, applies in wrong.items() if applies]:
             raise UserError(f"--sampler_url: {self._client} {'; '.join(reasons)}. Start it as: {command}")
-
-    def _until_checked(self) -> float:
-        return time.monotonic() + min(self._timeout, CHECK_SECONDS)
 
 
 def _command(model_path: str, dtype: str, context: int) -> str:
@@ -221,35 +199,33 @@ def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int) -> lis
 
 
 class _JSONClient:
-    """JSON over HTTP to one server. It uses no proxy and follows no redirect, so the key goes nowhere else."""
+    """JSON over HTTP to one server. It uses no proxy (trust_env) and follows no redirect, so the key goes nowhere else."""
 
     def __init__(self, url: str, token: str | None):
         parts = sampler_address(url)
         self._url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         check_sampler_token(token or "")
-        self._headers = {"Accept-Encoding": "identity", "Connection": "close"}  # the bytes that arrive are what is counted
-        self._headers |= {"Authorization": f"Bearer {token}"} if token else {}
+        headers = {"Connection": "close"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        self._options = {"base_url": self._url, "headers": headers, "timeout": timeout, "trust_env": False}
         self._certificates = ssl.create_default_context() if parts.scheme == "https" else False
 
     def __str__(self) -> str:
         return f"the vLLM server at {self._url}"
 
-    def ask(self, method: str, path: str, bodies: Sequence, until: float, most: int = ANSWER_BYTES) -> list[dict]:
-        """The answers, of at most `most` bytes each, to requests that are sent side by side, in order, before the time `until`.
-        Raises `SamplerLost` for the first that fails. Cuts off the others then, and the server drops them."""
+    def ask(self, method: str, path: str, bodies: Sequence, until: float) -> list[dict]:
+        """The answers to requests that are sent side by side, in order, before the time `until`. Raises `SamplerLost` for the
+        first that fails. Cuts off the others then, and the server drops them."""
         with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
-            return portal.call(self._answers, method, path, bodies, until, most)
+            return portal.call(self._answers, method, path, bodies, until)
 
-    async def _answers(self, method: str, path: str, bodies: Sequence, until: float, most: int) -> list[dict]:
-        seconds, slots = until - time.monotonic(), asyncio.Semaphore(CONCURRENT)
-        options = {"limits": httpx.Limits(max_keepalive_connections=0), "socket_options": SOCKET_OPTIONS}
-        transport = httpx.AsyncHTTPTransport(verify=self._certificates, trust_env=False, **options)
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        client = httpx.AsyncClient(transport=transport, headers=self._headers, timeout=timeout, trust_env=False)
+    async def _answers(self, method: str, path: str, bodies: Sequence, until: float) -> list[dict]:
+        seconds, limits = until - time.monotonic(), httpx.Limits(max_connections=CONCURRENT)
+        transport = httpx.AsyncHTTPTransport(self._certificates, limits=limits, socket_options=KEEPALIVE_OPTIONS)
+        client = httpx.AsyncClient(transport=transport, **self._options)
 
         async def answer(body: dict | None) -> dict:
-            async with slots, client.stream(method, self._url + path, json=body) as response:
-                return await self._read(response, path, most)
+            return self._content(await client.request(method, path, json=body), path)
 
         try:
             async with asyncio.timeout(seconds), client, asyncio.TaskGroup() as group:
@@ -264,13 +240,8 @@ class _JSONClient:
             raise SamplerLost(f"{self} cannot be reached, or broke off ({type(cause).__name__}: {cause})") from None
         return [answer.result() for answer in answers]
 
-    async def _read(self, response: httpx.Response, path: str, most: int) -> dict:
-        data = bytearray()
-        async for part in response.aiter_raw():
-            data += part
-            if len(data) > most:
-                raise SamplerLost(f"{self} answered with more than {most} bytes")
-        content = json_object(data)
+    def _content(self, response: httpx.Response, path: str) -> dict:
+        content = json_object(response.content)
         if response.status_code != 200:
             said = content.get("error", content.get("detail")) if content else None
             said = said.get("message") if isinstance(said, dict) else said

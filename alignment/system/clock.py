@@ -1,9 +1,13 @@
 """Seconds of each phase of a step, and work in a thread beside a block of code."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class Clock:
@@ -35,3 +39,17 @@ def run_in_background(work: Callable[[], None], waiting: AbstractContextManager)
         yield
         with waiting:
             result.result()
+
+
+def start_in_background(work: Callable[[], Result]) -> Future[Result]:
+    """What `work` will return or raise, in a thread of its own, which does not keep the program from ending."""
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result

@@ -53,8 +53,6 @@ class Server(ThreadingHTTPServer):
         """Clients that hang up are none."""
 
     def answer(self, path: str, body: dict | None) -> dict:
-        if path == "/v1/models":
-            return {"data": [{"id": "the model", "owned_by": "vllm"}]}
         if path == "/reset_prefix_cache":
             return {"success": True}
         if path == "/v1/completions":
@@ -153,7 +151,7 @@ def test_each_prompt_is_a_request_with_a_seed_and_the_completions_come_back_in_o
     assert [(body["prompt"], body["seed"]) for body in requests] == list(
         zip(encoded, (first_seed, first_seed + 2), strict=True)
     )
-    expected = {"model": "the model", "n": 2, "max_tokens": 3, "stop": ["</answer>"], "temperature": 0.7, "top_p": 0.9}
+    expected = {"n": 2, "max_tokens": 3, "stop": ["</answer>"], "temperature": 0.7, "top_p": 0.9}
     expected |= {"top_k": 5, "min_p": 0, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
     assert all(body | expected == body for body in requests)
     for index, (ids, group) in enumerate(zip(encoded, drawn, strict=True)):
@@ -228,13 +226,15 @@ def redirect(server: Server) -> tuple[int, bytes]:
 
 
 REFUSALS = {
-    "a wrong key": ("/v1/models", (401, b""), "with status 401. Set ALIGNMENT_SAMPLER_TOKEN"),
-    "a web site": ("/v1/models", (200, b"<html>"), "no JSON object. Check host and port"),
-    "another API": ("/v1/models", (200, b'{"data": [{"id": "a", "owned_by": "somebody"}]}'), "so it is no vLLM server"),
-    "odd models": ("/v1/models", (200, b'{"data": [7]}'), "so it is no vLLM server"),
-    "no models": ("/v1/models", (200, b'{"data": null}'), "so it is no vLLM server"),
-    "no such path": ("/v1/models", (404, b'{"detail": "Not Found"}'), "status 404: Not Found. Check host and port"),
-    "no development mode": ("/collective_rpc", (404, b'{"detail": "Not Found"}'), "started as: VLLM_SERVER_DEV_MODE=1 "),
+    "a wrong key": ("/collective_rpc", (401, b""), "with status 401. Set ALIGNMENT_SAMPLER_TOKEN"),
+    "a web site": ("/collective_rpc", (200, b"<html>"), "no JSON object. Check host and port"),
+    "another API": ("/collective_rpc", (200, b'{"data": [{"id": "a"}]}'), "no results. Check host and port"),
+    "results of another type": ("/collective_rpc", (200, b'{"results": null}'), "no results. Check host and port"),
+    "no development mode": (
+        "/collective_rpc",
+        (404, b'{"detail": "Not Found"}'),
+        "status 404: Not Found. Check host and port; .* started as: VLLM_SERVER_DEV_MODE=1 ",
+    ),
     "no extension": (
         "/collective_rpc",
         (500, b'{"error": {"message": "\'CPUWorker\' object\\n has no attribute"}}'),
@@ -320,10 +320,10 @@ def test_workers_that_hold_parts_of_the_weights_give_no_checksums(connect, serve
 
 def test_the_key_goes_nowhere_else(connect, server, monkeypatch):
     monkeypatch.setenv("http_proxy", f"{server.url}/proxy")
-    server.answers["/v1/models"] = redirect(server)
+    server.answers["/collective_rpc"] = redirect(server)
     with pytest.raises(UserError, match="status 307"):
         connect(token="secret")
-    assert [path for path, *_ in server.requests] == ["/v1/models"]
+    assert [path for path, *_ in server.requests] == ["/collective_rpc"]
     with pytest.raises(UserError, match="ALIGNMENT_SAMPLER_TOKEN") as refused:
         connect(token="secret\r\nX: y")
     assert "secret" not in str(refused.value)
@@ -397,10 +397,11 @@ def test_garbage_loses_the_sampler_in_bounded_time(garbage, connect, server):
 def test_a_server_that_says_nothing_is_given_up_in_time(connect, server):
     sampler = connect(timeout=1.5)
     still = threading.Event()
-    for path in ("/v1/completions", "/collective_rpc", "/reset_prefix_cache", "/v1/models"):
-        server.answers = {path: lambda handler: still.wait(30) and None}
+    for path in ("/v1/completions", "/collective_rpc", "/reset_prefix_cache", "at the start"):
+        silent = path if path.startswith("/") else "/collective_rpc"
+        server.answers = {silent: lambda handler: still.wait(30) and None}
         with pytest.raises((SamplerLost, UserError), match="gave no answer within 1.[0-5] s"):
-            sampler.sample(PROMPTS, SAMPLING) if path != "/v1/models" else connect(timeout=1.5)
+            sampler.sample(PROMPTS, SAMPLING) if path == silent else connect(timeout=1.5)
     still.set()
 
 
@@ -423,7 +424,8 @@ def test_weights_that_are_not_ours_any_more_are_brought_again(connect, server, t
     assert sampler.sample(PROMPTS, SAMPLING) == expected and expected[0][0].policy_version == 3
     assert sampler.restarts == 1 and "lost our weights" in capfd.readouterr().err
     server.facts["loaded"] = "/somebody/else"
-    server.answers["/v1/models"] = 500, b""
+    facts = [(200, json.dumps({"results": [server.facts]}).encode())]  # once, and then it is gone
+    server.answers["/collective_rpc"] = lambda handler: facts.pop() if facts else (500, b"")
     with pytest.raises(RunStopped, match="lost our weights.* once more .*--sampler_url"):
         sampler.sample(PROMPTS, SAMPLING)
 

@@ -1,12 +1,14 @@
 """Work that runs in the background of a block."""
 
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
 
 import pytest
 
-from alignment.system.clock import Clock, run_in_background
+from alignment.system.clock import Clock, run_in_background, start_in_background
 from alignment.system.errors import RunStopped
 
 
@@ -52,3 +54,22 @@ def test_an_error_of_the_work_or_the_block_is_raised_when_the_work_has_ended():
     assert said == ["block", "work"]
     with pytest.raises(OSError, match="full"), run_in_background(lost, Clock()("sync")):
         raise OSError("full")
+
+
+def test_what_was_started_gives_its_result_or_its_error():
+    go_on = threading.Event()
+    result = start_in_background(lambda: go_on.wait(30) and 3)
+    assert not result.done()
+    go_on.set()
+    assert result.result(30) == 3
+
+    def lost():
+        raise RunStopped("lost")
+
+    with pytest.raises(RunStopped, match="lost"):
+        start_in_background(lost).result(30)
+
+
+def test_a_program_ends_while_what_it_started_goes_on():
+    code = "import time; from alignment.system.clock import start_in_background; start_in_background(lambda: time.sleep(60))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

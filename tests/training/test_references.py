@@ -1,6 +1,7 @@
 """Old and reference log-probs: when the loss needs them, and that they are those of the right weights."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -71,9 +72,53 @@ def test_in_bfloat16_the_reference_computes_exactly_what_the_policy_does(sampler
 def test_the_reference_keeps_the_weights_that_training_began_with(policy, sampler, tiny_folder):
     config = dataclasses.replace(ARGS, beta=0.1).update_config
     frozen, reports = FrozenModel(str(tiny_folder), "cpu", torch.float32), []
-    references = References(config, None, lambda key, *question: frozen.log_probs(*question), Clock())
+    references = References(config, None, frozen.log_probs, Clock())
     for step in (1, 2):
         rollout = references.annotate(sample_rollout(sampler), policy, step)
         reports.append(update(policy, rollout, config, step).report)
         sampler.load_weights(policy.weights(), version=step)
     assert reports[0]["kl"] == pytest.approx(0, abs=1e-6) and reports[1]["kl"] > 1e-4
+
+
+class ReferenceElsewhere:
+    """Log-probs of -1, once it may answer."""
+
+    def __init__(self):
+        self.asked, self.may_answer = [], threading.Event()
+
+    def log_probs(self, batch, distribution, micro_batch_tokens):
+        self.asked.append((batch, distribution, micro_batch_tokens))
+        assert self.may_answer.wait(30)
+        return -batch.response_mask.float()
+
+
+def test_a_reference_in_another_process_computes_while_the_trainer_does_something_else(policy, sampler, wait_for):
+    config = dataclasses.replace(ARGS, beta=0.1, epochs_per_rollout=2).update_config
+    rollout, elsewhere = sample_rollout(sampler), ReferenceElsewhere()
+    references = References(config, None, elsewhere.log_probs, Clock(), in_background=True)
+    references.request(3, rollout.batch, policy.micro_batch_tokens)  # as soon as it is sampled
+    wait_for(lambda: len(elsewhere.asked) == 1)
+    elsewhere.may_answer.set()
+    annotated = references.annotate(rollout, policy, step=3)
+    assert torch.equal(annotated.reference_log_probs_BT, -rollout.batch.response_mask.float())
+    assert elsewhere.asked == [(rollout.batch, config.distribution, policy.micro_batch_tokens)]  # and not again
+
+    def old_log_probs(*question):
+        """The old policy's pass, during which the reference must be at work already."""
+        wait_for(lambda: len(elsewhere.asked) == 2)
+        elsewhere.may_answer.set()
+        return annotated.old_log_probs_BT
+
+    elsewhere.may_answer.clear()
+    policy.log_probs = old_log_probs
+    assert torch.equal(references.annotate(rollout, policy, step=4).reference_log_probs_BT, annotated.reference_log_probs_BT)
+    assert len(elsewhere.asked) == 2
+
+
+def test_a_reference_in_this_process_is_asked_when_its_log_probs_are_needed(policy, sampler):
+    asked, rollout = [], sample_rollout(sampler)
+    reference = lambda *question: asked.append(question) or -rollout.batch.response_mask.float()
+    references = References(dataclasses.replace(ARGS, beta=0.1).update_config, None, reference, Clock())
+    references.request(1, rollout.batch, policy.micro_batch_tokens)
+    assert asked == []
+    assert references.annotate(rollout, policy, step=1).reference_log_probs_BT.lt(0).any() and len(asked) == 1
