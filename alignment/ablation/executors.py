@@ -4,25 +4,16 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 
 from alignment.system import signals
 from alignment.system.errors import UserError
-from alignment.system.processes import ROOT, end_command, start_command
+from alignment.system.processes import ROOT, end_command
 
-
-@dataclass(frozen=True)
-class Job:
-    """A command of this project, as a module with flags, the folder it runs in, and the file its output is added to."""
-
-    name: str
-    module: str
-    flags: tuple[str, ...]
-    log: str
-    folder: str = field(default_factory=os.getcwd)
+Command = Callable[..., subprocess.Popen]
+"""Starts a command when it is called with its number of `threads`: `start_command` with all other arguments given."""
 
 
 def make_executor(address: str, cpus: int | None, gpus: int | None) -> "Executor":
@@ -39,25 +30,25 @@ class LocalExecutor:
 
     def __init__(self, cpus: int | None = None):
         self.cpus, self.queue = cpus, []
-        self.current: tuple[Job, subprocess.Popen] | None = None
+        self.current: tuple[str, subprocess.Popen] | None = None
 
-    def submit(self, job: Job) -> None:
-        self.queue.append(job)
+    def submit(self, name: str, command: Command) -> None:
+        self.queue.append((name, command))
 
     def finished(self, seconds: float) -> dict[str, int]:
         """Exit codes by name of the jobs that have ended; waits for one for at most `seconds`."""
         if self.current is None and self.queue:
-            job = self.queue.pop(0)
-            self.current = job, start(job, self.cpus)
+            name, command = self.queue.pop(0)
+            self.current = name, command(threads=self.cpus)
         if self.current is None:
             return {}
-        job, process = self.current
+        name, process = self.current
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return {}
         self.current = None
-        return {job.name: code}
+        return {name: code}
 
     def close(self) -> None:
         """End the jobs under way."""
@@ -104,8 +95,8 @@ class RayExecutor:
         self.under_way: dict[object, str] = {}
 
     @signals.deferred_signals()
-    def submit(self, job: Job) -> None:
-        self.under_way[self.task.remote(job, self.cpus)] = job.name
+    def submit(self, name: str, command: Command) -> None:
+        self.under_way[self.task.remote(command, self.cpus)] = name
 
     @signals.deferred_signals()
     def finished(self, seconds: float) -> dict[str, int]:
@@ -129,11 +120,6 @@ Executor = LocalExecutor | RayExecutor
 LOST = -1000  # exit code of a job whose machine or worker process is gone
 
 
-def execute(job: Job, cpus: int | None) -> int:
-    """Run a job to its end and return its exit code. It ends with this process."""
-    return start(job, cpus).wait()
-
-
-def start(job: Job, cpus: int | None) -> subprocess.Popen:
-    """Start a job. Its log is below its own folder, because a machine of a cluster has another working directory."""
-    return start_command(job.module, job.flags, Path(job.folder) / job.log, Path(job.folder), cpus)
+def execute(command: Command, cpus: int) -> int:
+    """Run a command to its end and return its exit code. It ends with this process."""
+    return command(threads=cpus).wait()

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,11 @@ from rich.live import Live
 from rich.table import Table
 
 from alignment.ablation.design import Design
-from alignment.ablation.executors import LOST, Executor, Job
+from alignment.ablation.executors import LOST, Command, Executor
 from alignment.args import RLArgs, SFTArgs, as_command, command_line
 from alignment.system.errors import UserError
 from alignment.system.files import LOCK, read_json, read_jsonl, write_json
+from alignment.system.processes import start_command
 from alignment.system.terminal import make_table
 
 if TYPE_CHECKING:  # the statistics load scipy, which a sweep needs only once its runs are done
@@ -86,13 +88,13 @@ def warm_up(design: Design, executor: Executor, output_dir: str, console: Consol
     for base, arm in ((base, arm) for base, arm in warm_starts.items() if not Path(base).exists()):
         console.print(f"{base} is not there yet: warming up by SFT, once", markup=False)
         args = dataclasses.replace(as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir)
-        job = Job("sft", "alignment.sft", tuple(command_line(args)), str(design.folder / "logs" / "sft.log"))
-        executor.submit(job)
+        log = design.folder / "logs" / "sft.log"
+        executor.submit("sft", command("sft", command_line(args), log))
         with console.status("warming up"):
             while not (codes := executor.finished(1.0)):
                 pass
         if codes["sft"]:
-            raise UserError(f"warming up failed; its output is in {job.log}")
+            raise UserError(f"warming up failed; its output is in {log}")
 
 
 def run_all(design: Design, executor: Executor, states: Sequence[State], console: Console) -> None:
@@ -115,7 +117,12 @@ def submit(design: Design, executor: Executor, state: State) -> None:
     state.attempts += 1
     resume = (design.folder / state.name / "args.json").exists()
     args = dataclasses.replace(design.arms[state.arm], seed=state.seed, run_name=state.name, resume=resume)
-    executor.submit(Job(state.name, "alignment.train_rl", tuple(command_line(args)), str(_log(design, state))))
+    executor.submit(state.name, command("train_rl", command_line(args), _log(design, state)))
+
+
+def command(name: str, flags: Sequence[str], log: Path) -> Command:
+    """A command for an executor, in this folder: a cluster's machines have another working directory."""
+    return partial(start_command, f"alignment.{name}", flags, Path.cwd() / log, Path.cwd())
 
 
 def settle(design: Design, executor: Executor, state: State, code: int, console: Console) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ from ray.cluster_utils import Cluster
 from rich.console import Console
 
 from alignment import sweep
-from alignment.ablation.executors import LOST, Job, LocalExecutor, RayExecutor, make_executor
+from alignment.ablation.executors import LOST, LocalExecutor, RayExecutor, make_executor
 from alignment.ablation.report import write_report
 from alignment.ablation.schedule import State, next_runs, out_of_reach, run_all
 from alignment.ablation.statistics import Comparison
@@ -27,6 +28,7 @@ from alignment.args import SweepArgs
 from alignment.sweep import make_design
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder, read_jsonl
+from alignment.system.processes import start_command
 
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
 SMALL += ["--save_interval", "1"]
@@ -228,8 +230,8 @@ def exit_codes(executor: RayExecutor, jobs: int) -> dict[str, int]:
 def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
     executor = RayExecutor("", 2, 0)
     try:
-        executor.submit(Job("good", "platform", (), str(tmp_path / "good.log")))
-        executor.submit(Job("bad", "no_such_module", (), str(tmp_path / "bad.log")))
+        executor.submit("good", partial(start_command, "platform", (), tmp_path / "good.log"))
+        executor.submit("bad", partial(start_command, "no_such_module", (), tmp_path / "bad.log"))
         codes = exit_codes(executor, 2)
     finally:
         executor.close()
@@ -241,12 +243,16 @@ def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
     """Ray's own code does not survive an exception out of a signal's handler, so signals wait until it has returned."""
     script = f"""if True:
         from alignment.system.errors import run_command
-        from alignment.ablation.executors import Job, RayExecutor
+        from functools import partial
+        from pathlib import Path
+        from alignment.ablation.executors import RayExecutor
+        from alignment.system.processes import start_command
 
         def main():
             executor = RayExecutor("", 1, 0)
             try:
-                executor.submit(Job("sleeper", "timeit", ("-n1", "-r1", "import time; time.sleep(600)"), {str(tmp_path / "log")!r}))
+                flags, log = ("-n1", "-r1", "import time; time.sleep(600)"), Path({str(tmp_path / "log")!r})
+                executor.submit("sleeper", partial(start_command, "timeit", flags, log))
                 print("begun", flush=True)
                 while not executor.finished(1.0):
                     pass
@@ -275,7 +281,7 @@ def test_a_run_gets_whole_gpus_of_its_own(tmp_path):
             other = tmp_path / ("b" if name == "a" else "a")  # both are held until both are there
             code = f"import os, time; open({str(tmp_path / name)!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
             code += f"\nwhile not os.path.exists({str(other)!r}): time.sleep(0.1)"
-            executor.submit(Job(name, "timeit", ("-n1", "-r1", code), str(tmp_path / f"{name}.log")))
+            executor.submit(name, partial(start_command, "timeit", ("-n1", "-r1", code), tmp_path / f"{name}.log"))
         codes = exit_codes(executor, 2)
     finally:
         executor.close()
