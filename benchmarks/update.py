@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.args import RLArgs, from_preset
 from alignment.checks import resolve_model
+from alignment.core.losses import grpo_microbatch_train_step
 from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.core.tokens import packed_tokens, split_rows, take_rows
-from alignment.core.train_step import grpo_microbatch_train_step
 from alignment.data.embedded import tiny_tokenizer
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task

@@ -24,10 +24,9 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
-from alignment.core.losses import loss_denominator
+from alignment.core.losses import grpo_microbatch_train_step, loss_denominator
 from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
-from alignment.core.train_step import grpo_microbatch_train_step
 from alignment.data.tasks import find_task
 from alignment.evaluate import evaluate_model
 from alignment.policy.frozen import model_log_probs

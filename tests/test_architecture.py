@@ -236,7 +236,7 @@ PLANTED = [
     (forbidden_imports, "alignment.core.new", "def f():\n    from alignment.system import files"),
     (forbidden_imports, "alignment.runs.new", "if TYPE_CHECKING:\n    from alignment.policy.policy import Policy"),
     (forbidden_imports, "alignment.args", "from alignment.policy.loading import load_model"),
-    (circles, "alignment.core.losses", "def f():\n    from alignment.core import train_step"),
+    (circles, "alignment.core.records", "def f():\n    from alignment.core import tokens"),
     (commands_that_import_commands, "alignment.sft", "import alignment.train_rl\nif __name__ == '__main__':\n    pass"),
     (strangers_at_the_top, "alignment.helpers", "x = 1"),
     (rooms_without_arrows, "alignment.utils.text", "x = 1"),

@@ -9,9 +9,8 @@ from functools import partial
 
 import torch
 
-from alignment.core.losses import LossInputs, loss_denominator
+from alignment.core.losses import LossInputs, loss_denominator, micro_batch_loss
 from alignment.core.records import Distribution, Rollout
-from alignment.core.train_step import micro_batch_loss
 from alignment.policy.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, Policy
 from alignment.rollouts.config import derived_seed

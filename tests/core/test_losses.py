@@ -26,11 +26,12 @@ from alignment.core.losses import (
     compute_grpo_clip_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
+    grpo_microbatch_train_step,
     kl_penalty,
     loss_denominator,
     sampler_weights,
+    sft_microbatch_train_step,
 )
-from alignment.core.train_step import grpo_microbatch_train_step, sft_microbatch_train_step
 from alignment.rewards.rules import CONTROLS
 
 WITH_RATIO = sorted(name for name, loss in LOSSES.items() if loss.uses_ratio)
