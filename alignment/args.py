@@ -470,12 +470,14 @@ def _require_folder_name(args, name: str) -> None:
 
 
 SweepArgs = _sweep_args()
-AnyArgs = TypeVar("AnyArgs", bound=Args)
+AnyArgs = TypeVar("AnyArgs")
 
 
 def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
-    """Read the command line: the preset's values, overridden by the flags given. Raises `UserError` for values that cannot
-    work; unknown flags and malformed values exit with code 2 and a message."""
+    """Read the command line: the preset's values, where the command has presets, overridden by the flags given. Raises
+    `UserError` for values that cannot work; unknown flags and malformed values exit with code 2 and a message."""
+    if not issubclass(cls, Args):
+        return tyro.cli(cls, args=argv, use_underscores=True)
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default=Args.preset)

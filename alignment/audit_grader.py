@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
+from alignment.args import parse
 from alignment.data.tasks.jsonl import text_rows
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_jsonl
@@ -151,7 +151,7 @@ def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
 
 
 def main() -> None:
-    audit(tyro.cli(AuditArgs, use_underscores=True), make_console())
+    audit(parse(AuditArgs), make_console())
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@ uv run -m alignment.download
 
 from pathlib import Path
 
-import tyro
-
-from alignment.args import DownloadArgs
+from alignment.args import DownloadArgs, parse
 from alignment.system.errors import run_command
 
 
 def main() -> None:
-    args = tyro.cli(DownloadArgs, use_underscores=True)
+    args = parse(DownloadArgs)
     from alignment.data.tasks import gsm8k
 
     gsm8k.download(Path(args.folder), args.source)

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-import tyro
 from rich.console import Console
 
-from alignment.args import GradientsArgs, RLArgs, from_preset
+from alignment.args import GradientsArgs, RLArgs, from_preset, parse
 from alignment.checks import check_rl, roles_of
 from alignment.core.losses import LOSSES
 from alignment.system.errors import UserError, run_command
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    args = tyro.cli(GradientsArgs, use_underscores=True)
+    args = parse(GradientsArgs)
     rl = from_preset(RLArgs, args.preset, seed=args.seed, output_dir=args.output_dir)
     once = {"max_refills": 0, "rollouts": "sync", "max_staleness": None, "sync_every": 1}
     rl = dataclasses.replace(rl, group_size=max(args.group_size), prompts_per_rollout=args.prompts, **once)

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, flags_of, parse, preset_names
@@ -160,7 +159,7 @@ def print_accuracies(rows: list[dict], title: str, console: Console) -> None:
 
 
 def main() -> None:
-    args = tyro.cli(PipelineArgs, use_underscores=True)
+    args = parse(PipelineArgs)
     console = make_console()
     folder = Path(args.output_dir) / (args.name or Path(args.file).stem)
     stages = read_stages(Path(args.file), folder)

@@ -5,15 +5,13 @@ uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
 
 from pathlib import Path
 
-import tyro
-
-from alignment.args import ReportArgs
+from alignment.args import ReportArgs, parse
 from alignment.system.errors import UserError, run_command
 from alignment.system.terminal import make_console
 
 
 def main() -> None:
-    args = tyro.cli(ReportArgs, use_underscores=True)
+    args = parse(ReportArgs)
     from alignment.ablation.study import read_study
 
     folders = [Path(run) for run in args.runs]

@@ -8,13 +8,12 @@ import math
 import sys
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from alignment.ablation import schedule
 from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, refuse_incomparable_arms, with_controls
 from alignment.ablation.executors import Executor, make_executor
-from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, refuse_missing_warm_start, swept_values
+from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse, refuse_missing_warm_start, swept_values
 from alignment.data.tasks import find_task
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder
@@ -25,7 +24,7 @@ SEED_STD = 0.02  # assumed standard deviation of an arm's accuracy between seeds
 
 
 def main() -> None:
-    args = tyro.cli(SweepArgs, use_underscores=True)
+    args = parse(SweepArgs)
     console = make_console()
     from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
     design = make_design(args)
