@@ -39,8 +39,7 @@ def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple[Estima
     from alignment.core.tokens import pad_token_id
     from alignment.models import make_policy, make_sampler, warm_start
     from alignment.policy.loading import load_tokenizer
-    from alignment.rollouts.batches import collate_groups
-    from alignment.rollouts.source import open_source
+    from alignment.rollouts.source import collate_groups, open_source
     from alignment.training.microscope import estimators, inspect, refuse_too_many_gradients
 
     base = warm_start(rl, console)

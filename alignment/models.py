@@ -28,8 +28,7 @@ from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, p
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.ahead import AheadRollouts
-from alignment.rollouts.batches import collate_groups
-from alignment.rollouts.source import RolloutSource, open_source
+from alignment.rollouts.source import RolloutSource, collate_groups, open_source
 from alignment.rollouts.sync import Rollouts, SyncRollouts
 from alignment.runs.checkpoint import TRAINER, load_rollouts
 from alignment.runs.run import Run

@@ -22,7 +22,7 @@ from alignment.data.tasks import find_task
 from alignment.policy.loading import load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.rollouts.batches import collate_groups, with_advantages
+from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training.update import update
 

@@ -24,8 +24,8 @@ from alignment.data.tasks import find_task
 from alignment.policy.loading import load_config, load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.rollouts.batches import collate_groups, with_advantages
 from alignment.rollouts.config import problems_of_step
+from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training.update import update
 

@@ -36,7 +36,7 @@ from alignment.policy.loading import load_tokenizer
 from alignment.policy.log_probs import compute_entropy
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.rollouts.batches import collate_groups, with_advantages
+from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.training.update import rollout_objective, rows_with_gradient
 from benchmarks.vs_trl import make_trainer, trl_inputs
 

@@ -32,8 +32,8 @@ from alignment.evaluate import evaluate_model
 from alignment.policy.frozen import model_log_probs
 from alignment.policy.loading import load_model, load_tokenizer
 from alignment.rewards.reward import find_reward
-from alignment.rollouts.batches import collate_groups, with_advantages
 from alignment.rollouts.config import problems_of_step
+from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.sampling.transformers import TransformersSampler
 
 # Name: our arguments, and TRL's for the same loss. In TRL's CISPO epsilon_high is the bound itself.

@@ -12,7 +12,7 @@ import torch
 from alignment.core.losses import LOSSES, NORMALIZATIONS
 from alignment.core.records import Rollout
 from alignment.policy.policy import Policy
-from alignment.rollouts.batches import with_advantages
+from alignment.rollouts.source import with_advantages
 from alignment.system.errors import UserError
 from alignment.system.signals import deliver_signals
 from alignment.training.config import UpdateConfig

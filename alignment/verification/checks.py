@@ -16,9 +16,8 @@ from alignment.core.tokens import collate
 from alignment.policy.packing import take_plain_path
 from alignment.policy.policy import Objective, Policy, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.rollouts.batches import collate_groups, with_advantages
 from alignment.rollouts.config import problems_of_step
-from alignment.rollouts.source import RolloutSource
+from alignment.rollouts.source import RolloutSource, collate_groups, with_advantages
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped

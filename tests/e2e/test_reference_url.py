@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from alignment.verify import digests
 
 from alignment.system.files import read_jsonl
+from alignment.verify import digests
 from tests.e2e.conftest import NAME, said
 
 FLAGS = ["--beta", "0.1", "--rollouts", "async", "--num_steps", "8"]

@@ -13,7 +13,7 @@ from alignment.core.losses import LOSSES, NORMALIZATIONS
 from alignment.core.records import Rollout
 from alignment.core.tokens import collate, take_rows
 from alignment.policy.loading import load_tokenizer
-from alignment.rollouts.batches import with_advantages
+from alignment.rollouts.source import with_advantages
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig
 from alignment.system.errors import UserError
