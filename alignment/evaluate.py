@@ -82,13 +82,13 @@ def report(path: Path, models: Sequence[str], evaluations: Sequence[Evaluation],
 
     run = RunFolder(path)
     for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
-        run.log_eval({"step": number, "model": model, **evaluation.record()}, evaluation.groups)
+        run.log_eval({"step": number, "model": model, **evaluation.record}, evaluation.groups)
         console.print(model, style="bold", markup=False)
         accuracy.print_evaluation(evaluation, console)
     if len(models) == 1:
-        write_json(path / "summary.json", evaluations[0].record())
+        write_json(path / "summary.json", evaluations[0].record)
     else:
-        intervals = (evaluation.intervals["avg_all_rewards"] for evaluation in evaluations)
+        intervals = (evaluation.record["avg_all_rewards_ci"] for evaluation in evaluations)
         comparison = accuracy.paired_difference(*(evaluation.groups for evaluation in evaluations), *intervals)
         difference = {"difference": comparison.difference, "interval": list(comparison.interval)}
         names = list(map(label, models))

@@ -151,8 +151,8 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     with closing(sampler), console.status("sampling held-out problems"):
         result = evaluate(sampler)
     with closing(RunFolder(target, args.num_steps)) as log:
-        log.log_eval({"step": args.num_steps, **result.record()}, result.groups)
-    write_json(target / "summary.json", result.record())
+        log.log_eval({"step": args.num_steps, **result.record}, result.groups)
+    write_json(target / "summary.json", result.record)
     return result
 
 

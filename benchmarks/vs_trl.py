@@ -270,8 +270,8 @@ def same_training(args: RLArgs, model: str, steps: int, seed: int) -> Table:
 
 
 def accuracy(args: RLArgs, model: str) -> tuple[float, tuple[float, float]]:
-    evaluation = evaluate_model(from_preset(EvaluateArgs, args.preset), model, Console(quiet=True))
-    return evaluation.averages["avg_all_rewards"], evaluation.intervals["avg_all_rewards"]
+    record = evaluate_model(from_preset(EvaluateArgs, args.preset), model, Console(quiet=True)).record
+    return record["avg_all_rewards"], record["avg_all_rewards_ci"]
 
 
 if __name__ == "__main__":

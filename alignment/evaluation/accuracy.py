@@ -30,33 +30,11 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation. Averages are shares in [0, 1], each with its 95 % interval."""
+    """Scored groups of one size, and their `record`, plain data: averages, which are shares in [0, 1], each with its 95 %
+    interval, and what else docs/files.md lists."""
 
     groups: tuple[Group, ...]
-    averages: Mapping[str, float]
-    intervals: Mapping[str, Interval]
-    categories: Mapping[str, int]
-    pass_at_k: Mapping[int, float]
-    maj_at_k: float
-    response_length: float
-    finished: float
-    seconds: float
-    rules: tuple[str, ...]
-
-    def record(self) -> dict[str, object]:
-        """The evaluation as plain data, without the completions."""
-        return {
-            **self.averages,
-            **{f"{name}_ci": list(interval) for name, interval in self.intervals.items()},
-            "categories": dict(self.categories),
-            **{f"pass@{k}": value for k, value in self.pass_at_k.items()},
-            f"maj@{len(self.groups[0].completions)}": self.maj_at_k,
-            "response_length": self.response_length,
-            "finished": self.finished,
-            **grading_report(self.groups, self.rules),
-            "problems": len(self.groups),
-            "seconds": self.seconds,
-        }
+    record: Mapping[str, Any]
 
 
 def evaluate_vllm(
@@ -83,18 +61,19 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
     powers_of_two = sorted({k, *(2**i for i in range(k.bit_length()))})
     correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
     completions = [completion for group in groups for completion in group.completions]
-    return Evaluation(
-        groups=tuple(groups),
-        averages={name: sum(map(sum, rows)) / (k * len(rows)) for name, rows in scores_PG.items()},
-        intervals={name: clustered_interval(rows) for name, rows in scores_PG.items()},
-        categories=Counter(map(category, (score for group in groups for score in group.scores))),
-        pass_at_k={j: sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in powers_of_two},
-        maj_at_k=sum(map(majority_share, groups)) / len(groups),
-        response_length=sum(len(c.token_ids) for c in completions) / len(completions),
-        finished=sum(c.finish_reason == "stop" for c in completions) / len(completions),
-        seconds=seconds,
-        rules=tuple(rules),
-    )
+    record = {
+        **{name: sum(map(sum, rows)) / (k * len(rows)) for name, rows in scores_PG.items()},
+        **{f"{name}_ci": list(clustered_interval(rows)) for name, rows in scores_PG.items()},
+        "categories": Counter(map(category, (score for group in groups for score in group.scores))),
+        **{f"pass@{j}": sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in powers_of_two},
+        f"maj@{k}": sum(map(majority_share, groups)) / len(groups),
+        "response_length": sum(len(c.token_ids) for c in completions) / len(completions),
+        "finished": sum(c.finish_reason == "stop" for c in completions) / len(completions),
+        **grading_report(groups, rules),
+        "problems": len(groups),
+        "seconds": seconds,
+    }
+    return Evaluation(tuple(groups), record)
 
 
 def category(score: Score) -> str:
@@ -135,15 +114,13 @@ def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) ->
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     """Print the averages with their intervals, the categories, and pass@k and maj@k where samples allow."""
-    spans = {name: "{:.4f} .. {:.4f}".format(*interval) for name, interval in evaluation.intervals.items()}
-    rows = [(name, f"{value:.4f}", spans[name]) for name, value in evaluation.averages.items()]
-    samples = len(evaluation.groups[0].completions)
+    record, samples = evaluation.record, len(evaluation.groups[0].completions)
+    rows = [(name, f"{record[name]:.4f}", "{:.4f} .. {:.4f}".format(*record[f"{name}_ci"])) for name in AVERAGES]
     if samples > 1:
-        rows += [(f"pass@{k}", f"{value:.4f}") for k, value in evaluation.pass_at_k.items()]
-        rows += [(f"maj@{samples}", f"{evaluation.maj_at_k:.4f}")]
-    rows += [(name, str(evaluation.categories.get(name, 0))) for name in CATEGORIES]
-    rows += [("mean response tokens", f"{evaluation.response_length:.1f}")]
-    title, numbers = f"{len(evaluation.groups)} problems in {evaluation.seconds:.1f} s", ("value", "95 % interval")
+        rows += [(name, f"{value:.4f}") for name, value in record.items() if name.startswith(("pass@", "maj@"))]
+    rows += [(name, str(record["categories"].get(name, 0))) for name in CATEGORIES]
+    rows += [("mean response tokens", f"{record['response_length']:.1f}")]
+    title, numbers = f"{record['problems']} problems in {record['seconds']:.1f} s", ("value", "95 % interval")
     console.print(make_table(title, ("", *numbers), rows, numbers))
 
 
@@ -238,4 +215,4 @@ class Evaluator:
         evaluation = self.evaluate(self.sampler)
         if self.check is not None:
             self.check(evaluation.groups)
-        self.run.folder.log_eval({"step": step, **evaluation.record()}, evaluation.groups)
+        self.run.folder.log_eval({"step": step, **evaluation.record}, evaluation.groups)

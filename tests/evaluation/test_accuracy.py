@@ -105,12 +105,12 @@ def test_the_interval_holds_the_mean_and_stays_in_range(scores):
 
 
 def test_summary():
-    found = summarise([group(("5", "right"), ("4", "wrong")), group(("", "shapeless"), ("5", "right"))], seconds=3.0)
-    assert found.averages == {"avg_format_rewards": 0.75, "avg_answer_rewards": 0.5, "avg_all_rewards": 0.5}
-    assert found.categories == {"format and answer": 2, "format only": 1, "neither": 1}
-    assert found.pass_at_k == {1: 0.5, 2: 1.0}
-    assert found.maj_at_k == 0.75
-    assert found.record()["maj@2"] == 0.75
+    found = summarise([group(("5", "right"), ("4", "wrong")), group(("", "shapeless"), ("5", "right"))], seconds=3.0).record
+    averages = {name: found[name] for name in ("avg_format_rewards", "avg_answer_rewards", "avg_all_rewards")}
+    assert averages == {"avg_format_rewards": 0.75, "avg_answer_rewards": 0.5, "avg_all_rewards": 0.5}
+    assert found["categories"] == {"format and answer": 2, "format only": 1, "neither": 1}
+    assert {name: found[name] for name in found if name.startswith("pass@")} == {"pass@1": 0.5, "pass@2": 1.0}
+    assert found["maj@2"] == 0.75
 
 
 def test_nothing_to_evaluate_is_refused():
