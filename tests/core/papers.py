@@ -11,8 +11,7 @@ import torch
 from torch.autograd.functional import jacobian
 
 from alignment.core.advantages import AdvantageConfig, group_advantages
-from alignment.core.losses import CORRECTIONS, LOSSES, LossConfig, LossInputs, loss_denominator
-from alignment.core.train_step import micro_batch_loss
+from alignment.core.losses import CORRECTIONS, LOSSES, LossConfig, LossInputs, loss_denominator, micro_batch_loss
 
 LONGEST = 6  # tokens that a made-up response may have
 

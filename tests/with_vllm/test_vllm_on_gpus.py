@@ -78,7 +78,7 @@ def test_the_older_runner_is_advised_where_the_newer_one_fails(file, error, advi
     scope = {"error": RuntimeError(error)}
     exec(compile("def of_torch(): raise error", "/torch/library.py", "exec"), scope)
     exec(compile("def start(*arguments): of_torch()", FOLDER / file, "exec"), scope)
-    monkeypatch.setattr(vllm, "_start_engine", scope["start"])
+    monkeypatch.setitem(vllm.VERBS, "start", scope["start"])
     ours, workers = Pipe()
     ours.send(("start", ()))
     with pytest.raises(RuntimeError):
