@@ -5,9 +5,11 @@ import os
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from typing import Any
 
 import httpx
+import numpy as np
 import safetensors.torch
 import torch
 
@@ -17,7 +19,7 @@ from alignment.policy.loading import make_deterministic
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.files import json_object
 from alignment.system.http import KEEPALIVE_OPTIONS, REFERENCE_TOKEN
-from alignment.system.processes import START_SECONDS, ChildProcess
+from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 
 COMMAND = "alignment.reference_server"
 SERVICE = f"{COMMAND} 2"  # and the version of its requests
@@ -25,6 +27,7 @@ WEIGHTS_HEADER = "Reference-Weights"
 CONNECT_SECONDS = 10.0  # and for the first answer, so that a wrong address is noticed at once
 LOST_SECONDS = 300.0  # for a lost server to be started again
 RETRY_SECONDS = 1.0
+NAME = "reference model's process"
 
 
 class RemoteReference:
@@ -114,15 +117,15 @@ class ReferenceProcess:
         question = ([tensor.numpy() for tensor in vars(batch).values()], distribution, micro_batch_tokens)
         with self._turn:
             try:
-                return self._log_probs(question, batch.response_mask)
-            except RunStopped as error:
+                return self._answer(question, batch.response_mask)
+            except RunStopped as stopped:
                 if self._is_closed:
                     raise
-                print(f"the reference model is started again: {error}", file=sys.stderr)
+                print(f"the reference model is started again: {stopped}", file=sys.stderr)
             self.restarts += 1
             self._child.close()
             self._start()
-            return self._log_probs(question, batch.response_mask)
+            return self._answer(question, batch.response_mask)
 
     def close(self) -> None:
         """End it, also while another thread waits for it."""
@@ -130,45 +133,35 @@ class ReferenceProcess:
         self._child.close()
 
     def _start(self) -> None:
-        name, entry = "reference model's process", "alignment.policy.reference_client:serve"
-        self._child = ChildProcess(name, entry, os.environ, grace_seconds=0)
-        self._answer(self._model, max(self.timeout, START_SECONDS))
+        self._child = ChildProcess(NAME, "alignment.policy.reference_client:serve", os.environ, grace_seconds=0)
+        self._ask(max(self.timeout, START_SECONDS), "start", *self._model)
 
-    def _log_probs(self, question: tuple, mask: torch.Tensor) -> torch.Tensor:
+    def _answer(self, question: tuple, mask: torch.Tensor) -> torch.Tensor:
         try:
-            return of_responses(torch.from_numpy(self._answer(question, self.timeout)), mask)
+            return of_responses(torch.from_numpy(self._ask(self.timeout, "log_probs", *question)), mask)
         except ValueError as error:
-            raise RunStopped(f"the {self._child.name} answers what are no log-probs: {error}") from None
+            raise RunStopped(f"the {NAME} answers what are no log-probs: {error}") from None
 
-    def _answer(self, message: tuple, seconds: float) -> object:
-        with self._child.time_limit(seconds) as hung:
-            try:
-                self._child.connection.send(message)
-                answer = self._child.receive()
-            except (EOFError, OSError):
-                if self._is_closed:
-                    raise RunStopped(f"the {self._child.name} was closed") from None
-                late = f"the {self._child.name} gave no answer within {seconds:g} s (--sampler_timeout)"
-                raise RunStopped(late if hung.is_set() else self._child.exit_report()) from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def _ask(self, seconds: float, verb: str, *arguments) -> Any:
+        try:
+            return self._child.ask(seconds, verb, *arguments)
+        except ProcessLost as lost:
+            raise RunStopped(str(lost)) from None
 
 
 def serve(descriptor: int) -> None:
-    """The process of `ReferenceProcess`: loads a model and answers batches, through the pipe `descriptor`."""
-    connection = Connection(descriptor)
-    path, device, dtype, deterministic = connection.recv()
+    """Be the process of a `ReferenceProcess`."""
+    answer_requests(descriptor, {"start": _load, "log_probs": _log_probs, "stop": lambda model: None})
+
+
+def _load(path: str, device: str, dtype: torch.dtype, deterministic: bool) -> FrozenModel:
     if deterministic:
         make_deterministic()
-    try:
-        model = FrozenModel(path, device, dtype)
-        connection.send(None)
-        while True:
-            arrays, *settings = connection.recv()
-            connection.send(model.log_probs(Batch(*map(torch.from_numpy, arrays)), *settings).numpy())
-    except Exception as error:  # such as a device without memory
-        connection.send(RunStopped(f"the reference model's process failed: {type(error).__name__}: {error}"))
+    return FrozenModel(path, device, dtype)
+
+
+def _log_probs(model: FrozenModel, _, arrays: Sequence[np.ndarray], *settings) -> np.ndarray:
+    return model.log_probs(Batch(*map(torch.from_numpy, arrays)), *settings).numpy()
 
 
 def of_responses(log_probs_BT: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

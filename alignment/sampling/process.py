@@ -3,11 +3,8 @@
 Everything crosses one pipe: requests and their answers, and weights one tensor at a time."""
 
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -17,7 +14,7 @@ from alignment.sampling.arrival import Held
 from alignment.sampling.sampler import Sampler, SamplerConfig, SamplerEngine, SamplerLost
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
-from alignment.system.processes import START_SECONDS, ChildProcess
+from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 from alignment.system.registry import import_object
 
 
@@ -29,17 +26,17 @@ class EngineProcess:
 
     def __init__(self, name: str, entry: str, environment: Mapping[str, str], config: SamplerConfig, *start):
         self.restarts, self.policy_version, self.dtype = 0, config.policy_version, getattr(torch, config.dtype)
-        self._timeout, self._busy = config.timeout, False
+        self._timeout = config.timeout
         self._worker = ChildProcess(f"{name} process on {config.place}", entry, environment)
         try:
-            self._ask("start", *start, timeout=max(config.timeout, START_SECONDS))
+            self._ask("start", *start, seconds=max(config.timeout, START_SECONDS))
         except SamplerLost as error:
             raise UserError(f"{name} could not start on {config.place} with the model {config.model_path}: {error}") from None
         self._worker.clear_log()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the weights, one tensor on its way at a time: neither side holds a second copy of the model."""
-        self._ask("reload", version, tensors=named_tensors)
+        self._ask("reload", version, send=lambda connection: send_tensors(connection, named_tensors, self.dtype))
         self.policy_version = version
 
     def weight_checksums(self, version: int) -> Held | None:
@@ -48,38 +45,13 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
-        if self._busy:  # perhaps for minutes, with an answer that nobody will read
-            self._worker.kill()
         self._worker.close()
 
-    def _ask(
-        self, verb: str, *arguments, tensors: Iterable[tuple[str, torch.Tensor]] | None = None, timeout: float | None = None
-    ):
-        """The worker's answer to a request. After any failure the two sides are out of step, so the worker is ended."""
-        worker, limit = self._worker, self._timeout if timeout is None else timeout
-        if not worker.is_open:
-            raise RuntimeError(f"the {worker.name} is closed")
-        with worker.time_limit(limit) as hung:
-            self._busy = True
-            try:
-                worker.connection.send((verb, arguments))
-                if tensors is not None:
-                    send_tensors(worker.connection, tensors, self.dtype)
-                failure, answer = worker.receive()
-            except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
-                exit_report = worker.exit_report()
-                if hung.is_set():
-                    exit_report = f"the {worker.name} gave no answer within {limit:g} s"
-                raise SamplerLost(exit_report) from None
-            except BaseException:  # Ctrl-C too
-                self.close()
-                raise
-            finally:
-                self._busy = False
-        if failure:
-            self.close()
-            raise SamplerLost(failure)
-        return answer
+    def _ask(self, verb: str, *arguments, **options):
+        try:
+            return self._worker.ask(options.pop("seconds", self._timeout), verb, *arguments, **options)
+        except ProcessLost as lost:
+            raise SamplerLost(*lost.args) from None
 
 
 class SamplerProcess(EngineProcess):
@@ -96,23 +68,6 @@ class SamplerProcess(EngineProcess):
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
         """See `Sampler.sample`."""
         return self._ask("sample", list(prompts), sampling)
-
-
-def answer_requests(descriptor: int, verbs: Mapping[str, Callable], advice: Callable[[Exception], str] = lambda _: "") -> None:
-    """Answer requests from the pipe `descriptor` with (failure, answer), until one fails or is None. `verbs["start"]` makes the
-    engine of the first request's arguments; "stop" and all others take it first, others then the pipe and their arguments."""
-    connection = Connection(descriptor)
-    try:
-        _, arguments = connection.recv()
-        engine = verbs["start"](*arguments)
-        connection.send((None, None))
-        for verb, arguments in iter(connection.recv, None):
-            connection.send((None, verbs[verb](engine, connection, *arguments)))
-        verbs["stop"](engine)
-    except Exception as error:
-        with suppress(OSError):  # the parent may be the one that broke off
-            connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}{advice(error)}", None))
-        raise  # so that the log tells where
 
 
 def serve(descriptor: int) -> None:

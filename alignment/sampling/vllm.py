@@ -19,10 +19,11 @@ from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, checked_columns, checked_part, checksum
-from alignment.sampling.process import EngineProcess, answer_requests
+from alignment.sampling.process import EngineProcess
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
 from alignment.sampling.weight_transfer import received_tensors
 from alignment.system.errors import UserError
+from alignment.system.processes import answer_requests
 
 UUID_LENGTH = 36  # characters
 

@@ -5,18 +5,19 @@ Each child has a session of its own: Ctrl-C in the terminal reaches the parent o
 """
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from alignment.system.signals import Interrupted, deferred_signals
 
@@ -26,6 +27,10 @@ GRACE_SECONDS = 10  # for an engine to free its device before it is killed
 
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("child.py")
+
+
+class ProcessLost(RuntimeError):
+    """A child process died, hung, or failed to answer a request. The argument says how, with its last words."""
 
 
 class ChildProcess:
@@ -41,6 +46,7 @@ class ChildProcess:
     ):
         self.name = name
         self.connection, child_end = Pipe()
+        self._is_asked = False
         self._log, self._log_start = tempfile.TemporaryFile() if log else None, 0
         descriptor = child_end.fileno()
         self.process = _start(["call", entry, str(descriptor)], environment, self._log or subprocess.DEVNULL, descriptor)
@@ -63,8 +69,36 @@ class ChildProcess:
                 raise EOFError
         return self.connection.recv()
 
+    def ask(self, seconds: float, verb: str, *arguments, send: Callable[[Connection], None] = lambda connection: None) -> Any:
+        """The answer of a process that runs `answer_requests`; `send` sends more than the arguments. Raises `ProcessLost` where
+        it fails, dies, or takes longer than `seconds`. After any failure the sides are out of step: the process is ended."""
+        if not self.is_open:
+            raise RuntimeError(f"the {self.name} is closed")
+        with self.time_limit(seconds) as hung:
+            self._is_asked = True
+            try:
+                self.connection.send((verb, arguments))
+                send(self.connection)
+                failure, answer = self.receive()
+            except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
+                report = self.exit_report() if self.is_open else f"the {self.name} was closed"
+                late = f"the {self.name} gave no answer within {seconds:g} s (--sampler_timeout)"
+                raise ProcessLost(late if hung.is_set() else report) from None
+            except BaseException:  # Ctrl-C too
+                self.close()
+                raise
+            finally:
+                self._is_asked = False
+        if failure:
+            self.close()
+            raise ProcessLost(f"the {self.name} failed: {failure}")
+        return answer
+
     def close(self) -> None:
-        """End the process and everything it started. A second call does nothing."""
+        """End the process and everything it started; at once where it is asked something, perhaps for minutes, whose answer
+        nobody will read. A second call does nothing."""
+        if self._is_asked:
+            self.kill()
         self._end()
 
     def kill(self) -> None:
@@ -113,6 +147,23 @@ def _end(process: subprocess.Popen, connection: Connection, owner: int, grace_se
     with suppress(subprocess.TimeoutExpired):
         process.wait(grace_seconds)
     end_command(process)
+
+
+def answer_requests(descriptor: int, verbs: Mapping[str, Callable], advice: Callable[[Exception], str] = lambda _: "") -> None:
+    """Answer requests from the pipe `descriptor` with (failure, answer), until one fails or is None. `verbs["start"]` makes the
+    object of the first request's arguments; "stop" and all others take it first, others then the pipe and their arguments."""
+    connection = Connection(descriptor)
+    try:
+        _, arguments = connection.recv()
+        served = verbs["start"](*arguments)
+        connection.send((None, None))
+        for verb, arguments in iter(connection.recv, None):
+            connection.send((None, verbs[verb](served, connection, *arguments)))
+        verbs["stop"](served)
+    except Exception as error:
+        with suppress(OSError):  # the parent may be the one that broke off
+            connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}{advice(error)}", None))
+        raise  # so that the log tells where
 
 
 def start_command(
