@@ -14,7 +14,6 @@ from alignment.rewards.grading import answers, sentences
 from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
-from alignment.rewards.grading.regions import as_region, same_point
 from alignment.rewards.grading.text import squeeze
 from alignment.rewards.grading.units import SYMBOLS, read_unit, same_unit
 from alignment.rewards.grading.values import MAX_BITS, equal_values, mentions_i, proportional, rational, real_value, substitute
@@ -306,10 +305,10 @@ def _same_time(a: Clock, t: Clock) -> bool:
 
 def _same_region(a: Answer, t: Answer) -> bool | None:
     try:
-        cuts_a, cuts_t = as_region(a).cuts, as_region(t).cuts
+        cuts_a, cuts_t = answers.as_region(a).cuts, answers.as_region(t).cuts
     except Refused:
         return False
-    same = (same_point(x, y) and after_x == after_y for (x, after_x), (y, after_y) in zip(cuts_a, cuts_t, strict=False))
+    same = (answers.same_point(x, y) and after_x == after_y for (x, after_x), (y, after_y) in zip(cuts_a, cuts_t, strict=False))
     return len(cuts_a) == len(cuts_t) and all(same)
 
 

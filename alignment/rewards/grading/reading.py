@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from flint import arb
 
-from alignment.rewards.grading import answers, regions
+from alignment.rewards.grading import answers
 from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import FUNCTIONS, GREEK, NoAnswer, Node, Refused, parse_expression, variables
 from alignment.rewards.grading.quantities import read_clock, read_number_in_words, read_quantity, read_ratio, read_two_units
@@ -40,7 +40,7 @@ _SENTENCE_OF_PHRASE = re.compile(
     + "|".join(p for p in _PHRASE if re.fullmatch("[a-z' ]{9,}", p))
     + ")"
 )
-_PHRASE |= dict.fromkeys(TABLES["everything"], regions.EVERYWHERE)
+_PHRASE |= dict.fromkeys(TABLES["everything"], answers.EVERYWHERE)
 
 
 def _phrase(text: str, levels: int) -> Answer | None:
@@ -62,9 +62,9 @@ def _alternatives(text: str, levels: int) -> Answer | None:
     parts = [read(piece, levels - 1) for piece in pieces[::2]]
     inner = list(map(answers.unlabelled, parts))
     if all(isinstance(part, Region) for part in inner):
-        return regions.union(inner) if pieces[1] == "or" else regions.intersection(inner)
-    if pieces[1] == "or" and all(regions.is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
-        return regions.union(map(regions.as_region, inner))
+        return answers.union(inner) if pieces[1] == "or" else answers.intersection(inner)
+    if pieces[1] == "or" and all(answers.is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
+        return answers.union(map(answers.as_region, inner))
     return _collect("or", parts)
 
 
@@ -218,11 +218,11 @@ def _inequality(sides: list[str], signs: list[str]) -> Answer:
     if backwards:
         sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
     if len(sides) == 2 and _VARIABLE.fullmatch(sides[0]) and (end := _end(sides[1])) is not None:
-        return Labelled(_label(sides[0]), regions.half_line(signs[0], end))
+        return Labelled(_label(sides[0]), answers.half_line(signs[0], end))
     if len(sides) == 3 and set(signs) <= {"<", "≤"} and _VARIABLE.fullmatch(sides[1]):
         low, high = _end(sides[0]), _end(sides[2])
         if low is not None and high is not None:
-            return Labelled(_label(sides[1]), regions.interval(low, signs[0] == "≤", high, signs[1] == "≤"))
+            return Labelled(_label(sides[1]), answers.interval(low, signs[0] == "≤", high, signs[1] == "≤"))
     if len(sides) != 2:
         raise NoAnswer("a chain of inequalities")
     left, right = map(parse_expression, sides)
@@ -243,27 +243,27 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     if not all(map(is_narrow, at)) or not (at[2] - at[1] - slope).contains(0) or slope.contains(0):
         return None
     ends = sorted(((arb(c.numerator) / c.denominator - at[0]) / slope for c in (right, -right)), key=float)
-    inside = regions.interval(ends[0], sign in "≤>", ends[1], sign in "≤>")
-    return Labelled(names.pop(), inside if sign in "<≤" else regions.complement(inside)) if sign != "≠" else None
+    inside = answers.interval(ends[0], sign in "≤>", ends[1], sign in "≤>")
+    return Labelled(names.pop(), inside if sign in "<≤" else answers.complement(inside)) if sign != "≠" else None
 
 
 def _end(text: str) -> arb | None:
     """A real constant or an infinity; None for anything else."""
     with suppress(Refused):
-        return regions.edge(_phrase(text, 1) or read_quantity(text))
+        return answers.edge(_phrase(text, 1) or read_quantity(text))
     return None
 
 
 def _set_operation(text: str, levels: int) -> Answer | None:
     """`(-∞, 1) ∪ (2, ∞)`, `ℝ ∖ {0}`."""
-    for sign, operation in (("∪", regions.union), ("∖", None), ("∩", regions.intersection)):
+    for sign, operation in (("∪", answers.union), ("∖", None), ("∩", answers.intersection)):
         parts = split(text, sign)
         if len(parts) < 2:
             continue
         if len(parts) > MAX_PARTS:
             raise NoAnswer("too many parts")
-        pieces = [regions.as_region(read(part, levels - 1)) for part in parts]
-        return operation(pieces) if operation else regions.intersection([pieces[0], *map(regions.complement, pieces[1:])])
+        pieces = [answers.as_region(read(part, levels - 1)) for part in parts]
+        return operation(pieces) if operation else answers.intersection([pieces[0], *map(answers.complement, pieces[1:])])
     if text.startswith("ℝ-"):
         return _set_operation(text.replace("-", "∖", 1), levels)
     return None
