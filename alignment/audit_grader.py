@@ -50,8 +50,7 @@ def read_completions(file: Path) -> list[Pair]:
 
 def grade_all(pairs: Sequence[Pair]) -> list[dict]:
     """Each distinct pair with its number of occurrences, and the verdict and the reason of each of `GRADERS`."""
-    from alignment.rewards.grading.ask_math_verify import math_verify_many
-    from alignment.rewards.grading.cascade import grade_many
+    from alignment.rewards.grading.cascade import grade_many, math_verify_many
     from alignment.rewards.grading.reference import reference_verdict
 
     counts = Counter(pairs)

@@ -29,7 +29,7 @@ import torch.utils.tensorboard  # noqa: F401
 from alignment import models, train_rl
 from alignment.data.embedded import build_tiny
 from alignment.data.tasks import TASKS
-from alignment.rewards.grading.ask_math_verify import WORKERS
+from alignment.rewards.grading.cascade import WORKERS
 from alignment.rewards.reward import Reward
 from alignment.rollouts.source import RolloutSource
 from alignment.runs import run as runs

@@ -1,8 +1,8 @@
 """The grader: whether a final answer equals the ground truth.
 
-    text.py -> reading.py -> compare.py -> (notation that reading.py refuses) ask_math_verify.py
+    text.py -> reading.py -> compare.py -> (notation that reading.py refuses) math-verify
 
 `text.py` brings spelling to one form by the tables of `notation.toml`, `answers.py` holds the kinds of answers, `reading.py`
 reads their structure, `expressions.py` what stands inside, `values.py` evaluates it, `compare.py` decides, `cascade.py` puts
-the stages in order. None of them evaluates text.
+the stages in order and asks math-verify. None of them evaluates text.
 """

@@ -1,4 +1,4 @@
-"""The kinds of answers: a quantity with its unit, words, a listing, a matrix, a region of the real line and its arithmetic, ..."""
+"""The kinds of answers: quantities with units, words, listings, matrices, ..., and the arithmetic of regions of the line."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

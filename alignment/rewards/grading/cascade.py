@@ -1,22 +1,30 @@
 """The stages of grading, cheapest first: whether an answer equals a ground truth, and which stage decided it. docs/grading.md
-lists them."""
+lists them.
+
+The last one is the library math-verify, for notation that our own grammar does not read. It reads LaTeX with a grammar and then
+lets sympy compute, for any time and in any memory: it runs in workers that limit both.
+"""
 
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
-from alignment.rewards.grading.ask_math_verify import WORKERS, ask_math_verify
 from alignment.rewards.grading.compare import Comparison
-from alignment.rewards.grading.text import normalise, squeeze, unbox
-from alignment.system.limited_workers import CallFailed
+from alignment.rewards.grading.expressions import CAPITALS, FUNCTIONS, GREEK
+from alignment.rewards.grading.text import TABLES, normalise, split, squeeze, unbox
+from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
 READ_CHARS = 400  # beyond which a text is compared as it stands, for reading takes the square of its length
 CACHED = 100_000  # verdicts kept
 SPREAD = 512  # the number of pairs from which grading in other processes is faster than here
 CHUNK_SECONDS = 60.0  # of CPU time for a chunk of pairs, each of which takes a few milliseconds at most
+ASKED_CHARS = 200  # of a text that math-verify gets
+SECONDS = 1.5  # of CPU time for one pair that math-verify gets
+
+WORKERS = LimitedWorkers(("math_verify", __name__))  # This process's workers for all of grading.
 
 FAILURES = ("time-out", "memory", "died", "error")
 """Stages of a failed grading: the reward is 0, and the run counts and reports it."""
@@ -45,15 +53,9 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
         return verdict
     WORKERS.warm_up()  # a task with expressions in its answers will have some that only math-verify reads
     try:
-        return _math_verify_verdict(answer, ground_truth) if verdict.stage == "unread" else verdict
+        return _ask_once(_normalised(answer), _normalised(ground_truth)) if verdict.stage == "unread" else verdict
     except CallFailed as failure:
         return Verdict(False, str(failure))
-
-
-@lru_cache(maxsize=CACHED)
-def _math_verify_verdict(answer: str, truth: str) -> Verdict:
-    """The verdict of the last stage. Raises `CallFailed`, so that a failure is not cached."""
-    return Verdict(*ask_math_verify(_normalised(answer), _normalised(truth)))
 
 
 @lru_cache(maxsize=CACHED)
@@ -126,3 +128,89 @@ def decide_many(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Verdict]:
 def decide_pairs(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Verdict]:
     """The verdict on each pair; `decide_many` calls it in a worker."""
     return [_decide(*pair, fast) for pair in pairs]
+
+
+# --- math-verify ------------------------------------------------------------------------------------------
+
+_KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
+_NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never
+_MISSING = re.compile(
+    r"\{ ?\}|[-+*/^_=<≤∪∩∖] ?$|^ ?[*/^_=<>≤≥∪∩∖]|"
+    r"\\(?:frac|binom)(?! ?(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\} ?){2})|\\(?:sqrt|sum|prod|int|lim|begin)(?! ?[\[{_A-Za-z0-9])"
+)
+_TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"})
+
+
+def ask_math_verify(answer: str, truth: str) -> Verdict:
+    """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get. Raises `CallFailed`."""
+    # Only where one of the texts has notation that math-verify alone reads, and both are harmless.
+    if not _NOTATION.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
+        return Verdict(False, "unread")
+    return Verdict(_submit(answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)).result()[0], "math-verify")
+
+
+_ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)  # a failure raises, so it is not cached
+
+
+def _submit(answer: str, truth: str) -> Future:
+    return WORKERS.submit(f"{__name__}:math_verify_reading", (answer, truth), SECONDS)
+
+
+def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[tuple[bool, str]]:
+    """math-verify's verdict on each unchanged (answer, truth) and its reading of the answer; for audits."""
+    outcomes = []
+    for reply in [_submit(*pair) if max(map(len, pair)) <= MAX_CHARS else None for pair in pairs]:
+        try:
+            outcomes.append(tuple(reply.result()) if reply else (False, "too long to ask"))
+        except CallFailed as failure:
+            outcomes.append((False, str(failure)))
+    return outcomes
+
+
+def _harmless(text: str) -> bool:
+    """Whether a normalised text is short, complete, made of known commands, and without words or large numbers. An equation is
+    not harmless: math-verify reads `7 = 5` as 5, and takes unsolvable equations for equal. Nor is a relation of numbers, which
+    is true or false and states no answer."""
+    if len(text) > ASKED_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN or not _whole(text):
+        return False
+    bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
+    signs = re.sub(r"\\[A-Za-z]+", " ", bare)
+    if r"\int" in bare:
+        signs = re.sub(r"d[a-z](?![A-Za-z])", " x", signs)
+    relation = re.search("[<>≤≥≠]", bare)
+    # No number or power so large that computing it takes long, and no two digits after a \frac, which it misreads.
+    powers = len(re.findall(r"\^|\*\*", bare))
+    if powers != len(re.findall(r"\^ ?(?:[\w∞]|\{ ?-? ?[\w∞]{1,2} ?\})(?! ?[\^*!])", bare)) or powers > 6:
+        return False
+    if re.search(r"[0-9]{7}|\\frac ?[0-9]{2}|! ?!|[0-9]{3} ?!|\\binom[^}]*[0-9]{4}", bare):
+        return False
+    sums = re.search(r"\\(?:sum|prod|int|lim)", bare)
+    if re.search(r"[A-Za-z]{2}|[0-9]{16}|[0-9] +[0-9]|[!'\"`:;$%#~?≈∅]|\.\.", signs) or ("=" in signs and not sums):
+        return False
+    return not (relation and not re.search("[A-Za-z]", signs))
+
+
+def _whole(text: str) -> bool:
+    """Whether brackets match and nothing is missing: no \\frac without its two parts, no sign at an end."""
+    ended = re.findall(r"\\begin ?\{(\w+)\}", text) == re.findall(r"\\end ?\{(\w+)\}", text)
+    return bool(split(text)) and ended and not _MISSING.search(text)
+
+
+def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
+    """math-verify's verdict on two texts in LaTeX, and how it read the answer. May take any time and memory; an error means
+    no. Only its LaTeX extraction is safe: the one for plain expressions calls sympy's `parse_expr`, which is `eval`, while the
+    LaTeX grammar gives sympy no text but number tokens. Its time-out by `signal.alarm` is off: the worker has its own."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    config = [LatexExtractionConfig()]
+    try:
+        gold, target = (
+            parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)
+        )
+        # Rounding starts beyond the digits that a decimal has here, so that 0.33 is not 1/3 inside a matrix either.
+        equal = bool(gold and target) and verify(gold, target, float_rounding=15, numeric_precision=30, timeout_seconds=None)
+        return equal, f"read as {str(target[0])[:40]}" if target else "not read"
+    except MemoryError:
+        raise
+    except Exception as error:
+        return False, type(error).__name__

@@ -11,10 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignment.rewards.grading import ask_math_verify as asking
 from alignment.rewards.grading import cascade
-from alignment.rewards.grading.ask_math_verify import WORKERS, ask_math_verify
-from alignment.rewards.grading.cascade import Verdict, decide_many, grade_detail, grade_many
+from alignment.rewards.grading.cascade import WORKERS, Verdict, ask_math_verify, decide_many, grade_detail, grade_many
 from alignment.rewards.r1_zero import r1_zero_reward_fn
 from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
@@ -34,13 +32,12 @@ def math_verify_that(monkeypatch, tmp_path):
     workers = LimitedWorkers((*WORKERS.modules, "fake_math_verify"), 1)
 
     def start(body: str):
-        code = "import time, os, signal\nfrom alignment.rewards.grading import ask_math_verify\n"
-        code += f"def fake(answer, truth):\n    {body}\nask_math_verify.math_verify_reading = fake\n"
+        code = "import time, os, signal\nfrom alignment.rewards.grading import cascade\n"
+        code += f"def fake(answer, truth):\n    {body}\ncascade.math_verify_reading = fake\n"
         (tmp_path / "fake_math_verify.py").write_text(code)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        monkeypatch.setattr(asking, "WORKERS", workers)
         monkeypatch.setattr(cascade, "WORKERS", workers)
-        cascade._math_verify_verdict.cache_clear()
+        cascade._ask_once.cache_clear()
 
     yield start
     workers.close()
@@ -117,7 +114,7 @@ def test_no_worker_outlives_its_process(ending, tmp_path):
     script = f"""
 import json, os, signal, sys
 from pathlib import Path
-from alignment.rewards.grading.ask_math_verify import WORKERS, ask_math_verify
+from alignment.rewards.grading.cascade import WORKERS, ask_math_verify
 def main():
     assert ask_math_verify(*{MATRIX!r})[0]
     Path({str(tmp_path / "pids")!r}).write_text(json.dumps([worker.process.pid for worker in WORKERS.workers]))
