@@ -14,7 +14,7 @@ from alignment.data.prompts import check_template
 from alignment.data.tasks import Task, find_task, jsonl
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import RANKED, check_parallelism
-from alignment.rewards.reward import find_reward
+from alignment.rewards.rules import find_reward
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_token, find_engine, named_engine, sampler_address

@@ -19,7 +19,7 @@ from alignment.core.records import Completion, Group, Problem
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.data.tasks.jsonl import read_demonstrations
-from alignment.rewards.rules import find_rule, language_consistency
+from alignment.rewards.rules import find_rule, language_consistency, score_groups
 from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
@@ -62,7 +62,6 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     """Scored answers to the first training problems, each prompted with the examples; a group a problem."""
     from alignment.models import eval_sampling, make_sampler
     from alignment.policy.loading import load_tokenizer
-    from alignment.rewards.reward import score_groups
     from alignment.sampling.sampler import engine_name
 
     task = find_task(args.task)

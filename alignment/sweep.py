@@ -47,7 +47,7 @@ def main() -> None:
 
 def make_design(args: SweepOptions) -> Design:
     """The design of the command line. Raises `UserError` where an arm cannot work, and with --strict where it has warnings."""
-    from alignment.rewards.reward import find_reward
+    from alignment.rewards.rules import find_reward
 
     values = swept_values(args)
     arms = named_arms(args.sweep_file, args.preset, values) if args.sweep_file else grid(args.preset, values, args.hold)

@@ -31,7 +31,7 @@ from alignment.data.tasks import find_task
 from alignment.evaluate import evaluate_model
 from alignment.policy.frozen import model_log_probs
 from alignment.policy.loading import load_model, load_tokenizer
-from alignment.rewards.reward import find_reward
+from alignment.rewards.rules import find_reward
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.sampling.transformers import TransformersSampler

@@ -7,7 +7,7 @@ from alignment.core.records import Group, Problem, Rollout, SamplingConfig
 from alignment.data.tasks import arithmetic
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.rewards.reward import score_groups
+from alignment.rewards.rules import score_groups
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.system.clock import Clock

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from alignment.core.records import Group, Problem, SamplingConfig, Score
 from alignment.rewards.r1_zero import extract_answer
-from alignment.rewards.reward import grading_report, score_groups
+from alignment.rewards.rules import grading_report, score_groups
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import UserError

@@ -12,7 +12,7 @@ from alignment.core.records import Completion, Group, Problem, Rollout, SampledS
 from alignment.core.tokens import collate
 from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
-from alignment.rewards.reward import Reward, find_reward, graded_ahead, grading_report
+from alignment.rewards.rules import Reward, find_reward, graded_ahead, grading_report
 from alignment.rollouts.config import RolloutConfig, problems_of_step, refill_problems, training_problems
 from alignment.sampling.sampler import Sampler
 from alignment.system.clock import Clock

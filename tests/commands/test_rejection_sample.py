@@ -7,7 +7,7 @@ import pytest
 from alignment.core.records import Completion, Group, Problem
 from alignment.data.tasks import jsonl
 from alignment.rejection_sample import REASONS, read_examples, select, with_examples
-from alignment.rewards.reward import RULES
+from alignment.rewards.rules import RULES
 from alignment.system.errors import UserError
 
 PROBLEM = Problem("a", "What is 2 + 3?", "User: What is 2 + 3?\nAssistant: <think>", "5")

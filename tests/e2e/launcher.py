@@ -30,7 +30,7 @@ from alignment import models, train_rl
 from alignment.data.embedded import build_tiny
 from alignment.data.tasks import TASKS
 from alignment.rewards.grading.cascade import WORKERS
-from alignment.rewards.reward import Reward
+from alignment.rewards.rules import Reward
 from alignment.rollouts.source import RolloutSource
 from alignment.runs import run as runs
 from alignment.runs import summary

@@ -8,7 +8,7 @@ import pytest
 
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs, parse
 from alignment.checks import check
-from alignment.rewards.reward import find_reward
+from alignment.rewards.rules import find_reward
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "extending.md").read_text()

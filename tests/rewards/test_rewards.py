@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from alignment.core.records import Completion, Problem
 from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn, strict_answer
-from alignment.rewards.reward import find_reward, grading_report, score_groups
-from alignment.rewards.rules import CONTROLS, evaluation_rule, find_rule, random_reward
+from alignment.rewards.rules import (
+    CONTROLS,
+    evaluation_rule,
+    find_reward,
+    find_rule,
+    grading_report,
+    random_reward,
+    score_groups,
+)
 from alignment.system.errors import RunStopped, UserError
 
 HERE = Path(__file__).parent

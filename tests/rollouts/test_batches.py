@@ -6,7 +6,7 @@ import torch
 from rollout_helpers import ARGS, parity_reward, problems_of, rollout_of
 
 from alignment.core.records import SamplingConfig
-from alignment.rewards.reward import score_groups
+from alignment.rewards.rules import score_groups
 from alignment.training.update import update
 
 

@@ -15,7 +15,7 @@ from rollout_helpers import ARGS, open_tiny, parity_reward, problems_of, rollout
 from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_tokenizer
 from alignment.policy.policy import Objective
-from alignment.rewards.reward import score_groups
+from alignment.rewards.rules import score_groups
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training.update import learning_rate, rollout_loss, rows_with_gradient, shuffled_groups, update
 
