@@ -1,6 +1,6 @@
 """Peak memory of one rank of a replicated or sharded policy: `alignment.plan`'s closed form against torch's memory tracker.
 
-uv run -m benchmarks.rank_memory
+uv run --extra lora -m benchmarks.rank_memory
 
 One process is rank 0 of up to 64, with the true shapes of published models: its tensors of floating point have no data
 (FakeTensorMode), and collectives move nothing (backend "fake"). It makes an optimiser step, and then an update of two

