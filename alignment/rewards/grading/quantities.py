@@ -5,9 +5,8 @@ from fractions import Fraction
 
 from alignment.rewards.grading.answers import About, Answer, Clock, Listing, Quantity
 from alignment.rewards.grading.expressions import NUMBER, TRIGONOMETRIC, NoAnswer, Node, Refused, fraction, parse_expression
-from alignment.rewards.grading.sentences import qualified
 from alignment.rewards.grading.text import TABLES, split
-from alignment.rewards.grading.units import SCALES, SYMBOLS, quantity_in_words, read_unit, without_trailing_words
+from alignment.rewards.grading.words import SCALES, SYMBOLS, qualified, quantity_in_words, read_unit, without_trailing_words
 
 _TIME = re.compile(r"(?i)([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))? ?(a\.?m\.?|p\.?m\.?|o'clock|noon|midnight)?(?: (am|pm))?")
 

@@ -1,9 +1,10 @@
-"""Reads units of measure and money ("cm^2", "dollar/h"), and numbers in words ("two thirds")."""
+"""The words of answers: units of measure and money ("cm^2", "dollar/h"), numbers ("two thirds"), options, whole sentences."""
 
 import re
 from collections import Counter
 from fractions import Fraction
 
+from alignment.rewards.grading.expressions import NAMES
 from alignment.rewards.grading.text import TABLES
 
 _UNIT_NAMES = {
@@ -154,3 +155,103 @@ def _cardinal(words: list[str]) -> Fraction | None:
         else:
             return None
     return Fraction(total + current) if words else None
+
+
+_ARTICLES = re.compile(r"\b(?:the|an?) (?=\w)")
+_LETTERS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
+_NO_WORD = re.compile(r"[b-df-hj-np-tv-z]{2,3}|a?b?c?d?|x?y?z?")  # ab, xy, pqr: products
+
+
+def plain_words(text: str) -> str:
+    """A text of nothing but words, in one spelling; "" for any other text."""
+    if not _LETTERS.fullmatch(text) or len(text) < 2 or not NAMES.isdisjoint(re.findall("[A-Za-z]+", text)):
+        return ""
+    if _NO_WORD.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text) or quantity_in_words(text) is not None:
+        return ""
+    return " ".join(_ARTICLES.sub("", text.casefold().replace("-", " ").replace("'", "")).split())
+
+
+_OPTION = re.compile(r"(?i:(?:the )?(?:correct |right |best )?(?:option|choice|answer) (?:is )?)?\(?([A-Ja-j])\)?[.):]?")
+_SET_OF_LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
+_OPTION_TEXT = re.compile(r"(?:(?i:option|choice) )?(?:\(([A-J])\)[:.]?|([A-J])[).:]) ?(?=\S)(.*)")
+_OTHER_OPTION = re.compile(r"\([A-J]\)|\b[A-J][).:]|\b[B-J]\b|\band\b")
+
+
+def same_options(answer: str, truth: str) -> bool:
+    """Whether both name the same option, the answer also with its text, "(B) 12", or the same set of options."""
+    options = option_letters(truth)
+    if not options or options == option_letters(answer):
+        return bool(options)
+    named = _OPTION_TEXT.fullmatch(answer)
+    several = named is None or _OTHER_OPTION.search(named[3]) or qualified(named[3])
+    return not several and options == {(named[1] or named[2]).lower()}
+
+
+def option_letters(text: str) -> frozenset[str]:
+    """The letter of "(A)", "A." or "option A", or those of `A, C`, `AC` or `A and C`, in lower case; empty if none."""
+    if one := _OPTION.fullmatch(text):
+        return frozenset(one[1].lower())
+    letters = re.findall("[A-J]", text)
+    several = _SET_OF_LETTERS.fullmatch(text) and len(set(letters)) == len(letters)
+    return frozenset(map(str.lower, letters)) if several else frozenset()
+
+
+_SENTENCE = re.compile(
+    rf"(?:[A-Za-z']+,? ){{0,10}}(?:{'|'.join(TABLES['verbs'].split())}|equal to|there (?:are|were)|total of|left with)"
+    r"(?: (?:him|her|them|it|us|me|you))?(?: (?:now|still|exactly|only|just|all|a total of|equal to))? (?=[-0-9$£€¥\\(\[{])(.*)"
+)
+_QUALIFYING = frozenset(TABLES["qualifying_words"].split())
+
+
+def qualified(text: str) -> bool:
+    """Whether a text denies, hedges, offers a choice or describes a calculation."""
+    words = re.findall("[a-z']+", text.lower())
+    return any(word in _QUALIFYING or word.endswith("n't") for word in words)
+
+
+def answer_in_sentence(text: str) -> str:
+    """The answer in a plain sentence, 15 in "So there are 15 ways"; "" if the sentence denies, hedges or offers a choice."""
+    match = _SENTENCE.fullmatch(text)
+    if match is None or qualified(text):
+        return ""
+    answer, _, rest = re.fullmatch(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?", match[1]).groups()
+    return "" if any(number_in_words(word) is not None for word in (rest or "").split()) else answer
+
+
+_WORDS_IN_SENTENCE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
+
+
+def words_in_sentence(words: str) -> str:
+    """The predicate of a plain sentence, "odd" in "the function is odd"; "" if the sentence denies or hedges."""
+    match = _WORDS_IN_SENTENCE.fullmatch(words)
+    return "" if match is None or qualified(words) else match[1]
+
+
+_SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
+
+
+def two_forms(text: str) -> tuple[str, str] | None:
+    """The two forms of an answer with a second form in brackets, `1/4 (or 0.25)`; None for anything else."""
+    match = _SAME_AGAIN.fullmatch(text)
+    return None if match is None or any(map(_SAME_AGAIN.fullmatch, match.groups())) else (match[1], match[2])
+
+
+_CLAUSE = re.compile(
+    r"(?:,| )? ?(?:(?:where|for|with|and) )?(?:(?:all|any|every|some) )?"
+    r"(?:integers? ([a-z])|([a-z])(?: is)?(?: ?∈ ?[ℤℕ]| an?(?:y|ll)? integer| integer))"
+)
+
+
+def without_clause(text: str) -> str:
+    """The text without a closing "k ∈ ℤ", which a free parameter implies; the parameter is renamed to n."""
+    match = re.search(r"(?:, ?| )(?:where |for |with )", text) or re.search(r", ?(?=[a-z] ?∈)| (?=for integers?\b)", text)
+    clause = match and _CLAUSE.fullmatch(text[match.start() :])
+    if not clause:
+        return text
+    whole, text, name = text, text[: match.start()], clause[1] or clause[2]
+    alone = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
+    letters = re.sub(r"\\[A-Za-z]+", "", text)
+    if name not in letters:
+        return whole
+    renamed = len(alone.findall(letters)) == letters.count(name) and "n" not in letters
+    return alone.sub("n", text) if renamed else text
