@@ -1,7 +1,7 @@
 """The kinds of answers: quantities with units, words, listings, matrices, ..., and the arithmetic of regions of the line."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flint import arb
 
@@ -9,15 +9,13 @@ from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.values import is_narrow, real_value
 
 
-@dataclass(frozen=True)
-class Words:
+class Words(NamedTuple):
     """An answer in words, or a sign that is no number: ∅, ∞."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
     """A value with its unit, "" where none was given. `decimals` and `digits` (significant ones) say how a decimal number was
     written; both are 0 for anything else."""
 
@@ -27,23 +25,20 @@ class Quantity:
     digits: int = 0
 
 
-@dataclass(frozen=True)
-class About:
+class About(NamedTuple):
     """An answer marked as an approximation: ≈ 3.14, about 5."""
 
     answer: "Answer"
 
 
-@dataclass(frozen=True)
-class Labelled:
+class Labelled(NamedTuple):
     """`label = answer`."""
 
     label: str
     answer: "Answer"
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(NamedTuple):
     """Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any order, "=" for
     values of several labels, ":" for a ratio, "+" for a measure in two units."""
 
@@ -51,8 +46,7 @@ class Listing:
     parts: tuple["Answer", ...]
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """Rows of cells."""
 
     rows: tuple[tuple["Answer", ...], ...]
@@ -62,15 +56,13 @@ Cut = tuple[arb, bool]
 """A place between the real numbers: before the point, or with True after it."""
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A union of intervals. Its cuts are in order; it begins at the first, ends at the second, begins at the third, ..."""
 
     cuts: tuple[Cut, ...]
 
 
-@dataclass(frozen=True)
-class Relation:
+class Relation(NamedTuple):
     """`left sign right`, with sign one of = < ≤ ≠, that is neither labelled nor a region."""
 
     sign: str
@@ -78,8 +70,7 @@ class Relation:
     right: Node
 
 
-@dataclass(frozen=True)
-class Clock:
+class Clock(NamedTuple):
     """A time of day: seconds since midnight; `half` is "am", "pm", "24" for an hour past twelve or below one, else ""."""
 
     seconds: int
