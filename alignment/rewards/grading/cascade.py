@@ -171,7 +171,11 @@ def _harmless(text: str) -> bool:
     """Whether a normalised text is short, complete, made of known commands, and without words or large numbers. An equation is
     not harmless: math-verify reads `7 = 5` as 5, and takes unsolvable equations for equal. Nor is a relation of numbers, which
     is true or false and states no answer."""
-    if len(text) > ASKED_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN or not _whole(text):
+    if len(text) > ASKED_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN:
+        return False
+    # Brackets match and nothing is missing: no \frac without its two parts, no sign at an end.
+    ended = re.findall(r"\\begin ?\{(\w+)\}", text) == re.findall(r"\\end ?\{(\w+)\}", text)
+    if not split(text) or not ended or _MISSING.search(text):
         return False
     bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
     signs = re.sub(r"\\[A-Za-z]+", " ", bare)
@@ -188,12 +192,6 @@ def _harmless(text: str) -> bool:
     if re.search(r"[A-Za-z]{2}|[0-9]{16}|[0-9] +[0-9]|[!'\"`:;$%#~?≈∅]|\.\.", signs) or ("=" in signs and not sums):
         return False
     return not (relation and not re.search("[A-Za-z]", signs))
-
-
-def _whole(text: str) -> bool:
-    """Whether brackets match and nothing is missing: no \\frac without its two parts, no sign at an end."""
-    ended = re.findall(r"\\begin ?\{(\w+)\}", text) == re.findall(r"\\end ?\{(\w+)\}", text)
-    return bool(split(text)) and ended and not _MISSING.search(text)
 
 
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:

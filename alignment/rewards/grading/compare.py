@@ -66,7 +66,9 @@ class Comparison:
             formula = isinstance(t.answer, Quantity) and variables(t.answer.value)  # y = 2x + 1, not a solution, x = 5
             return bool(formula) and self._relations(a, _as_relation(t))
         if isinstance(a, Labelled) or isinstance(t, Labelled):
-            return _labels_agree(a, t) and self.answers(answers.unlabelled(a), answers.unlabelled(t))
+            labels = {x.label for x in (a, t) if isinstance(x, Labelled)}
+            agree = len(labels) == 1 or any(len(label) > 2 and label[:3].isalpha() for label in labels)  # or one is in words
+            return agree and self.answers(answers.unlabelled(a), answers.unlabelled(t))
         approximate = isinstance(a, About), isinstance(t, About)
         a, t = (x.answer if isinstance(x, About) else x for x in (a, t))
         quantities = isinstance(a, Quantity) and isinstance(t, Quantity)
@@ -111,9 +113,7 @@ class Comparison:
         """Whether two trees have equal values: exactly where both are rational, else by evaluation at points."""
         if is_rational(a) and is_rational(t):
             self._reaches("rational")
-            with suppress(Refused, ArithmeticError):
-                return rational(a) == rational(t)
-            return False
+            return equal_values(a, t) is True
         self._reaches("symbolic")
         names_a, names_t = variables(a), variables(t)
         for unit in "Ij":  # as code writes the imaginary unit
@@ -253,12 +253,6 @@ def _names_a_sum(equation: Relation) -> bool:
     return equation.sign == "=" and names and is_rational(equation.right)
 
 
-def _labels_agree(a: Answer, t: Answer) -> bool:
-    """Whether a label is missing, or both are the same, or one is a name in words."""
-    labels = [x.label for x in (a, t) if isinstance(x, Labelled)]
-    return len(set(labels)) == 1 or any(label[:3].isalpha() and len(label) > 2 for label in labels)
-
-
 def _as_relation(answer: Labelled) -> Relation | None:
     """`y = 2x + 1` as an equation of its two sides."""
     equation = isinstance(answer.answer, Quantity) and len(answer.label) == 1
@@ -303,12 +297,11 @@ def _same_time(a: Clock, t: Clock) -> bool:
 
 
 def _same_region(a: Answer, t: Answer) -> bool | None:
-    try:
+    with suppress(Refused):
         cuts_a, cuts_t = answers.as_region(a).cuts, answers.as_region(t).cuts
-    except Refused:
-        return False
-    same = (answers.same_point(x, y) and after_x == after_y for (x, after_x), (y, after_y) in zip(cuts_a, cuts_t, strict=False))
-    return len(cuts_a) == len(cuts_t) and all(same)
+        ends = zip(cuts_a, cuts_t, strict=False)
+        return len(cuts_a) == len(cuts_t) and all(answers.same_point(x[0], y[0]) and x[1] == y[1] for x, y in ends)
+    return False
 
 
 def _rows(answer: Answer) -> tuple[tuple[Answer, ...], ...] | None:

@@ -40,8 +40,8 @@ GREEK, CAPITALS = list(TABLES["greek"]), list(TABLES["greek_capitals"])
 TRIGONOMETRIC = "sin cos tan cot sec csc".split()
 _INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")}
 FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
-_SYMBOLS = "pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split()
-_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *_SYMBOLS}
+_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS}
+_COMMANDS |= set("pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split())
 # Names that need no backslash.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
@@ -113,9 +113,8 @@ class _Parser:
         return token
 
     def expect(self, token: str) -> None:
-        if self.next != token:
+        if self.advance() != token:
             raise Refused(f"expected {token!r}")
-        self.at += 1
 
     def nested(self, rule: Callable[[], Node], closing: str = "") -> Node:
         """What a rule reads, up to the token `closing` where there is one."""

@@ -8,18 +8,17 @@ import re
 import tomllib
 import unicodedata
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 
 TABLES = tomllib.loads(Path(__file__).with_name("notation.toml").read_text("utf-8"))
 RELATIONS = "=<>≤≥≠≈∈"
 _SIGN_OF = {name: sign for sign, names in TABLES["signs"].items() for name in names.split()}
-_WIDE = [chr(c) for span in ((0xFF01, 0xFF5F), (0x1D400, 0x1D800)) for c in range(*span)]
-_VULGAR = {c: Fraction(unicodedata.numeric(c)).limit_denominator(8) for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_VULGAR_FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+_WIDE = map(chr, (*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)))
 _GREEK = TABLES["greek"] | TABLES["greek_capitals"]
 _CHARACTERS = str.maketrans(
     {c: unicodedata.normalize("NFKC", c) for c in _WIDE}
-    | {c: rf"\frac{{{value.numerator}}}{{{value.denominator}}}" for c, value in _VULGAR.items()}
+    | {c: r"\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", c).split("⁄")) for c in _VULGAR_FRACTIONS}
     | {c: rf"\{name} " for name, characters in _GREEK.items() for c in characters}
     | {c: replacement for replacement, characters in TABLES["characters"].items() for c in characters}
 )

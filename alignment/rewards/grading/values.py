@@ -10,6 +10,7 @@ import operator as op
 import random
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 
 import flint
 from flint import acb, arb, fmpq, fmpz
@@ -211,7 +212,7 @@ def _binomial(field: type, n: _Value, k: _Value) -> _Value:
     return _gamma(field, n + 1) / (_gamma(field, k + 1) * _gamma(field, n - k + 1))
 
 
-def _rounded(field: type, x: _Value, name: str) -> _Value:
+def _rounded(name: str, field: type, x: _Value) -> _Value:
     if isinstance(x, fmpq):
         return fmpq(getattr(x, name)())
     if field is acb:
@@ -225,8 +226,7 @@ _OPERATIONS: dict[str, Callable[..., _Value]] = {
     "!": _factorial,
     "binom": _binomial,
     "abs": lambda field, x: abs(x),
-    "floor": lambda field, x: _rounded(field, x, "floor"),
-    "ceil": lambda field, x: _rounded(field, x, "ceil"),
+    **{name: partial(_rounded, name) for name in ("floor", "ceil")},
     "ln": _function("log"),
     **{name: _function(name) for name in ("exp", "sin", "cos", "tan", "sinh", "cosh", "tanh")},
     **{f"arc{name}": _function(f"a{name}") for name in ("sin", "cos", "tan")},
