@@ -102,9 +102,8 @@ def audit(args: AuditArgs, console: Console) -> Path:
     pairs = [(answer, truth) for file in files for answer, truth in answers[file] if answer is not None]
     with console.status(f"grading {len(pairs)} answers, {len(set(pairs))} of them distinct"):
         graded = {(row["answer"], row["ground_truth"]): row for row in grade_all(pairs)}
-    disputed = {pair: row for pair, row in graded.items() if len(set(row["verdicts"].values())) > 1}
-    rows = [{**row, "label": labels.pop(pair, None)} for pair, row in disputed.items()]
-    rows.sort(key=lambda row: -row["count"])
+    disputed = ((pair, row) for pair, row in graded.items() if len(set(row["verdicts"].values())) > 1)
+    rows = sorted(({**row, "label": labels.pop(pair, None)} for pair, row in disputed), key=lambda row: -row["count"])
     # A label is a person's work: the file keeps it, even for a pair that is no longer disputed or not in this audit.
     kept = [{"answer": answer, "ground_truth": truth, "label": label} for (answer, truth), label in labels.items()]
     write_jsonl(labels_file, [*rows, *kept])

@@ -126,7 +126,8 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """B - A, with its 95 % interval, and the problems on which the mean rewards differ, a row of comparison.jsonl each."""
+    """B - A, with its 95 % interval, and the problems on which the mean rewards differ, a row of comparison.jsonl each: the
+    mean reward of each side, and both sides' first completions."""
 
     a: float
     b: float
@@ -143,7 +144,8 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group], interval_a: Interv
     (Newcombe 1998, Statistics in Medicine 17:2635, method 10): with d = b - a, and lower and upper bounds l and u,
     d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and likewise above. Unlike the normal interval it has a
     width where all answers of both sides score alike."""
-    means_a, means_b = (torch.tensor([_mean(group) for group in groups], dtype=torch.float64) for groups in (a, b))
+    rewards = ([[score["reward"] for score in group.scores] for group in groups] for groups in (a, b))
+    means_a, means_b = (torch.tensor([sum(row) / len(row) for row in rows], dtype=torch.float64) for rows in rewards)
     mean_a, mean_b = means_a.mean().item(), means_b.mean().item()
     varies = means_a.std() > 0 and means_b.std() > 0
     r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if varies else 0.0
@@ -151,15 +153,13 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group], interval_a: Interv
 
     low = difference - _reach(mean_b - interval_b[0], interval_a[1] - mean_a, r)
     high = difference + _reach(interval_b[1] - mean_b, mean_a - interval_a[0], r)
-    outcomes = list(map(_outcome, a, b))
+    outcomes = []
+    for of_a, of_b, reward_a, reward_b in zip(a, b, means_a.tolist(), means_b.tolist(), strict=True):
+        problem, texts = of_a.problem, {"a_text": of_a.completions[0].text, "b_text": of_b.completions[0].text}
+        facts = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
+        outcomes.append({**facts, "a": reward_a, "b": reward_b, **texts})
     won, lost = (tuple(o for o in outcomes if sign * (o["b"] - o["a"]) > 0) for sign in (1, -1))
     return PairedDifference(mean_a, mean_b, difference, (low, high), won, lost)
-
-
-def _outcome(a: Group, b: Group) -> dict[str, str | float]:
-    """One problem: the mean reward of each side, and both sides' first completions."""
-    facts = {"problem": a.problem.id, "question": a.problem.question, "ground_truth": a.problem.ground_truth}
-    return {**facts, "a": _mean(a), "b": _mean(b), "a_text": a.completions[0].text, "b_text": b.completions[0].text}
 
 
 def _reach(one: float, other: float, r: float) -> float:
@@ -188,10 +188,6 @@ def print_comparison(comparison: PairedDifference, names: Sequence[str], console
     table = make_table("", ("", *names), [[Text(printable(cell)) for cell in row] for row in rows])
     table.show_lines = True
     console.print(table)
-
-
-def _mean(group: Group) -> float:
-    return sum(score["reward"] for score in group.scores) / len(group.scores)
 
 
 @dataclass(frozen=True)
