@@ -91,21 +91,6 @@ def whole_turn(problem: Problem, response: str) -> str:
     return f"<think>{response}" if problem.prompt.rstrip().endswith("<think>") else response
 
 
-def tag_count(turn: str) -> float:
-    """A quarter for each of the four tags that occurs exactly once."""
-    return sum(turn.count(tag) == 1 for tag in TAGS) / len(TAGS)
-
-
-def reasoning_steps(turn: str) -> float:
-    """A third for each mark of a step (a number, a dash, "First," and the like), 1 from three on."""
-    return min(1.0, len(STEPS.findall(turn)) / 3)
-
-
-def signed_format(turn: str) -> float:
-    """1.25 for one thought and one answer in their tags and nothing else, -1 otherwise."""
-    return 1.25 if WHOLE.fullmatch(turn) else -1.0
-
-
 def signed_accuracy(response: str, ground_truth: str) -> float:
     """1 where the last number of the response is the answer, -1 otherwise."""
     numbers = NUMBER.findall(response)
@@ -144,9 +129,12 @@ def of_each(function: Callable[[Problem, str, Score], float], **facts) -> Part:
 PARTS: Mapping[str, Part] = {
     "format": of_each(lambda problem, text, score: score["format_reward"]),
     "accuracy": of_each(lambda problem, text, score: score["answer_reward"]),
-    "tag_count": of_each(lambda problem, text, _: tag_count(whole_turn(problem, text))),
-    "reasoning_steps": of_each(lambda problem, text, _: reasoning_steps(whole_turn(problem, text))),
-    "signed_format": of_each(lambda problem, text, _: signed_format(whole_turn(problem, text))),
+    # A quarter for each of the four tags that occurs exactly once.
+    "tag_count": of_each(lambda problem, text, _: sum(whole_turn(problem, text).count(tag) == 1 for tag in TAGS) / len(TAGS)),
+    # A third for each mark of a step (a number, a dash, "First," and the like), 1 from three on.
+    "reasoning_steps": of_each(lambda problem, text, _: min(1.0, len(STEPS.findall(whole_turn(problem, text))) / 3)),
+    # 1.25 for one thought and one answer in their tags and nothing else, -1 otherwise.
+    "signed_format": of_each(lambda problem, text, _: 1.25 if WHOLE.fullmatch(whole_turn(problem, text)) else -1.0),
     "signed_accuracy": of_each(
         lambda problem, text, _: signed_accuracy(text, problem.ground_truth),
         unfit={"countdown": "it looks for a number that is the answer, which Countdown's are not; use accuracy"},

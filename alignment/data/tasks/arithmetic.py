@@ -29,7 +29,6 @@ CAREFUL_SHARE = 0.6  # of the demonstrations, the first ones
 BAD_HABITS = (0.5, 0.6, 0.5)  # probabilities that the careless teacher ignores precedence, skips work, breaks the format
 
 Expression = tuple[int | str, ...]  # number, sign, number, ...
-Step = tuple[int, str, int, int]
 
 
 @lru_cache
@@ -61,7 +60,7 @@ def as_problem(expression: Expression) -> Problem:
     return Problem(id=f"arithmetic/{text}", question=question, prompt=fill_prompt("tiny", question), ground_truth=answer)
 
 
-def solve(expression: Expression, by_precedence: bool) -> list[Step]:
+def solve(expression: Expression, by_precedence: bool) -> list[tuple[int, str, int, int]]:
     """One (left, sign, right, result) for each operation, in the order of precedence or strictly from the left."""
     steps = []
     while len(expression) > 1:

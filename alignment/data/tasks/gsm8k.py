@@ -10,7 +10,6 @@ A row of `train.jsonl` or `test.jsonl`:
 import random
 import re
 import ssl
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -95,12 +94,10 @@ def _fetch(url: str, part: Path, progress: Progress) -> None:
             resumed = response.status_code == 206
             expected = int(response.headers.get("Content-Length") or 0) + have * resumed
             bar = progress.add_task(part.stem, total=expected, completed=have * resumed)
-            with part.open("ab" if resumed else "wb") as file, suppress(httpx.RemoteProtocolError):  # the size tells
-                for block in response.iter_raw():
+            with part.open("ab" if resumed else "wb") as file:
+                for block in response.iter_raw():  # raises an HTTPError where the connection breaks off
                     file.write(block)
                     progress.advance(bar, len(block))
-            if part.stat().st_size < expected:
-                raise OSError(f"the connection broke off after {part.stat().st_size} of {expected} bytes")
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise UserError(
             f"{url}: could not be fetched ({os_error(error)}). Check the connection and run the command"

@@ -82,7 +82,7 @@ def read_quantity(text: str) -> Answer:
     """The quantity of a text: its currency, percent sign or unit, and the rest as a number or an expression."""
     text, unit = without_trailing_words(text), ""
     if match := _BASE.fullmatch(text):
-        base = _PREFIXES[match[4].lower()] if match[4] else match[2] or match[3]
+        base = match[2] or match[3] or f"0{match[4].lower()}"
         return Quantity(_in_base(match[1] or match[5], base))
     if match := _MINUTES.fullmatch(text):
         degrees, minutes, seconds = (fraction("", part or "0") for part in match.groups())
@@ -157,9 +157,6 @@ def _endless(sign: str, whole: str, digits: str) -> Answer:
             value = Fraction(f"{whole or 0}.{kept or 0}") + tail
             return Quantity(-value if sign == "-" else value)
     return About(_number(f"{sign}{whole}.{digits}"))
-
-
-_PREFIXES = {"x": "16", "b": "2", "o": "8"}
 
 
 def _in_base(digits: str, base: str) -> Node:
