@@ -99,13 +99,12 @@ def select(groups: Sequence[Group], keep: str, min_consistency: float) -> tuple[
     for group in groups:
         passed: list[str] = []
         for completion, score in zip(group.completions, group.scores, strict=True):
-            reason = rejection_reason(completion, score, group.problem, min_consistency)
-            if reason is None and completion.text.split() in [text.split() for text in passed]:
-                reason = "said already"
-            if reason is None:
-                passed.append(completion.text)
-            else:
+            if reason := rejection_reason(completion, score, group.problem, min_consistency):
                 rejected[reason] += 1
+            elif completion.text.split() in [text.split() for text in passed]:
+                rejected["said already"] += 1
+            else:
+                passed.append(completion.text)
         if keep == "best" and passed:
             rejected["not the best"] += len(passed) - 1
             passed = [min(passed, key=len)]

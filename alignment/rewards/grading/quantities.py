@@ -32,8 +32,7 @@ def read_number_in_words(text: str, levels: int) -> Answer | None:
     if mixed := re.fullmatch(r"([0-9]{1,9}) and ([0-9]{1,9}) ?/ ?([1-9][0-9]{0,8})", text):
         whole, top, bottom = map(int, mixed.groups())
         return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
-    quantity = quantity_in_words(text)
-    return None if quantity is None else Quantity(*quantity)
+    return quantity_in_words(text)
 
 
 def read_ratio(text: str, levels: int) -> Answer | None:

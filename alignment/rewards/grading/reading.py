@@ -35,11 +35,8 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
 
 
 _PHRASE = {phrase: Words(name) for name, phrases in TABLES["phrases"].items() for phrase in phrases}
-_SENTENCE_OF_PHRASE = re.compile(
-    r"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){0,3}? ("
-    + "|".join(p for p in _PHRASE if re.fullmatch("[a-z' ]{9,}", p))
-    + ")"
-)
+_LONG_PHRASES = "|".join(phrase for phrase in _PHRASE if re.fullmatch("[a-z' ]{9,}", phrase))
+_SENTENCE_OF_PHRASE = re.compile(rf"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){{0,3}}? ({_LONG_PHRASES})")
 _PHRASE |= dict.fromkeys(TABLES["everything"], answers.EVERYWHERE)
 
 

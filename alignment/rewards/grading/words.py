@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 
+from alignment.rewards.grading.answers import Quantity
 from alignment.rewards.grading.expressions import NAMES
 from alignment.rewards.grading.text import TABLES
 
@@ -118,18 +119,16 @@ def number_in_words(text: str) -> Fraction | None:
     return part if part is not None else _cardinal([word for word in words if word != "and"])
 
 
-def quantity_in_words(text: str) -> tuple[Fraction, str] | None:
-    """(value, unit) of "twelve dollars", or (value, "") of "twenty-five"; None for other words."""
+def quantity_in_words(text: str) -> Quantity | None:
+    """The quantity of "twelve dollars" or "twenty-five"; None for other words."""
     if not text[:1].isalpha():
         return None
     words = text.split(" ")
     for end in range(len(words), max(0, len(words) - 4), -1):
         value = number_in_words(" ".join(words[:end]))
-        if value is None:
-            continue
-        unit = read_unit(" ".join(words[end:]))
-        if unit or end == len(words):
-            return value, unit
+        unit = "" if value is None else read_unit(" ".join(words[end:]))
+        if unit or (value is not None and end == len(words)):
+            return Quantity(value, unit)
     return None
 
 
