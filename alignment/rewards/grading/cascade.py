@@ -7,7 +7,7 @@ lets sympy compute, for any time and in any memory: it runs in workers that limi
 
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ ASKED_CHARS = 200  # of a text that math-verify gets
 SECONDS = 1.5  # of CPU time for one pair that math-verify gets
 
 WORKERS = LimitedWorkers(("math_verify", __name__))  # This process's workers for all of grading.
+_READING = f"{__name__}:math_verify_reading"
 
 FAILURES = ("time-out", "memory", "died", "error")
 """Stages of a failed grading: the reward is 0, and the run counts and reports it."""
@@ -146,20 +147,17 @@ def ask_math_verify(answer: str, truth: str) -> Verdict:
     # Only where one of the texts has notation that math-verify alone reads, and both are harmless.
     if not _NOTATION.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
         return Verdict(False, "unread")
-    return Verdict(_submit(answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)).result()[0], "math-verify")
+    pair = answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)
+    return Verdict(WORKERS.submit(_READING, pair, SECONDS).result()[0], "math-verify")
 
 
 _ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)  # a failure raises, so it is not cached
 
 
-def _submit(answer: str, truth: str) -> Future:
-    return WORKERS.submit(f"{__name__}:math_verify_reading", (answer, truth), SECONDS)
-
-
 def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[tuple[bool, str]]:
     """math-verify's verdict on each unchanged (answer, truth) and its reading of the answer; for audits."""
     outcomes = []
-    for reply in [_submit(*pair) if max(map(len, pair)) <= MAX_CHARS else None for pair in pairs]:
+    for reply in [WORKERS.submit(_READING, pair, SECONDS) if max(map(len, pair)) <= MAX_CHARS else None for pair in pairs]:
         try:
             outcomes.append(tuple(reply.result()) if reply else (False, "too long to ask"))
         except CallFailed as failure:

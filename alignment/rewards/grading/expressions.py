@@ -64,8 +64,7 @@ def _tokens(text: str) -> list[str]:
         raise Refused("a word")
     if len(matches) > MAX_TOKENS:
         raise Refused("too long an expression")
-    names = (match["command"] or match["name"] for match in matches)
-    return [*(f"\\{name}" if name else match["other"] for name, match in zip(names, matches, strict=True)), ""]
+    return [*(match["other"] or f"\\{match['command'] or match['name']}" for match in matches), ""]
 
 
 def parse_expression(text: str) -> Node:

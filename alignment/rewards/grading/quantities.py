@@ -117,8 +117,7 @@ def read_quantity(text: str) -> Answer:
         return Quantity(number * SCALES[match[2]], unit)
     if not unit and (match := _AMOUNT.fullmatch(text)) and (suffix := _unit_after(*match.groups())):
         text, unit = match[1], suffix
-    number = _number(text)
-    return Quantity(number.value, unit, number.decimals, number.digits)
+    return _number(text)._replace(unit=unit)
 
 
 def _unit_after(amount: str, gap: str, words: str) -> str:
