@@ -30,9 +30,8 @@ from alignment.rewards.rules import find_rule
 from alignment.rollouts.ahead import AheadRollouts
 from alignment.rollouts.source import RolloutSource, collate_groups, open_source
 from alignment.rollouts.sync import Rollouts, SyncRollouts
-from alignment.runs.checkpoint import TRAINER, load_rollouts
 from alignment.runs.run import Run
-from alignment.runs.run_folder import RunFolder, write_args
+from alignment.runs.run_folder import TRAINER, RunFolder, load_rollouts, write_args
 from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, find_engine
@@ -41,8 +40,8 @@ from alignment.system.files import atomic_folder, manifested, read_jsonl, write_
 from alignment.system.http import reference_token
 from alignment.system.terminal import progress_line
 from alignment.system.torchrun import PROCESSES
-from alignment.training.references import References
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
+from alignment.training.references import References
 from alignment.training.update import sampler_mismatch
 
 PROBED = 8  # test problems that samplers are asked with random adapters

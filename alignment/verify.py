@@ -38,7 +38,7 @@ TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured 
 
 def digests(run: Path) -> dict[str, str]:
     """SHA-256 of each part of a finished run that a repetition must reproduce: no timings, no dates of files."""
-    from alignment.runs.checkpoint import TRAINER, checkpoint_folder, last_whole_step
+    from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
 
     step, _ = last_whole_step(run)
     return {
@@ -81,7 +81,7 @@ def _scalars(folder: Path) -> Iterable[bytes]:
 def differing_parts(args: VerifyArgs, console: Console) -> int:
     """Train 2k steps straight; then k, kill, resume, k; delete both; and return 0. Raises `RunStopped`, naming the parts of
     what they have written that differ."""
-    from alignment.runs.checkpoint import checkpoint_folder
+    from alignment.runs.run_folder import checkpoint_folder
 
     k = args.kill_after
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)

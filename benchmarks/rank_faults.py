@@ -28,7 +28,7 @@ from rich.table import Table
 
 from alignment.data.embedded import embedded_model
 from alignment.policy.sharded import Shard
-from alignment.runs.checkpoint import last_whole_step
+from alignment.runs.run_folder import last_whole_step
 from alignment.system.errors import UserError
 from alignment.system.ranks import Ranks
 from alignment.verify import digests

@@ -30,7 +30,7 @@ from alignment.data.embedded import embedded_model
 from alignment.policy.optimizer_files import read_parts
 from alignment.policy.policy import RANKED, Objective, Policy, PolicyConfig, open_policy
 from alignment.rollouts.source import collate_groups, with_advantages
-from alignment.runs.checkpoint import TRAINER
+from alignment.runs.run_folder import TRAINER
 from alignment.system.torchrun import PROCESSES_HERE, followed
 from alignment.training.sft import batch_loss
 from alignment.training.update import rollout_objective, rows_with_gradient

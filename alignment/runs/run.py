@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.core.records import Rollout, SampledStep
-from alignment.runs.checkpoint import checkpoint_folder, drop_old_checkpoints, last_whole_step, put_aside, save_checkpoint
+from alignment.runs import run_folder
 from alignment.runs.health import Health
-from alignment.runs.run_folder import RunFolder, claim_run_folder, resumed_run_name, write_args
 from alignment.runs.summary import write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError
@@ -66,22 +65,22 @@ class Run:
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint that this run resumes from; None for a new run."""
-        return checkpoint_folder(self.path, self.step) if self.step else None
+        return run_folder.checkpoint_folder(self.path, self.step) if self.step else None
 
     def resume(self) -> None:
         """Find the run, lock it, and rename damaged checkpoints. Raises `UserError` if the run cannot continue."""
         output = self.config.output_dir
-        self.path = Path(output) / resumed_run_name(output, self.config.run_name, self.config.default_name)
+        self.path = Path(output) / run_folder.resumed_run_name(output, self.config.run_name, self.config.default_name)
         self.closing.enter_context(lock_run_folder(self.path))
         refuse_other_arguments(self.path, self.config)
         summary = self.path / "summary.json"
         finished = read_json(summary).get("steps", 0) if summary.exists() else 0
-        step, damages = (finished, []) if finished >= self.config.num_steps else last_whole_step(self.path)
+        step, damages = (finished, []) if finished >= self.config.num_steps else run_folder.last_whole_step(self.path)
         if finished >= self.config.num_steps or step > self.config.num_steps:
             raise UserError(f"--resume: {self.path} has already done {step} of --num_steps {self.config.num_steps}")
         for damage in damages:
             self._print(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
-        put_aside(self.path, after=step)
+        run_folder.put_aside(self.path, after=step)
         # These belong to the end of a shorter run. Its last checkpoint still has the model.
         summary.unlink(missing_ok=True)
         shutil.rmtree(self.path / "final", ignore_errors=True)
@@ -95,13 +94,13 @@ class Run:
     def start(self, policy, tokenizer, rollouts) -> None:
         """Create the folder and open its log."""
         config = self.config
-        write = functools.partial(write_args, arguments=config.arguments, seeds=config.seeds)
+        write = functools.partial(run_folder.write_args, arguments=config.arguments, seeds=config.seeds)
         if self.path is None:
-            self.path = claim_run_folder(config.output_dir, config.run_name, config.default_name, write)
+            self.path = run_folder.claim_run_folder(config.output_dir, config.run_name, config.default_name, write)
             self.closing.enter_context(lock_run_folder(self.path))
         else:
             write(self.path)
-        self.folder = RunFolder(self.path, self.step)
+        self.folder = run_folder.RunFolder(self.path, self.step)
         self.closing.callback(self.folder.close)
         limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
@@ -150,8 +149,8 @@ class Run:
         """Write a checkpoint, and delete old ones except that of `resumed_at`, from which a sampler that died restarts."""
         self.folder.flush()
         ahead = self._rollouts.sampled_ahead(self.step)
-        save_checkpoint(checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead)
-        drop_old_checkpoints(self.path, self.config.keep_checkpoints, spared=self.resumed_at)
+        run_folder.save_checkpoint(run_folder.checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead)
+        run_folder.drop_old_checkpoints(self.path, self.config.keep_checkpoints, spared=self.resumed_at)
 
     def finish(self, title: str) -> None:
         """Write the final model, the learning curve and the summary, and print the accuracy before and after. The last
@@ -166,11 +165,11 @@ class Run:
         step = self.step
         try:
             if signals_are_deferred():  # the update has begun, so the weights are of no finished step
-                step, _ = last_whole_step(self.path)
-            elif step and not checkpoint_folder(self.path, step).exists():
+                step, _ = run_folder.last_whole_step(self.path)
+            elif step and not run_folder.checkpoint_folder(self.path, step).exists():
                 self.save()
         except RunStopped:  # the sampler died, and its rollouts sampled ahead, which a checkpoint needs, with it
-            step, _ = last_whole_step(self.path)
+            step, _ = run_folder.last_whole_step(self.path)
         self._print(f"stopped after step {step} ({stop}); go on with: {self.config.resume_command(self.path.name)}")
 
     def _print(self, text: str, style: str | None = None) -> None:
@@ -180,7 +179,7 @@ class Run:
         """The error of a run that a full disk or another fault of the file system has stopped."""
         kept = "it had no checkpoint yet"
         with suppress(UserError, OSError):
-            step, _ = last_whole_step(self.path)
+            step, _ = run_folder.last_whole_step(self.path)
             kept = f"its checkpoint of step {step} is whole" if step else kept
         return RunStopped(f"{error}. The run {self.path} has stopped; {kept}: go on with --resume when that is mended")
 

@@ -33,7 +33,7 @@ from alignment.rewards.grading.cascade import WORKERS
 from alignment.rewards.rules import Reward
 from alignment.rollouts.source import RolloutSource
 from alignment.runs import run as runs
-from alignment.runs import summary
+from alignment.runs import run_folder, summary
 from alignment.runs.run_folder import RunFolder
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import run_command
@@ -41,8 +41,8 @@ from alignment.training import update
 
 # What a run is in the middle of, by the functions it is in; of two, the inner one says.
 PHASES = {
-    (runs, "save_checkpoint"): "checkpoint",
-    (runs, "drop_old_checkpoints"): "checkpoint",
+    (run_folder, "save_checkpoint"): "checkpoint",
+    (run_folder, "drop_old_checkpoints"): "checkpoint",
     (runs.Run, "finish"): "final",
     (models, "evaluate_vllm"): "evaluation",
     (update, "update"): "update",
@@ -53,7 +53,7 @@ PHASES = {
     (RunFolder, "log_eval"): "logging",
     (RunFolder, "log_completions"): "logging",
     (RunFolder, "__init__"): "start",
-    (runs, "claim_run_folder"): "start",
+    (run_folder, "claim_run_folder"): "start",
     (runs.Run, "resume"): "start",
     (runs, "write_summary"): "report",
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
 from alignment.rollouts.config import Schedule
-from alignment.runs.checkpoint import last_whole_step
+from alignment.runs.run_folder import last_whole_step
 from alignment.system.files import read_jsonl
 from alignment.verify import TIMINGS, digests
 from tests.e2e.conftest import NAME, said

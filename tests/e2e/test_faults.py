@@ -21,7 +21,7 @@ from alignment import train_rl
 from alignment.args import RLArgs, from_preset
 from alignment.rewards.rules import CONTROLS, RULES, of_each
 from alignment.runs import run as run_module
-from alignment.runs.checkpoint import last_whole_step
+from alignment.runs.run_folder import last_whole_step
 from alignment.system.errors import run_command
 from alignment.system.files import damage, lock_run_folder, read_jsonl
 from alignment.verify import digests

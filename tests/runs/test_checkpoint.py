@@ -8,7 +8,7 @@ from alignment.policy.loading import load_tokenizer
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import OPTIMIZER_FILE, SingleDevicePolicy
-from alignment.runs.checkpoint import TRAINER, checkpoint_folder, drop_old_checkpoints, last_whole_step, save_checkpoint
+from alignment.runs.run_folder import TRAINER, checkpoint_folder, drop_old_checkpoints, last_whole_step, save_checkpoint
 from alignment.system.files import manifested
 
 
