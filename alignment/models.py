@@ -41,8 +41,7 @@ from alignment.system.http import reference_token
 from alignment.system.terminal import progress_line
 from alignment.system.torchrun import PROCESSES
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
-from alignment.training.references import References
-from alignment.training.update import sampler_mismatch
+from alignment.training.update import References, sampler_mismatch
 
 PROBED = 8  # test problems that samplers are asked with random adapters
 

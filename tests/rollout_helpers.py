@@ -11,7 +11,7 @@ from alignment.rewards.rules import score_groups
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.system.clock import Clock
-from alignment.training.references import References
+from alignment.training.update import References
 
 ARGS = from_preset(RLArgs, "tiny", prompts_per_rollout=4, group_size=4, train_mini_batch_size=0, learning_rate=1e-2)
 

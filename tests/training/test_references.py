@@ -12,8 +12,7 @@ from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.clock import Clock
 from alignment.system.errors import UserError
-from alignment.training.references import References
-from alignment.training.update import rows_with_gradient, update
+from alignment.training.update import References, rows_with_gradient, update
 
 
 def test_the_samplers_log_probs_replace_the_old_ones_with_the_flag():
