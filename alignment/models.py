@@ -27,9 +27,8 @@ from alignment.policy.placement import ModelShape, adapted_layers, empty_model, 
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
 from alignment.rewards.rules import find_rule
-from alignment.rollouts.ahead import AheadRollouts
+from alignment.rollouts.rollouts import AheadRollouts, Rollouts, SyncRollouts
 from alignment.rollouts.source import RolloutSource, collate_groups, open_source
-from alignment.rollouts.sync import Rollouts, SyncRollouts
 from alignment.runs.run import Run
 from alignment.runs.run_folder import TRAINER, RunFolder, load_rollouts, write_args
 from alignment.sampling.arrival import prove_adapters_arrive

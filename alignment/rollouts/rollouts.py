@@ -1,4 +1,5 @@
-"""Rollouts that are sampled ahead: a thread samples and scores while the trainer is busy with earlier ones.
+"""One step's rollout after another: sampled between the updates, by a sampler that has each step's weights (`SyncRollouts`), or
+ahead, by a thread that samples and scores while the trainer is busy with earlier ones (`AheadRollouts`).
 
 Which weights sample which rollout is a rule (`Schedule`), not a matter of who was faster, so a run with stale rollouts repeats
 itself and resumes as exactly as any other. By the same rule at most `max_staleness` rollouts wait for the trainer, and as many
@@ -6,22 +7,71 @@ versions of the weights for the sampler: each side waits for the other where it 
 """
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Protocol
+
+import torch
 
 from alignment.core.records import SampledStep
 from alignment.policy.policy import Policy
-from alignment.rollouts.config import Schedule
+from alignment.rollouts.config import Schedule, derived_seed
 from alignment.rollouts.source import RolloutSource
-from alignment.rollouts.sync import SyncRollouts, check_staleness
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import SamplerPool
+from alignment.sampling.sampler import Sampler
 from alignment.system.clock import Clock, run_in_background
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import GRACE_SECONDS
 from alignment.system.signals import defer_signals
+
+
+class Rollouts(Protocol):
+    """One step's groups after another, and the sampler's share of new weights."""
+
+    def next(self, step: int) -> SampledStep:
+        """The sampled and scored groups of a step."""
+
+    @contextmanager
+    def syncing(self, policy: Policy, step: int) -> Iterator[None]:
+        """Give the sampler the weights that `step` steps have made while the block runs, and wait for it after the block.
+        Signals are deferred from here on: the step is made, but not yet logged."""
+
+    def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
+        """The rollouts of later steps that are sampled already, with weights older than those of `step`."""
+
+
+class SyncRollouts:
+    """`Rollouts` of a sampler in this process, or of one that this process waits for."""
+
+    def __init__(self, source: RolloutSource, sampler: Sampler, clock: Clock):
+        self.source, self.sampler, self.clock = source, sampler, clock
+
+    def next(self, step: int) -> SampledStep:
+        torch.manual_seed(derived_seed(self.source.config.seed, step))  # for samplers and rewards of a user's own
+        sampled = self.source.sample_step(step, self.sampler)
+        check_staleness(sampled, 0)
+        self.clock.seconds |= sampled.seconds
+        return sampled
+
+    @contextmanager
+    def syncing(self, policy: Policy, step: int) -> Iterator[None]:
+        defer_signals()
+        with run_in_background(functools.partial(load_proven, self.sampler, policy.weights(), step), self.clock("sync")):
+            yield
+
+    def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
+        """None: nothing is sampled before its step."""
+        return []
+
+
+def check_staleness(sampled: SampledStep, most: int) -> None:
+    """Raise RuntimeError for a rollout whose weights are more than `most` steps behind, or ahead."""
+    if not 0 <= sampled.step - 1 - sampled.policy_version <= most:
+        raise RuntimeError(f"step {sampled.step} got a rollout by version {sampled.policy_version}; --max_staleness is {most}")
 
 
 class AheadRollouts(SyncRollouts):
