@@ -51,7 +51,7 @@ def main() -> None:
         f"GB: weights, and for the policy gradients and the moments of {args.optimizer}; activations and caches come on top"
     )
     if card:
-        from alignment.policy.peak import SPARE, peak_bytes
+        from alignment.policy.memory import SPARE, peak_bytes
 
         peaks = peak_bytes(shape, config, roles, step)
         for number, (device, kinds) in enumerate(peaks):
@@ -68,7 +68,7 @@ def main() -> None:
 def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
     """The `StepShape` of a run on GPUs of `card` bytes."""
     from alignment.policy.loading import compute_dtype
-    from alignment.policy.peak import StepShape
+    from alignment.policy.memory import StepShape
 
     prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
     longest = prompt + args.max_new_tokens, prompt + (args.eval_max_new_tokens or args.max_new_tokens)

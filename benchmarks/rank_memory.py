@@ -34,9 +34,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.policy import log_probs, lora, sharded
-from alignment.policy.memory import own_part
+from alignment.policy.memory import StepShape, own_part, peak_bytes
 from alignment.policy.packing import ATTENTION
-from alignment.policy.peak import StepShape, peak_bytes
 from alignment.policy.placement import ModelShape, Roles
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.sharded import Shard

@@ -21,8 +21,8 @@ from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.plan import step_shape
 from alignment.policy import log_probs, lora
+from alignment.policy.memory import SPARE, peak_bytes
 from alignment.policy.packing import ATTENTION
-from alignment.policy.peak import SPARE, peak_bytes
 from alignment.policy.placement import ModelShape, assign_roles
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
