@@ -117,8 +117,8 @@ class Policy(Protocol):
 POLICIES: Mapping[str, str] = {
     "single": "alignment.policy.single_device:SingleDevicePolicy",
     "layer_split": "alignment.policy.layer_split:LayerSplitPolicy",
-    "replicated": "alignment.policy.ranked:ReplicatedPolicy",
-    "sharded": "alignment.policy.ranked:ShardedPolicy",
+    "replicated": "alignment.policy.sharded:ReplicatedPolicy",
+    "sharded": "alignment.policy.sharded:ShardedPolicy",
 }
 """--policy_parallelism -> the policy class; its constructor takes a `PolicyConfig`."""
 RANKED = ("replicated", "sharded")  # those of one process a device
