@@ -27,8 +27,8 @@ from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LOSSES, NORMALIZATIONS
 from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.data.embedded import embedded_model
-from alignment.policy.optimizer_files import read_parts
 from alignment.policy.policy import RANKED, Objective, Policy, PolicyConfig, open_policy
+from alignment.policy.single_device import read_parts
 from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.runs.run_folder import TRAINER
 from alignment.system.torchrun import PROCESSES_HERE, followed

@@ -10,6 +10,7 @@ from types import MethodType
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -19,9 +20,8 @@ from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, split_rows
 from alignment.policy import lora
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.memory import gathered_bytes
-from alignment.policy.optimizer_files import read_parts, write_parts
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.policy.single_device import SingleDevicePolicy
+from alignment.policy.single_device import SingleDevicePolicy, read_parts
 from alignment.system.ranks import Ranks, lead
 
 
@@ -124,10 +124,19 @@ class Shard(SingleDevicePolicy):
             tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        if self.mesh_shape["parts"] > 1:
-            write_parts(folder, dict(self.optimizer_tensors()), self.ranks.calls)
-        elif self.ranks.rank == 0:
-            super().save_optimizer(folder)
+        """See `Policy.save_optimizer`. Of the ranks that hold a part of a tensor the first writes it. Raises OSError on all ranks
+        where one cannot."""
+        if self.mesh_shape["parts"] == 1:
+            if self.ranks.rank == 0:
+                super().save_optimizer(folder)
+            return
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        first = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        try:
+            dcp.save(dict(self.optimizer_tensors()), storage_writer=writer, planner=first, process_group=self.ranks.calls)
+        except dcp.api.CheckpointException as error:  # which is no `Exception`, and prints the tracebacks of all ranks
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise OSError(f"{folder} could not be written by rank {rank}: {cause}") from None
 
     read_optimizer = staticmethod(read_parts)
 

@@ -1,5 +1,6 @@
 """A policy on one device. `LayerSplitPolicy` inherits from it and replaces the order of the micro-batches."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -161,8 +162,21 @@ class SingleDevicePolicy(MicroBatchedModel):
     @staticmethod
     def read_optimizer(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """What `optimizer_tensors` were when a policy saved them: of `parameters`, the part that this process holds."""
-        if (file := folder / OPTIMIZER_FILE).exists():
-            return load_file(file)
-        from alignment.policy.optimizer_files import read_parts
+        file = folder / OPTIMIZER_FILE
+        return load_file(file) if file.exists() else read_parts(folder, parameters)
 
-        return read_parts(folder, parameters)
+
+def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """All tensors in a folder's safetensors files, on the CPU, of which each name begins with the number of its parameter: the
+    part that this process holds of the parameter. Raises OSError where a part is missing."""
+    import torch.distributed.checkpoint as dcp  # here, because it takes seconds, and a single process does without
+
+    reader, tensors = dcp.HuggingFaceStorageReader(str(folder)), {}
+    for name, stored in reader.read_metadata().state_dict_metadata.items():
+        parameter = parameters[int(name.partition(".")[0])]
+        tensors[name] = torch.empty_like(parameter, device="cpu") if stored.size else torch.empty(())
+        if sum(part.sizes.numel() for part in stored.chunks) != tensors[name].numel():  # torch would leave the rest as it is
+            raise OSError(f"{folder}: parts of {name} are missing")
+    with warnings.catch_warnings(action="ignore"):  # which says that no ranks take part
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
