@@ -18,12 +18,9 @@ def main() -> None:
     study = read_study(folders, args.tie)
     if not study.runs:
         raise UserError(f"--runs {' '.join(args.runs)}: no finished run there")
-    from alignment.ablation.report import print_verdicts, write_report
+    from alignment.ablation.report import report
 
-    console = make_console()
-    print_verdicts(study, console)
-    for file in write_report(study, Path(args.output) if args.output else folders[0]):
-        console.print(f"report: {file}", markup=False, soft_wrap=True)
+    report(study, Path(args.output) if args.output else folders[0], make_console())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from alignment.ablation import schedule
 from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, refuse_incomparable_arms, with_controls
-from alignment.ablation.executors import Executor, make_executor
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse, refuse_missing_warm_start, swept_values
 from alignment.data.tasks import find_task
 from alignment.system.errors import UserError, run_command
@@ -32,7 +31,7 @@ def main() -> None:
     if args.dry_run:
         return
     schedule.refuse_other_folder(design.folder)
-    executor = make_executor(args.ray_address, args.cpus_per_run, args.gpus_per_run)
+    executor = schedule.make_executor(args.ray_address, args.cpus_per_run, args.gpus_per_run)
     try:
         design.folder.mkdir(parents=True, exist_ok=True)
         with lock_run_folder(design.folder):
@@ -68,7 +67,7 @@ def make_design(args: SweepOptions) -> Design:
         raise UserError(f"--strict: {'; '.join(map(str, warnings))}")
     design = Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings)
     if args.question:
-        from alignment.ablation.verdicts import refuse_unknown_question
+        from alignment.ablation.study import refuse_unknown_question
 
         refuse_unknown_question(design.varied, args.question)
     return design
@@ -100,7 +99,7 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
 def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     """Print the smallest differences that the seeds would show, and whether they could show a tie."""
     from alignment.ablation.statistics import pairs, power, score_std
-    from alignment.ablation.verdicts import factor_contrasts
+    from alignment.ablation.study import factor_contrasts
 
     seeds, arm = len(design.seeds), next(iter(design.arms.values()))
     questions = len(find_task(arm.task).test_problems(arm.dataset_path, arm.max_problems))
@@ -118,28 +117,22 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
         console.print(f"{found}; {tied}", soft_wrap=True)
 
 
-def train(design: Design, executor: Executor, args: SweepOptions, console: Console) -> None:
+def train(design: Design, executor: schedule.Executor, args: SweepOptions, console: Console) -> None:
     """Train all runs, and write the report. Raises `UserError` where runs have failed."""
-    from alignment.ablation.report import print_verdicts, write_report
-    from alignment.ablation.study import read_study
-    from alignment.ablation.verdicts import decide_question
+    from alignment.ablation.report import report
+    from alignment.ablation.study import decide_question, read_study
 
-    states = [schedule.State(arm, seed) for seed in design.seeds for arm in design.arms]
+    states, added = [], [schedule.State(arm, seed) for seed in design.seeds for arm in design.arms]
     schedule.warm_up(design, executor, args.output_dir, console)
-    schedule.run_all(design, executor, states, console)
-    while args.until_decided:
-        comparisons = decide_question(read_study([design.folder]), args.question)
-        if not (added := schedule.next_runs(states, comparisons, args.max_seeds)):
-            break
-        for line in schedule.out_of_reach(comparisons, args.max_seeds):
-            console.print(line, style="yellow", markup=False, soft_wrap=True)
-        console.print(f"undecided: adding {', '.join(state.name for state in added)}", markup=False, soft_wrap=True)
+    while added:
         states += added
         schedule.run_all(design, executor, states, console)
-    study = read_study([design.folder])
-    print_verdicts(study, console)
-    for file in write_report(study, design.folder):
-        console.print(f"report: {file}", markup=False, soft_wrap=True)
+        comparisons = decide_question(read_study([design.folder]), args.question) if args.until_decided else []
+        if added := schedule.next_runs(states, comparisons, args.max_seeds):
+            for line in schedule.out_of_reach(comparisons, args.max_seeds):
+                console.print(line, style="yellow", markup=False, soft_wrap=True)
+            console.print(f"undecided: adding {', '.join(state.name for state in added)}", markup=False, soft_wrap=True)
+    report(read_study([design.folder]), design.folder, console)
     failed = [state.name for state in states if state.status == "failed"]
     if failed:
         raise UserError(f"{len(failed)} of {len(states)} runs failed and are missing from the verdicts: {', '.join(failed)}")

@@ -13,10 +13,9 @@ from matplotlib import colormaps
 from matplotlib import pyplot as plt
 from rich.console import Console
 
-from alignment.ablation import verdicts
+from alignment.ablation import study as studies
 from alignment.ablation.statistics import Comparison, Scores, interquartile_mean
-from alignment.ablation.study import Run, Study, shell_command
-from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width, question_groups
+from alignment.ablation.study import Run, Study, choices, decide, decide_factors, final_scores, half_width
 from alignment.runs.summary import first_change
 from alignment.system.files import write_atomically
 from alignment.system.terminal import make_table, printable
@@ -25,8 +24,9 @@ SHOWN_PAIRS = 15  # in the Markdown summary; the page has all
 WINNERS = 4  # differences that the headline names
 
 
-def print_verdicts(study: Study, console: Console) -> None:
-    """Print the verdicts as tables: one for each varied argument of a full grid, else one of the pairs of arms."""
+def report(study: Study, folder: Path, console: Console) -> None:
+    """Print the verdicts as tables, one for each varied argument of a full grid, else one of the pairs of arms; and write the
+    report to `folder`."""
     factors = {f"final accuracy: {name}, averaged over all else": rows for name, rows in decide_factors(study).items()}
     for title, comparisons in (factors or {"final accuracy": decide(study)}).items():
         rows = [
@@ -36,6 +36,8 @@ def print_verdicts(study: Study, console: Console) -> None:
         console.print(make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows))
     for name in study.missing:
         console.print(f"missing: {name}", style="red", markup=False)
+    for file in write_report(study, folder):
+        console.print(f"report: {file}", markup=False, soft_wrap=True)
 
 
 def write_report(study: Study, folder: Path) -> tuple[Path, Path]:
@@ -61,15 +63,15 @@ def contents(study: Study) -> dict[str, object]:
         "headline": headline(factors, pairs),
         "factors": factors,
         "pairs": _ranked(pairs),
-        "pairs_area": _ranked(decide(study, verdicts.areas(study))),
-        "over_tasks": verdicts.over_tasks(study),
+        "pairs_area": _ranked(decide(study, studies.areas(study))),
+        "over_tasks": studies.over_tasks(study),
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "grid": grid_of(study, {arm["name"]: arm["mean"] for arm in arms}),
         "study": study,
-        "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
+        "commands": [(run.path.name, studies.shell_command(run.command)) for run in study.runs],
         "versions": any_run.versions if any_run else {},
         "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
-        "questions": len(set(question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
+        "questions": len(set(studies.question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
     }
 
 
@@ -85,7 +87,7 @@ def arm_rows(study: Study) -> list[dict]:
             "mean": float(np.mean(accuracy[arm])) if runs else math.nan,
             "iqm": interquartile_mean(accuracy[arm]) if runs else math.nan,
             "margin": half_width(study, arm, scores[arm]),
-            "split": np.mean([verdicts.split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
+            "split": np.mean([studies.split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
             "settings": study.varied[arm],
             "sample": sample_of(runs),
         }

@@ -1,14 +1,19 @@
-"""The runs of a sweep: its folder, the shared warm starts, every run to its end, and seeds for undecided pairs."""
+"""The runs of a sweep: its folder, the shared warm starts, every run to its end, and seeds for undecided pairs; and executors,
+which run them one after another on this machine, or side by side on a Ray cluster's free cores or GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import signal
+import socket
 import statistics
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,17 +22,20 @@ from rich.live import Live
 from rich.table import Table
 
 from alignment.ablation.design import Design
-from alignment.ablation.executors import LOST, Command, Executor
 from alignment.args import RLArgs, SFTArgs, as_command, command_line
+from alignment.system import signals
 from alignment.system.errors import UserError
 from alignment.system.files import LOCK, read_json, read_jsonl, write_json
-from alignment.system.processes import start_command
+from alignment.system.processes import ROOT, end_command, start_command
 from alignment.system.terminal import make_table
 
 if TYPE_CHECKING:  # the statistics load scipy, which a sweep needs only once its runs are done
     from alignment.ablation.statistics import Comparison
 
 ATTEMPTS = 2  # at each run
+LOST = -1000  # exit code of a job whose machine or worker process is gone
+Command = Callable[..., subprocess.Popen]
+"""Starts a command when it is called with its number of `threads`: `start_command` with all other arguments given."""
 
 
 @dataclass
@@ -84,8 +92,10 @@ def expected_seconds(design: Design, output_dir: str) -> float | None:
 
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:
     """Make the warm starts that the arms share and that do not exist yet. Raises `UserError` where that fails."""
-    warm_starts = {arm.sft_base: arm for arm in design.arms.values() if arm.auto_sft and arm.sft_base}
-    for base, arm in ((base, arm) for base, arm in warm_starts.items() if not Path(base).exists()):
+    arms = {arm.sft_base: arm for arm in design.arms.values() if arm.auto_sft and arm.sft_base}
+    for base, arm in arms.items():
+        if Path(base).exists():
+            continue
         console.print(f"{base} is not there yet: warming up by SFT, once", markup=False)
         args = dataclasses.replace(as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir)
         log = design.folder / "logs" / "sft.log"
@@ -192,3 +202,102 @@ def out_of_reach(comparisons: Sequence[Comparison], max_seeds: int) -> list[str]
         for c in comparisons
         if not c.decided and (c.more_seeds is None or c.seeds + c.more_seeds > max_seeds)
     ]
+
+
+def make_executor(address: str, cpus: int | None, gpus: int | None) -> Executor:
+    """Ray where it is installed, else one run after another. Raises `UserError` for a cluster's address without Ray."""
+    if find_spec("ray"):
+        return RayExecutor(address, cpus, gpus)
+    if address:
+        raise UserError(f"--ray_address {address}: Ray is not installed; add --extra ray to `uv run`")
+    return LocalExecutor(cpus)
+
+
+class LocalExecutor:
+    """One job after another, with all cores and GPUs of this machine."""
+
+    def __init__(self, cpus: int | None = None):
+        self.cpus, self.queue, self.process = cpus, [], None
+
+    def submit(self, name: str, command: Command) -> None:
+        self.queue.append((name, command))
+
+    def finished(self, seconds: float) -> dict[str, int]:
+        """Exit codes by name of the jobs that have ended; waits for one for at most `seconds`."""
+        if self.process is None and self.queue:
+            self.process = self.queue[0][1](threads=self.cpus)
+        with suppress(subprocess.TimeoutExpired):
+            if self.process is not None:
+                code, self.process = self.process.wait(seconds), None
+                return {self.queue.pop(0)[0]: code}
+        return {}
+
+    def close(self) -> None:
+        """End the jobs under way."""
+        if self.process is not None:
+            end_command(self.process)
+
+
+class RayExecutor:
+    """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for. Ray gives a task its GPUs by
+    CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them. Signals are deferred while Ray's
+    own code runs, which does not survive an exception of a signal handler."""
+
+    @signals.deferred_signals()
+    def __init__(self, address: str, cpus: int | None, gpus: int | None):
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        try:  # Ray itself would try for minutes
+            if host:
+                socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:
+            raise UserError(f"--ray_address {address}: no Ray cluster answers there ({error})") from None
+        os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # the nodes' own environments run the jobs
+        import ray
+
+        self.ray = ray
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            own = {} if address else {"include_dashboard": False}  # a running cluster has its own setting
+            nodes = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+            ray.init(address or "local", runtime_env=nodes, log_to_driver=False, logging_level="ERROR", **own)
+        except Exception as error:  # Ray raises many kinds, a bare Exception where a node is slow to start
+            where = f"--ray_address {address}" if address else "Ray could not start here"
+            raise UserError(f"{where}: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+        with suppress(ValueError):  # only the main thread may; Ray has put a handler of its own in its place
+            signal.signal(signal.SIGTERM, handler)
+        gpus = gpus if gpus is not None else int(ray.cluster_resources().get("GPU", 0) > 0)
+        self.cpus = cpus or 1
+        # A task is not repeated by Ray: the sweep counts the attempts, and continues the run from its last checkpoint. It
+        # returns the command's exit code; a command ends with the process that has started it.
+        task = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_retries=0)
+        self.task = task(lambda command, cpus: command(threads=cpus).wait())
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(node.get("CPU", 0) >= self.cpus and node.get("GPU", 0) >= gpus for node in nodes):
+            ray.shutdown()
+            has = ", ".join(f"{node.get('CPU', 0):g} cores and {node.get('GPU', 0):g} GPUs" for node in nodes)
+            raise UserError(f"--cpus_per_run {self.cpus} --gpus_per_run {gpus}: no machine has them (there are: {has})")
+        self.under_way: dict[object, str] = {}
+
+    @signals.deferred_signals()
+    def submit(self, name: str, command: Command) -> None:
+        self.under_way[self.task.remote(command, self.cpus)] = name
+
+    @signals.deferred_signals()
+    def finished(self, seconds: float) -> dict[str, int]:
+        done, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=seconds) if self.under_way else ([], [])
+        codes = {}
+        for reference in done:
+            name = self.under_way.pop(reference)
+            try:
+                codes[name] = self.ray.get(reference)
+            except self.ray.exceptions.RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, OSError) else error) from None  # it could not be started
+            except self.ray.exceptions.RayError:
+                codes[name] = LOST
+        return codes
+
+    def close(self) -> None:
+        self.ray.shutdown()
+
+
+Executor = LocalExecutor | RayExecutor

@@ -18,12 +18,19 @@ from ray.cluster_utils import Cluster
 from rich.console import Console
 
 from alignment import sweep
-from alignment.ablation.executors import LOST, LocalExecutor, RayExecutor, make_executor
 from alignment.ablation.report import write_report
-from alignment.ablation.schedule import State, next_runs, out_of_reach, run_all
+from alignment.ablation.schedule import (
+    LOST,
+    LocalExecutor,
+    RayExecutor,
+    State,
+    make_executor,
+    next_runs,
+    out_of_reach,
+    run_all,
+)
 from alignment.ablation.statistics import Comparison
-from alignment.ablation.study import read_study
-from alignment.ablation.verdicts import decide
+from alignment.ablation.study import decide, read_study
 from alignment.args import SweepArgs
 from alignment.sweep import make_design
 from alignment.system.errors import UserError, run_command
@@ -75,7 +82,7 @@ def done(warm, tmp_path_factory, wait_for):
     )
     words = [*SMALL, "--sft_base", str(warm), "--output_dir", str(output), "--sweep_file", str(arms)]
     words += ["--num_steps", "2", "--sweep_name", "small"]
-    script = "import alignment.ablation.executors as e; e.find_spec = lambda name: None; "
+    script = "import alignment.ablation.schedule as e; e.find_spec = lambda name: None; "
     script += "from alignment import sweep; sweep.run_command(sweep.main)"
     command = [sys.executable, "-c", script, *words]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -161,7 +168,7 @@ def test_a_run_that_fails_is_said(warm, tmp_path, capsys):
 
 
 def test_without_ray_a_cluster_is_refused(monkeypatch):
-    monkeypatch.setattr("alignment.ablation.executors.find_spec", lambda name: None)
+    monkeypatch.setattr("alignment.ablation.schedule.find_spec", lambda name: None)
     assert isinstance(make_executor("", None, None), LocalExecutor)
     with pytest.raises(UserError, match="Ray is not installed"):
         make_executor("auto", None, None)
@@ -245,7 +252,7 @@ def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
         from alignment.system.errors import run_command
         from functools import partial
         from pathlib import Path
-        from alignment.ablation.executors import RayExecutor
+        from alignment.ablation.schedule import RayExecutor
         from alignment.system.processes import start_command
 
         def main():
