@@ -215,15 +215,16 @@ def _differing(arms: Sequence[RLArgs]) -> list[str]:
 
 
 DERIVED = {
-    "prompts a step": lambda args: args.prompts_per_rollout,
-    "responses a step": lambda args: args.rollout_size,
-    "responses in all": lambda args: args.rollout_size * args.num_steps,
-    "optimiser updates": lambda args: args.updates_per_rollout * args.num_steps,
-    "draws of a group, at most": lambda args: 1 + args.max_refills,
-    "responses an update": lambda args: min(args.train_mini_batch_size or args.rollout_size, args.rollout_size),
-}
-_FACTORS = {"prompts a step": ("prompts_per_rollout",), "optimiser updates": ("epochs_per_rollout", "num_steps"),
-            "responses in all": ("num_steps",), "responses an update": ("train_mini_batch_size",)}  # fmt: skip
+    "prompts a step": (lambda args: args.prompts_per_rollout, {"prompts_per_rollout"}),
+    "responses a step": (lambda args: args.rollout_size, set()),
+    "responses in all": (lambda args: args.rollout_size * args.num_steps, {"num_steps"}),
+    "optimiser updates": (lambda args: args.updates_per_rollout * args.num_steps, {"epochs_per_rollout", "num_steps"}),
+    "draws of a group, at most": (lambda args: 1 + args.max_refills, set()),
+    "responses an update": (
+        lambda args: min(args.train_mini_batch_size or args.rollout_size, args.rollout_size), {"train_mini_batch_size"}
+    ),
+}  # fmt: skip
+"""Quantity -> its value, and the arguments that are changed to change it."""
 _EVALUATED = frozenset({"reward", "sampling_temperature", "sampling_top_p", "sampling_top_k", "max_new_tokens", "prompt"})
 
 
@@ -237,7 +238,7 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
         if len(differing) != 1:
             continue
         name = differing[0]
-        effects = [label for label, of in DERIVED.items() if of(x) != of(y) and name not in _FACTORS.get(label, ())]
+        effects = [label for label, (value, factors) in DERIVED.items() if value(x) != value(y) and name not in factors]
         if name in _EVALUATED and (name != "reward" or x.evaluation_rule != y.evaluation_rule):
             effects.append("how the evaluation samples or scores")
         if effects:

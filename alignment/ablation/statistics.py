@@ -107,10 +107,13 @@ def compare(
         raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
     contrasts = pairs(list(arms)) if contrasts is None else contrasts
     estimates = list(_estimates(arms, contrasts, groups))
-    if {bool(e.unstable) for e in estimates if e} == {True, False}:  # comparisons with and without unstable arms err separately
+    known, family = [e for e in estimates if isinstance(e, _Estimate)], len(contrasts)
+    if len({bool(e.unstable) for e in known}) == 2:  # comparisons with and without unstable arms err separately
         alpha /= 2
-    settled = iter(_settle([e for e in estimates if e], tie, alpha, len(contrasts)))
-    return [next(settled) if e else _without_interval(arms, c) for e, c in zip(estimates, contrasts, strict=True)]
+    p = _p_values(known, [abs(e.mean) for e in known], family)
+    p_tie = _p_values(known, [tie - abs(e.mean) for e in known], family)
+    settled = (_verdict(e, *p_values, tie, alpha, family) for e, *p_values in zip(known, p, p_tie, strict=True))
+    return [next(settled) if isinstance(e, _Estimate) else e for e in estimates]
 
 
 def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None) -> float:
@@ -123,22 +126,19 @@ def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None
     return half_width(between_seeds_11.item() / seeds, seeds - 1, max(0.0, between_questions_11.item()))
 
 
-def shared_seeds(arms: Mapping[str, Scores], contrast: Contrast) -> tuple[int, ...]:
-    return tuple(sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights))))
-
-
 def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups: Sequence[Hashable] | None):
-    """An estimate for each contrast; None where its arms share fewer than two seeds."""
+    """An estimate for each contrast; where its arms share fewer than two seeds, a comparison without an interval."""
     means = {arm: {seed: float(x.mean()) for seed, x in by_seed.items()} for arm, by_seed in arms.items()}
     variances = seed_variances(means)
     stable = {arm: by_seed for arm, by_seed in means.items() if arm not in variances.unstable}
     of_stable = seed_variances(stable) if variances.unstable else variances
     moments = functools.lru_cache(maxsize=None)(lambda seeds: _moments(arms, seeds, groups))
     for contrast in contrasts:
-        seeds, unstable = shared_seeds(arms, contrast), tuple(variances.unstable & set(contrast.weights))
+        seeds = tuple(sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights))))
         if len(seeds) < 2:
-            yield None
+            yield _without_interval(arms, contrast, seeds)
             continue
+        unstable = tuple(variances.unstable & set(contrast.weights))
         names, mean_A, between_seeds_AA, between_questions_AA = moments(seeds)
         weights_A = np.array([contrast.weights.get(name, 0.0) for name in names])
         chosen = variances if unstable else of_stable
@@ -230,12 +230,6 @@ def _group_means(y_ASQ: np.ndarray, groups: Sequence[Hashable] | None) -> np.nda
     return mean + (y_ASQ - mean) @ member_QG * (member_QG.shape[1] / member_QG.shape[0])
 
 
-def _settle(estimates: Sequence[_Estimate], tie: float, alpha: float, family: int) -> list[Comparison]:
-    p = _p_values(estimates, [abs(e.mean) for e in estimates], family)
-    p_tie = _p_values(estimates, [tie - abs(e.mean) for e in estimates], family)
-    return [_verdict(e, *p_values, tie, alpha, family) for e, *p_values in zip(estimates, p, p_tie, strict=True)]
-
-
 def _p_values(estimates: Sequence[_Estimate], distances: Sequence[float], family: int) -> list[float]:
     """The probability that an estimate errs by its distance, either way, by both tests of `compare`."""
     rows = list(zip(distances, estimates, strict=True))
@@ -311,12 +305,11 @@ def _quantiles(seeds: int, dof: int, alpha: float, family: int) -> tuple[np.ndar
     return stats.t.isf(alpha / family / 2, dof * (1 + more / (seeds - 1))), stats.t.isf(alpha / 2, seeds - 1 + more)
 
 
-def _without_interval(arms: Mapping[str, Scores], contrast: Contrast) -> Comparison:
-    nan, seeds = math.nan, shared_seeds(arms, contrast)  # none or one
-    mean = sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items()) if seeds else nan
+def _without_interval(arms: Mapping[str, Scores], contrast: Contrast, seeds: Sequence[int]) -> Comparison:
+    mean = sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items()) if seeds else math.nan
     verdict = f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
-    sides = (contrast.a, contrast.b, len(seeds), mean)
-    return Comparison(*sides, nan, nan, 1.0, "undecided", verdict, 2 - len(seeds), tuple(contrast.weights))
+    unknown = (math.nan, math.nan, 1.0, "undecided", verdict, 2 - len(seeds))
+    return Comparison(contrast.a, contrast.b, len(seeds), mean, *unknown, tuple(contrast.weights))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
