@@ -70,13 +70,12 @@ def inspect(
     loss = dataclasses.replace(config.loss, beta=0.0, sampler_correction="none")
     one_update = {"epochs_per_rollout": 1, "train_mini_batch_size": 0, "warmup_steps": 0, "old_log_probs": "ratio_one"}
     config = dataclasses.replace(config, loss=loss, max_sampler_mismatch=math.inf, **one_update)
-    updated = False
     for estimator in sorted(planned, key=lambda estimator: estimator.second_update):
-        if estimator.second_update and not updated:
+        if estimator.second_update and rollout.old_log_probs_BT is None:
             old_BT = policy.log_probs(rollout.batch, config.distribution)
             update(policy, with_advantages(rollout, config.advantage), config, step=1)
             deliver_signals()  # `update` defers them
-            rollout, updated = dataclasses.replace(rollout, old_log_probs_BT=old_BT), True
+            rollout = dataclasses.replace(rollout, old_log_probs_BT=old_BT)
         yield estimator, gradient_statistics(policy, rollout, estimator, config)
 
 

@@ -53,10 +53,12 @@ def fine_tune(
 ) -> None:
     """Make `num_steps` optimiser steps on the mean negative log-likelihood of a batch's response tokens. `log_step` gets a
     record of each measurement of the validation loss, `progress` each step with words for the user."""
-    stream, words = batches(data.train, config), ""
-    for step in range(1, config.num_steps + 1):
+    words = ""
+    for step, examples in zip(range(1, config.num_steps + 1), batches(data.train, config), strict=False):
         rate = config.learning_rate * warmup_then_linear(step, config.warmup_steps, config.num_steps)
-        loss = accumulate(policy, next(stream), data.pad_token_id)
+        batch, tokens = collate(*zip(*examples, strict=True), data.pad_token_id), sum(len(response) for _, response in examples)
+        results = policy.accumulate(batch, range(len(examples)), Objective(partial(batch_loss, tokens), entropy=False))
+        loss = sum(result.sums["loss"] for result in results)
         grad_norm = policy.clip_gradient(config.max_grad_norm)
         policy.step(rate)
         deliver_signals()  # where a library has swallowed the exception of a signal
@@ -98,14 +100,6 @@ def warmup_then_linear(step: int, warmup_steps: int, num_steps: int) -> float:
     if step <= warmup_steps:
         return step / warmup_steps
     return 1 - 0.9 * (step - warmup_steps) / max(1, num_steps - warmup_steps)
-
-
-def accumulate(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> torch.Tensor:
-    """Add the gradient of the mean loss of a batch's response tokens to the policy; returns that loss."""
-    loss = partial(batch_loss, sum(len(response) for _, response in examples))
-    batch = collate(*zip(*examples, strict=True), pad_token_id)
-    results = policy.accumulate(batch, range(len(examples)), Objective(loss, entropy=False))
-    return sum(result.sums["loss"] for result in results)
 
 
 def batch_loss(tokens: int, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -155,19 +154,14 @@ def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Ten
     totals = [result.sums for result in results]
     report = dict.fromkeys(("loss", "entropy", "sampling_entropy", "grad_norm"))
     report |= {"learning_rate": rate, "updates": len(norms), "update_tokens": sum(sums["tokens"] for sums in totals)}
-    if not norms:
-        return report
-    report["loss"] = sum(sums["loss"].item() for sums in totals) / len(norms)
-    report["grad_norm"] = sum(norm.item() for norm in norms) / len(norms)
-    if not totals:
-        return report
-    tokens = sum(sums["response_tokens"].item() for sums in totals)
-
-    def metric(key: str) -> float:
-        values = [sums[key].item() for sums in totals]
-        return max(values) if key == "ratio_max" else sum(values) / tokens
-
-    return report | {name: metric(key) for name, key in _MEANS.items() if key in totals[0]}
+    if norms:
+        report["loss"] = sum(sums["loss"].item() for sums in totals) / len(norms)
+        report["grad_norm"] = sum(norm.item() for norm in norms) / len(norms)
+    if totals:
+        tokens = sum(sums["response_tokens"].item() for sums in totals)
+        values = {name: [sums[key].item() for sums in totals] for name, key in _MEANS.items() if key in totals[0]}
+        report |= {name: max(several) if name == "ratio_max" else sum(several) / tokens for name, several in values.items()}
+    return report
 
 
 def sampler_mismatch(policy: Policy, rollout: Rollout, distribution: Distribution, limit: float) -> dict[str, float]:
@@ -216,13 +210,14 @@ class References:
     ):  # fmt: skip
         self.config, self.old_policy, self.reference, self.clock = config, old_policy, reference, clock
         self.in_background = in_background
-        self._requests: dict[int, Future[torch.Tensor]] = {}
+        self._answers: dict[int, Callable[[], torch.Tensor]] = {}
 
     def request(self, step: int, batch: Batch, micro_batch_tokens: int) -> None:
-        """Have a reference that works `in_background` begin with a step's batch; `annotate` waits for what it computes."""
-        if self.in_background and step not in self._requests:
-            question = (batch, self.config.distribution, micro_batch_tokens)
-            self._requests[step] = start_in_background(lambda: self.reference(*question))
+        """Have a reference that works `in_background` begin with a step's batch; `annotate` waits for what it computes.
+        Any other reference computes in `annotate`."""
+        if self.reference is not None and step not in self._answers:
+            answer = partial(self.reference, batch, self.config.distribution, micro_batch_tokens)
+            self._answers[step] = start_in_background(answer).result if self.in_background else answer
 
     def annotate(self, rollout: Rollout, policy: Policy, step: int) -> Rollout:
         """The rollout with `old_log_probs_BT` and `reference_log_probs_BT`, as far as the loss needs them."""
@@ -234,10 +229,7 @@ class References:
                 rollout = dataclasses.replace(rollout, old_log_probs_BT=self._old_log_probs(rollout, policy))
         if self.reference is not None:
             with self.clock("reference"):
-                request = self._requests.pop(step, None)
-                question = (rollout.batch, self.config.distribution, policy.micro_batch_tokens)
-                log_probs_BT = request.result() if request else self.reference(*question)
-                rollout = dataclasses.replace(rollout, reference_log_probs_BT=log_probs_BT)
+                rollout = dataclasses.replace(rollout, reference_log_probs_BT=self._answers.pop(step)())
         return rollout
 
     def _old_log_probs(self, rollout: Rollout, policy: Policy) -> torch.Tensor:
