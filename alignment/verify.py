@@ -23,7 +23,7 @@ from alignment.args import RLArgs, VerifyArgs, command_line, configuration, pars
 from alignment.checks import check_rl, roles_of
 from alignment.runs.run_folder import claim_run_folder, write_args
 from alignment.system.errors import RunStopped, run_command
-from alignment.system.files import read_jsonl, write_json
+from alignment.system.files import read_jsonl, sha256, write_json
 from alignment.system.processes import end_command, last_line, start_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import PROCESSES, followed
@@ -37,45 +37,32 @@ TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured 
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of each part of a finished run that a repetition must reproduce: no timings, no dates of files."""
-    from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
-
-    step, _ = last_whole_step(run)
-    return {
-        "weights": _hash(file.read_bytes() for file in sorted((run / "final").rglob("*.safetensors"))),
-        "optimizer": _hash(_tensors(file) for file in sorted((checkpoint_folder(run, step) / TRAINER).glob("*.safetensors"))),
-        "metrics": _hash(_untimed(record) for record in read_jsonl(run / "metrics.jsonl")),
-        "evaluations": _hash(_untimed(record) for record in read_jsonl(run / "evals.jsonl")),
-        "completions": _hash(
-            part for file in sorted((run / "completions").iterdir()) for part in (file.name.encode(), file.read_bytes())
-        ),
-        "bad batches": _hash(file.read_bytes() for file in sorted((run / "bad_batches").glob("*"))),
-        "TensorBoard": _hash(_scalars(run / "tensorboard")),
-    }
-
-
-def _hash(parts: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
-
-
-def _tensors(file: Path) -> bytes:
-    """The names and numbers of a file's tensors; the order of entries in the head of such a file is by chance."""
+    """SHA-256 of each part of a finished run that a repetition must reproduce: no timings, no dates of files, and tensors by
+    their names, because the order of entries in the head of a file of tensors is by chance."""
     from safetensors.numpy import load_file
-
-    return b"".join(name.encode() + array.tobytes() for name, array in sorted(load_file(file).items()))
-
-
-def _untimed(record: dict) -> bytes:
-    return json.dumps({key: value for key, value in record.items() if not key.startswith(TIMINGS)}).encode()
-
-
-def _scalars(folder: Path) -> Iterable[bytes]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    for tag in sorted(events.Tags()["scalars"]):
-        if not tag.rpartition("/")[2].startswith(TIMINGS):
-            yield json.dumps([tag, [(event.step, event.value) for event in events.Scalars(tag)]]).encode()
+    from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
+
+    def contents(files: Iterable[Path]) -> list[tuple[str, str]]:
+        return [(file.name, sha256(file)) for file in sorted(files)]
+
+    def untimed(record: dict) -> dict:
+        return {key: value for key, value in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)}
+
+    trainer = checkpoint_folder(run, last_whole_step(run)[0]) / TRAINER
+    states = (sorted(load_file(file).items()) for file in sorted(trainer.glob("*.safetensors")))
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    parts = {
+        "weights": contents((run / "final").rglob("*.safetensors")),
+        "optimizer": [(name, hashlib.sha256(array).hexdigest()) for state in states for name, array in state],
+        "metrics": [untimed(record) for record in read_jsonl(run / "metrics.jsonl")],
+        "evaluations": [untimed(record) for record in read_jsonl(run / "evals.jsonl")],
+        "completions": contents((run / "completions").iterdir()),
+        "bad batches": contents((run / "bad_batches").glob("*")),
+        "TensorBoard": untimed({tag: [event[1:] for event in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}),
+    }  # of an event the step and the value, not the time
+    return {part: hashlib.sha256(json.dumps(content).encode()).hexdigest() for part, content in parts.items()}
 
 
 def differing_parts(args: VerifyArgs, console: Console) -> int:

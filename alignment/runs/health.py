@@ -68,14 +68,14 @@ def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_to
         return {}
     warnings = {}
     entropy, entropy_before = _mean(steps[-WINDOW:], "entropy"), _mean(first, "entropy")
-    if entropy is not None and entropy_before and entropy < 0.1 * entropy_before:
+    if entropy_before and entropy < 0.1 * entropy_before:
         warnings["entropy_collapse"] = f"entropy is {entropy:.3g} nats a token, it began at {entropy_before:.3g}"
     flat = _mean(steps[-WINDOW:], "flat_groups")
-    if flat is not None and flat > 0.95:
+    if flat > 0.95:
         warnings["equal_rewards"] = f"in {flat:.0%} of the groups all rewards are equal, which teaches nothing"
-    mismatch = steps[-1].get("sampler_mismatch")
+    mismatch = _mean(steps[-1:], "sampler_mismatch")
     usual = [record["sampler_mismatch"] for record in steps[:-1] if record.get("sampler_mismatch") is not None]
-    if mismatch is not None and len(usual) >= 2 * WINDOW and mismatch > SUDDEN * max(median(usual), MOMENTUM):
+    if len(usual) >= 2 * WINDOW and mismatch > SUDDEN * max(median(usual), MOMENTUM):
         warnings["sampler_drift"] = (
             f"the sampler's log-probs are {mismatch:.3g} nats a token from the trainer's, {median(usual):.3g} in the latest"
             " steps: do its weights arrive?"
@@ -84,7 +84,7 @@ def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_to
         warnings["nothing_trained"] = f"in {WINDOW} steps no response was left to train on (--skip_unfinished)"
     length, length_before = _mean(steps[-WINDOW:], "response_length"), _mean(first, "response_length")
     finished = _mean(steps[-WINDOW:], "finished")
-    if None not in (length, length_before, finished) and length > 2 * length_before and finished < 0.8:
+    if length > 2 * length_before and finished < 0.8:
         warnings["runaway_length"] = (
             f"responses have {length:.0f} tokens, they began with {length_before:.0f}, and {1 - finished:.0%} do not end within"
             f" --max_new_tokens {max_new_tokens}"
@@ -105,6 +105,7 @@ def slowness(steps: Sequence[Record], record: Record) -> str | None:
     )
 
 
-def _mean(records: Sequence[Record], key: str) -> float | None:
+def _mean(records: Sequence[Record], key: str) -> float:
+    """The mean over the records that have a value; NaN, which no comparison holds of, where none has."""
     values = [record[key] for record in records if record.get(key) is not None]
-    return sum(values) / len(values) if values else None
+    return sum(values) / len(values) if values else math.nan

@@ -175,14 +175,6 @@ class Run:
     def _print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, markup=False, soft_wrap=True)
 
-    def stopped_by(self, error: OSError) -> RunStopped:
-        """The error of a run that a full disk or another fault of the file system has stopped."""
-        kept = "it had no checkpoint yet"
-        with suppress(UserError, OSError):
-            step, _ = run_folder.last_whole_step(self.path)
-            kept = f"its checkpoint of step {step} is whole" if step else kept
-        return RunStopped(f"{error}. The run {self.path} has stopped; {kept}: go on with --resume when that is mended")
-
 
 @contextmanager
 def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
@@ -198,10 +190,15 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
             if run.started:
                 run.save_when_stopped(stop)
             raise
-        except OSError as error:
-            if run.started:
-                raise run.stopped_by(error) from None
-            raise
+        except OSError as error:  # a full disk or another fault of the file system
+            if not run.started:
+                raise
+            kept = "it had no checkpoint yet"
+            with suppress(UserError, OSError):
+                step, _ = run_folder.last_whole_step(run.path)
+                kept = f"its checkpoint of step {step} is whole" if step else kept
+            message = f"{error}. The run {run.path} has stopped; {kept}: go on with --resume when that is mended"
+            raise RunStopped(message) from None
 
 
 def refuse_other_arguments(path: Path, config: RunConfig) -> None:

@@ -15,7 +15,7 @@ def write_summary(path: Path, title: str, console: Console) -> None:
     """Draw the learning curve, print the run's before and after, and write summary.json. `title` says how the evaluations were
     sampled."""
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
-    before, after = evals[0], evals[-1]
+    before, after, total = evals[0], evals[-1], sum(m["seconds"] for m in metrics)
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
     spans = "{:.3f} ({:.3f} .. {:.3f})"
     accuracies = (spans.format(e["avg_all_rewards"], *e["avg_all_rewards_ci"]) for e in (before, after))
@@ -23,11 +23,15 @@ def write_summary(path: Path, title: str, console: Console) -> None:
         ("accuracy", *accuracies),
         ("format rate", *(f"{e['avg_format_rewards']:.3f}" for e in (before, after))),
         ("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after))),
-        ("seconds of RL", "", f"{sum(m['seconds'] for m in metrics):.0f}"),
+        ("seconds of RL", "", f"{total:.0f}"),
     ]
     heading, sides = f"{path.name}: {after['problems']} held-out problems, {title}", ("before", "after")
     console.print(make_table(heading, ("", *sides), rows, numbers=sides))
-    console.print(f"of these seconds: {', '.join(f'{name} {share:.1%}' for name, share in phase_shares(metrics))}")
+    phases = sorted({key for m in metrics for key in m if key.startswith("seconds_")})
+    spent = {phase.removeprefix("seconds_"): sum(m.get(phase, 0.0) for m in metrics) for phase in phases}
+    spent["other"] = total - sum(spent.values())  # logging, books
+    shares = [f"{phase} {spent[phase] / total:.1%}" for phase in sorted(spent, key=spent.get, reverse=True)]
+    console.print(f"of these seconds: {', '.join(shares)}")
     changed = first_change(path, evals)
     console.print(f"the first problem whose outcome changed: {printable(changed[0]['question'])}", markup=False)
     for label, record in zip(("before", "after"), changed, strict=True):
@@ -38,7 +42,7 @@ def write_summary(path: Path, title: str, console: Console) -> None:
         "before": before,
         "after": after,
         "steps": len(metrics),
-        "seconds": sum(m["seconds"] for m in metrics),
+        "seconds": total,
         "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }
@@ -75,12 +79,3 @@ def first_change(path: Path, evals: Sequence[Record]) -> tuple[dict, dict]:
     first, last = (read_jsonl(path / "completions" / f"eval_{e['step']:06d}.jsonl") for e in (evals[0], evals[-1]))
     pairs = list(zip(first, last, strict=True))
     return next((pair for pair in pairs if pair[0]["score"]["reward"] != pair[1]["score"]["reward"]), pairs[0])
-
-
-def phase_shares(metrics: Sequence[Record]) -> list[tuple[str, float]]:
-    """Each phase's share of the steps' time, the largest first; what no phase claims is "other" (logging, books)."""
-    total = sum(record["seconds"] for record in metrics)
-    names = {key for record in metrics for key in record if key.startswith("seconds_")}
-    spent = {name.removeprefix("seconds_"): sum(record.get(name, 0.0) for record in metrics) for name in names}
-    spent["other"] = total - sum(spent.values())
-    return sorted(((name, seconds / total) for name, seconds in spent.items()), key=lambda pair: -pair[1])
