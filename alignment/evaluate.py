@@ -88,11 +88,9 @@ def report(path: Path, models: Sequence[str], evaluations: Sequence[Evaluation],
     if len(models) == 1:
         write_json(path / "summary.json", evaluations[0].record)
     else:
-        intervals = (evaluation.record["avg_all_rewards_ci"] for evaluation in evaluations)
-        comparison = accuracy.paired_difference(*(evaluation.groups for evaluation in evaluations), *intervals)
-        difference = {"difference": comparison.difference, "interval": list(comparison.interval)}
-        names = list(map(label, models))
-        write_json(path / "summary.json", {"compare": list(models), **difference})
+        comparison = accuracy.paired_difference(*(evaluation.groups for evaluation in evaluations))
+        names, difference = list(map(label, models)), {"difference": comparison.difference, "interval": comparison.interval}
+        write_json(path / "summary.json", {"compare": models, **difference})
         accuracy.print_comparison(comparison, names, console)
         page = accuracy.write_comparison(comparison, names, path)
         console.print(f"all of them, side by side: {page}", markup=False, soft_wrap=True)

@@ -32,6 +32,14 @@ from alignment.system.terminal import make_console, make_table
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
 SET_BY_PIPELINE = {"rejection_sample": {"output"}, "sft": {"sft_base"}, "train_rl": {"run_name", "resume"}}
+COLUMNS = {
+    "stage": "{stage}",
+    "accuracy": "{avg_all_rewards:.3f}",
+    "95 %": "{avg_all_rewards_ci[0]:.3f} .. {avg_all_rewards_ci[1]:.3f}",
+    "format": "{avg_format_rewards:.3f}",
+    "tokens": "{response_length:.1f}",
+}
+"""Heading -> the cell, from an evaluation's record."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +90,20 @@ def _checked_command(name: str, table: object, place: str) -> str:
 
 def _stages(name: str, command: str, given: Mapping[str, object], folder: Path, place: str) -> list[Stage]:
     """The stage and, where it makes a model, the evaluation of that model."""
+    model, file, evaluation = folder / name, folder / f"{name}.jsonl", f"evaluation_of_{name}"
+    result, done, own = {
+        "rejection_sample": (file, file, {"output": str(file)}),
+        "sft": (model, model, {"sft_base": str(model)}),
+        "train_rl": (model / "final", model / "summary.json", {"run_name": name}),
+    }[command]
+    stage = Stage(name, command, _checked_flags(command, {**given, **own}, folder, place), str(result), done)
     if command == "rejection_sample":
-        file = folder / f"{name}.jsonl"
-        return [Stage(name, command, _checked_flags(command, {**given, "output": str(file)}, folder, place), str(file), file)]
-    if command == "sft":
-        model = done = folder / name
-        flags = _checked_flags(command, {**given, "sft_base": str(model)}, folder, place)
-    else:
-        model, done = folder / name / "final", folder / name / "summary.json"
-        flags = _checked_flags(command, {**given, "run_name": name}, folder, place)
+        return [stage]
     shared = {key: value for key, value in given.items() if key in EvaluateArgs.__dataclass_fields__ and key != "sft_base"}
     if shared.get("reward") not in RULES:
         shared.pop("reward", None)  # an evaluation scores by a rule: here the task's own
-    evaluation, trained = f"evaluation_of_{name}", Stage(name, command, flags, str(model), done)
-    eval_flags = _checked_flags("evaluate", {**shared, "model": str(model), "run_name": evaluation}, folder, place)
-    return [trained, Stage(evaluation, "evaluate", eval_flags, str(model), folder / evaluation / "summary.json")]
+    flags = _checked_flags("evaluate", {**shared, "model": str(result), "run_name": evaluation}, folder, place)
+    return [stage, Stage(evaluation, "evaluate", flags, str(result), folder / evaluation / "summary.json")]
 
 
 def _filled(value: object, results: Mapping[str, str], place: str) -> object:
@@ -147,17 +154,6 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
         console.print(f"{number} of {len(stages)}, {stage.name}: done", markup=False)
 
 
-def print_accuracies(rows: list[dict], title: str, console: Console) -> None:
-    """Print a table of the accuracy, its interval, the format rate and the length after each stage."""
-    cells = []
-    for row in rows:
-        low, high = row["avg_all_rewards_ci"]
-        numbers = f"{row['avg_all_rewards']:.3f}", f"{low:.3f} .. {high:.3f}", f"{row['avg_format_rewards']:.3f}"
-        cells.append((row["stage"], *numbers, f"{row['response_length']:.1f}"))
-    columns = ("accuracy", "95 %", "format", "tokens")
-    console.print(make_table(title, ("stage", *columns), cells, numbers=columns))
-
-
 def main() -> None:
     args = parse(PipelineArgs)
     console = make_console()
@@ -175,9 +171,11 @@ def main() -> None:
         write_json(file, facts)
         run(stages, folder, console)
     evaluations = [stage for stage in stages if stage.command == "evaluate"]
-    rows = [{"stage": s.name.removeprefix("evaluation_of_"), "model": s.result, **read_json(s.done)} for s in evaluations]
-    print_accuracies(rows, f"{folder.name}: accuracy after each stage", console)
-    write_json(folder / "summary.json", rows)
+    records = [{"stage": s.name.removeprefix("evaluation_of_"), "model": s.result, **read_json(s.done)} for s in evaluations]
+    rows = [[cell.format_map(record) for cell in COLUMNS.values()] for record in records]
+    title = f"{folder.name}: accuracy after each stage"
+    console.print(make_table(title, tuple(COLUMNS), rows, numbers=tuple(COLUMNS)[1:]))
+    write_json(folder / "summary.json", records)
 
 
 if __name__ == "__main__":

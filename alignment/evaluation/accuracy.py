@@ -137,22 +137,22 @@ class PairedDifference:
     lost: tuple[dict, ...]
 
 
-def paired_difference(a: Sequence[Group], b: Sequence[Group], interval_a: Interval, interval_b: Interval) -> PairedDifference:
-    """The difference of two sides' groups of the same problems in the same order, given the interval of each mean reward.
+def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifference:
+    """The difference of two sides' groups of the same problems in the same order.
 
-    The difference's interval is made of the two sides' own, allowing for the correlation r between problems' mean rewards
+    Its interval is made of those of the two mean rewards, allowing for the correlation r between problems' mean rewards
     (Newcombe 1998, Statistics in Medicine 17:2635, method 10): with d = b - a, and lower and upper bounds l and u,
     d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and likewise above. Unlike the normal interval it has a
     width where all answers of both sides score alike."""
-    rewards = ([[score["reward"] for score in group.scores] for group in groups] for groups in (a, b))
+    rewards = [[[score["reward"] for score in group.scores] for group in groups] for groups in (a, b)]
+    (low_a, high_a), (low_b, high_b) = map(clustered_interval, rewards)
     means_a, means_b = (torch.tensor([sum(row) / len(row) for row in rows], dtype=torch.float64) for rows in rewards)
     mean_a, mean_b = means_a.mean().item(), means_b.mean().item()
     varies = means_a.std() > 0 and means_b.std() > 0
     r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if varies else 0.0
     difference = mean_b - mean_a
-
-    low = difference - _reach(mean_b - interval_b[0], interval_a[1] - mean_a, r)
-    high = difference + _reach(interval_b[1] - mean_b, mean_a - interval_a[0], r)
+    low = difference - _reach(mean_b - low_b, high_a - mean_a, r)
+    high = difference + _reach(high_b - mean_b, mean_a - low_a, r)
     outcomes = []
     for of_a, of_b, reward_a, reward_b in zip(a, b, means_a.tolist(), means_b.tolist(), strict=True):
         problem, texts = of_a.problem, {"a_text": of_a.completions[0].text, "b_text": of_b.completions[0].text}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.core.records import Completion, Group, Problem
-from alignment.evaluation.accuracy import clustered_interval, paired_difference, write_comparison
+from alignment.evaluation.accuracy import paired_difference, write_comparison
 
 
 def groups(rewards, text="t"):
@@ -21,7 +21,7 @@ def groups(rewards, text="t"):
 
 
 def compare(a, b):
-    return paired_difference(groups(a, "a"), groups(b, "b"), clustered_interval(a), clustered_interval(b))
+    return paired_difference(groups(a, "a"), groups(b, "b"))
 
 
 def test_single_answers_have_newcombes_interval():
@@ -75,7 +75,7 @@ def test_the_other_way_round_is_the_same_with_other_signs(pairs):
 
 def test_the_page_shows_both_sides_and_runs_nothing(tmp_path):
     a, b = groups([[0], [1], [1]], "<script>alert(1)</script>"), groups([[1], [0], [1]], "b")
-    found = paired_difference(a, b, (0.2, 0.9), (0.2, 0.9))
+    found = paired_difference(a, b)
     page = write_comparison(found, ["first", "second"], tmp_path).read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;0" in page and "<script>" not in page
     assert "won: 1" in page and "lost: 1" in page and "b1" in page
