@@ -53,6 +53,7 @@ def digests(run: Path) -> dict[str, str]:
     trainer = checkpoint_folder(run, last_whole_step(run)[0]) / TRAINER
     states = (sorted(load_file(file).items()) for file in sorted(trainer.glob("*.safetensors")))
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    tags = sorted(events.Tags()["scalars"])
     parts = {
         "weights": contents((run / "final").rglob("*.safetensors")),
         "optimizer": [(name, hashlib.sha256(array).hexdigest()) for state in states for name, array in state],
@@ -60,8 +61,8 @@ def digests(run: Path) -> dict[str, str]:
         "evaluations": [untimed(record) for record in read_jsonl(run / "evals.jsonl")],
         "completions": contents((run / "completions").iterdir()),
         "bad batches": contents((run / "bad_batches").glob("*")),
-        "TensorBoard": untimed({tag: [event[1:] for event in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}),
-    }  # of an event the step and the value, not the time
+        "TensorBoard": untimed({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}),
+    }
     return {part: hashlib.sha256(json.dumps(content).encode()).hexdigest() for part, content in parts.items()}
 
 
