@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,31 @@ def test_a_first_run_installs_nothing_that_only_tests_or_extras_need():
 def test_continuous_integration_runs_the_tests_as_the_readme_says():
     command = re.search(r"^    (uv run .*pytest) +# the tests$", (ROOT / "README.md").read_text(), re.M)[1]
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == command
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_the_console_command(tmp_path):
+    uv = os.environ.get("UV") or shutil.which("uv")
+    subprocess.run([uv, "build", "--quiet", "--wheel", "--out-dir", tmp_path], cwd=ROOT, check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = wheel.namelist()
+        scripts = wheel.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    packaged = {name for name in names if name.startswith("alignment/") and not name.endswith("/")}
+    files = subprocess.run(["git", "ls-files", "alignment"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert packaged == set(files.split())
+    assert "alignment = alignment.__main__:main" in scripts
+
+
+def test_the_console_command_is_the_command_of_that_name():
+    words = [sys.executable, "-m", "alignment", "download", "--help"]
+    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "Download GSM8K" in shown
+
+
+def test_an_unknown_command_is_refused_in_one_line():
+    refused = subprocess.run([sys.executable, "-m", "alignment", "trainrl"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: trainrl: there is no such command; choose one of audit_grader, ")
+    assert refused.stderr.count("\n") == 1
 
 
 def installed(requirements: str) -> set[tuple]:
