@@ -19,7 +19,7 @@ from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
-from alignment.policy.frozen import FrozenModel
+from alignment.policy.frozen import FrozenModel, weights_digest
 from alignment.policy.loading import compute_dtype, context_length, load_config, load_tokenizer, make_deterministic
 from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
@@ -27,7 +27,7 @@ from alignment.policy.placement import ModelShape, adapted_layers, empty_model, 
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
 from alignment.policy.reference_client import ReferenceProcess, RemoteReference
 from alignment.rewards.rules import find_rule
-from alignment.rollouts.rollouts import AheadRollouts, Rollouts, SyncRollouts
+from alignment.rollouts.rollouts import AheadRollouts, SyncRollouts
 from alignment.rollouts.source import RolloutSource, collate_groups, open_source
 from alignment.runs.run import Run
 from alignment.runs.run_folder import TRAINER, RunFolder, load_rollouts, write_args
@@ -181,7 +181,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
     return resolve_model(args.sft_base, args.output_dir, "--sft_base")
 
 
-def build(args: RLArgs, run: Run) -> tuple[Policy, Rollouts, References, Evaluator, int]:
+def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Evaluator, int]:
     """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves no folder.
     Raises `UserError` for mistakes, if possible before a model loads."""
     base = str(run.checkpoint or warm_start(args, run.console))
@@ -272,7 +272,7 @@ def checked_reference(args: RLArgs, model_path: str, dtype: torch.dtype) -> Remo
     """The reference model at --reference_url. Raises `UserError` if it is not `model_path`, computing in `dtype`."""
     vocabulary = load_config(model_path).vocab_size
     remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
-    if FrozenModel(model_path, "cpu", dtype).weights_digest() != remote.info["weights"]:
+    if weights_digest(FrozenModel(model_path, "cpu", dtype).model, dtype) != remote.info["weights"]:
         raise UserError(
             f"--reference_url {remote.url}: its model {remote.info['model']} has other weights, or another dtype"
             f" than {dtype}, than {model_path}, from which training starts: serve that one"

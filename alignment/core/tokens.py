@@ -1,6 +1,6 @@
 """From text and token ids to padded batches, and from batches to micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -46,6 +46,14 @@ def split_rows(input_ids: torch.Tensor, response_mask: torch.Tensor) -> list[Row
     return [(tuple(ids[: start + 1]), tuple(ids[start + 1 : end + 1])) for ids, start, end in rows]
 
 
+def rows_by_prompt(rows: Sequence[Row], order: Iterable[int] | None = None) -> dict[tuple[int, ...], list[int]]:
+    """Each prompt's rows, by number, in the `order` given; else as they come."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in range(len(rows)) if order is None else order:
+        groups.setdefault(rows[row][0], []).append(row)
+    return groups
+
+
 def packed_tokens(rows: Sequence[Row]) -> int:
     """Tokens of these rows where rows of one prompt share it."""
     return sum(len(prompt) for prompt in {prompt for prompt, _ in rows}) + sum(len(response) for _, response in rows)
@@ -56,12 +64,10 @@ def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
 
     Returns the row numbers of each: rows of one prompt together, and prompts of long responses first, so that memory peaks
     at once rather than late and a micro-batch's responses are of similar length."""
-    prompt_groups: dict[tuple[int, ...], list[int]] = {}
-    for row in sorted(range(len(rows)), key=lambda row: -len(rows[row][1])):
-        prompt_groups.setdefault(rows[row][0], []).append(row)
+    longest_first = sorted(range(len(rows)), key=lambda row: -len(rows[row][1]))
     pieces: list[list[int]] = []
     budget = 0
-    for prompt, members in prompt_groups.items():
+    for prompt, members in rows_by_prompt(rows, longest_first).items():
         prompt_cost = len(prompt)  # 0 once the current piece holds the prompt
         group_tokens = packed_tokens([rows[row] for row in members])
         for row in members:

@@ -8,7 +8,7 @@ import torch
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, split_rows, take_rows
 from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import autocast, first_device, load_model
+from alignment.policy.loading import autocast, copy_weights, first_device, load_model
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.packing import takes_plain_path
 from alignment.policy.parallel_micro_batches import Result, cut_for_parallel, run_parallel
@@ -66,15 +66,9 @@ class FrozenModel:
     ) -> torch.Tensor:
         return MicroBatchedModel(self.model, self.dtype, micro_batch_tokens).log_probs(batch, distribution, rows)
 
-    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy every weight over, in place."""
-        own = dict(self.model.named_parameters())
-        for name, tensor in weights:
-            own[name].copy_(tensor, non_blocking=True)
-
-    def weights_digest(self) -> str:
-        return weights_digest(self.model, self.dtype)
+        copy_weights(self.model, weights)
 
 
 def weights_digest(model: torch.nn.Module, dtype: torch.dtype) -> str:

@@ -39,9 +39,7 @@ class LayerSplitPolicy(SingleDevicePolicy):
             numbers = [number for _, number in issued]
             if action == "forward":
                 with autocast(self.devices[0], self.dtype):  # one for all of them, so that they share one cast of the weights
-                    for number in numbers:
-                        row_numbers = [rows[i] for i in pieces[number]]
-                        started[number] = MicroBatch(self, batch, row_numbers, objective)
+                    started |= {n: MicroBatch(self, batch, [rows[i] for i in pieces[n]], objective) for n in numbers}
             elif action == "head":
                 for number in numbers:
                     started[number].head()

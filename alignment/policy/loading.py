@@ -139,6 +139,16 @@ def load_weights(model_path: str, dtype: torch.dtype) -> Iterable[tuple[str, tor
     return _load_weights(model_path, dtype).named_parameters()
 
 
+@torch.no_grad()
+def copy_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy weights over a model's own of these names, in place, with a cast where the types differ; nothing where they are its
+    own already."""
+    own = dict(model.named_parameters())
+    for name, tensor in weights:
+        if own[name].data_ptr() != tensor.data_ptr():
+            own[name].copy_(tensor, non_blocking=True)
+
+
 def spread(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:
     """Put each module on its device, and have it move its inputs there: see `partition_layers` for why accelerate does not."""
     for name, device in device_map.items():

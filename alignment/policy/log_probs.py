@@ -104,8 +104,8 @@ def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask
     with attention_by_layout(model, packing):
         output = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing)
     hidden = output.last_hidden_state
-    spots_BT = torch.nn.functional.pad(packing.spots_BT, (0, response_mask.shape[1] - packing.spots_BT.shape[1]))
-    return hidden[0].index_select(0, send(spots_BT[response_mask], hidden.device))
+    spots_N = packing.spots_BT[response_mask[:, : packing.spots_BT.shape[1]]]
+    return hidden[0].index_select(0, send(spots_N, hidden.device))
 
 
 def padded_logits(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 which this is not exact take the plain path: rows padded, a model's own attention, its own logits."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from alignment.core.tokens import Row
+from alignment.core.tokens import Row, rows_by_prompt
 from alignment.policy.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 QUERIES_AT_A_TIME = 256  # of each row, where attention needs a bias
@@ -55,8 +54,7 @@ class Packing:
         if device == self.prefixes_SL.device:
             return self
         if device not in self.copies:
-            tensors = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
-            moved = {name: send(tensor, device) for name, tensor in tensors.items()}
+            moved = {name: send(value, device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
             self.copies[device] = replace(self, **moved, biases={}, copies={})
         return self.copies[device]
 
@@ -70,35 +68,27 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def pack(rows: Sequence[Row]) -> Packing:
     """Pack rows, on the CPU: those of one prompt together."""
-    prompt_groups: dict[Sequence[int], list[int]] = defaultdict(list)
-    for index, (prompt, _) in enumerate(rows):
-        prompt_groups[prompt].append(index)
-    # A prefix has token ids, and rows; a suffix token ids, its row, and its prefix.
-    alone = {members[0] for members in prompt_groups.values() if len(members) == 1}
-    prefixes = [(prompt + rows[own[0]][1] if own[0] in alone else prompt, own) for prompt, own in prompt_groups.items()]
-    suffixes = [(rows[row][1], row, prefix) for prefix, (_, own) in enumerate(prefixes) for row in own if row not in alone]
-    suffixes = [suffix for suffix in suffixes if suffix[0]]
+    prompt_groups = rows_by_prompt(rows)
+    # Each piece of the sequence has token ids, the position of the first of them, and rows. Prefixes come first.
+    pieces = [(prompt + rows[own[0]][1] if len(own) == 1 else prompt, 0, own) for prompt, own in prompt_groups.items()]
+    members = [(prefix, row) for prefix, own in enumerate(prompt_groups.values()) for row in own if len(own) > 1]
+    sharing = [(prefix, row) for prefix, row in members if rows[row][1]]
+    pieces += [(rows[row][1], len(rows[row][0]), [row]) for _, row in sharing]
 
-    pieces = [ids for ids, *_ in (*prefixes, *suffixes)]
-    ends = list(itertools.accumulate(map(len, pieces)))
-    ranges = [torch.arange(end - len(ids), end) for ids, end in zip(pieces, ends, strict=True)]
-    prefix_ranges, suffix_ranges = ranges[: len(prefixes)], ranges[len(prefixes) :]
+    ends = itertools.accumulate(len(ids) for ids, *_ in pieces)
+    ranges = [torch.arange(end - len(ids), end) for (ids, *_), end in zip(pieces, ends, strict=True)]
     spots_BT = torch.zeros(len(rows), max(len(prompt) + len(response) for prompt, response in rows), dtype=torch.int64)
-    for (ids, own), places in zip(prefixes, prefix_ranges, strict=True):
-        spots_BT[own, : len(ids)] = places
-    for (ids, row, prefix), places in zip(suffixes, suffix_ranges, strict=True):
-        first = len(prefixes[prefix][0])
-        spots_BT[row, first : first + len(ids)] = places
-    positions = [torch.arange(len(ids)) for ids, _ in prefixes]
-    positions += [torch.arange(len(prefixes[prefix][0]), len(prefixes[prefix][0]) + len(ids)) for ids, _, prefix in suffixes]
-    prefixes_SL = _padded(prefix_ranges)
+    for (ids, first, own), places in zip(pieces, ranges, strict=True):
+        spots_BT[own, first : first + len(ids)] = places
+    prefixes_SL = _padded(ranges[: len(prompt_groups)])
+    suffixes, prefixes = ranges[len(prompt_groups) :], [ranges[prefix] for prefix, _ in sharing]
     return Packing(
-        input_ids_1N=torch.tensor([list(itertools.chain(*pieces))]),
-        position_ids_1N=torch.cat(positions)[None],
+        input_ids_1N=torch.tensor([[token for ids, *_ in pieces for token in ids]]),
+        position_ids_1N=torch.cat([torch.arange(first, first + len(ids)) for ids, first, _ in pieces])[None],
         spots_BT=spots_BT,
         prefixes_SL=prefixes_SL.clamp(min=0),
         prefix_tokens=_real(prefixes_SL),
-        **(_suffix_fields(suffix_ranges, [prefix_ranges[prefix] for _, _, prefix in suffixes]) if suffixes else {}),
+        **(_suffix_fields(suffixes, prefixes) if suffixes else {}),
     )
 
 
@@ -140,9 +130,6 @@ class AttentionRule:
     def is_plain(self) -> bool:
         """Whether weights are the softmax of scaled products."""
         return self.soft_cap is None and self.sinks is None
-
-    def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        return soft_capped(scores, self.soft_cap)
 
     def softmax(self, scores_XHSK: torch.Tensor) -> torch.Tensor:
         """Attention weights in fp32. The S queries of a head of keys are each of its heads of queries, one after another."""
@@ -283,5 +270,5 @@ def _attend_with_bias(q, k, v, bias, rule: AttentionRule) -> torch.Tensor:
     if rule.is_plain:
         out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=rule.scaling)
     else:
-        out = rule.softmax(rule.capped(q @ k.transpose(2, 3) * rule.scaling) + bias).to(v.dtype) @ v
+        out = rule.softmax(soft_capped(q @ k.transpose(2, 3) * rule.scaling, rule.soft_cap) + bias).to(v.dtype) @ v
     return out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -3,14 +3,14 @@
 import functools
 import itertools
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
-from alignment.core.tokens import Row, cut_by_tokens, packed_tokens
+from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.packing import ATTENTION
 
@@ -27,10 +27,8 @@ def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: i
     parallel = min(PARALLEL, torch.get_num_threads()) if _may_run_in_parallel(model) else 1
     if parallel == 1:
         return cut_by_tokens(rows, most_tokens), 1
-    prompt_groups: dict[tuple[int, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        prompt_groups[row[0]].append(row)
-    largest = max(map(packed_tokens, prompt_groups.values()), default=0)
+    prompt_groups = ([rows[number] for number in numbers] for numbers in rows_by_prompt(rows).values())
+    largest = max(map(packed_tokens, prompt_groups), default=0)
     if most_tokens < parallel * largest:
         return cut_by_tokens(rows, most_tokens), 1
     even = -(-packed_tokens(rows) // parallel) + largest // 2
@@ -90,24 +88,21 @@ class OrderedAccumulation:
     the workers' order, then their second ones (a tied output head has two)."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
-        self.local = threading.local()
-        self.changed = threading.Condition()
+        self.local, self.changed, self.hooks = threading.local(), threading.Condition(), []
         self.begin(1)
-        self.hooks = []
         for number, parameter in enumerate(p for p in parameters if p.requires_grad):
             self.hooks.append(parameter.register_hook(functools.partial(self._wait_for_turn, number)))
             self.hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._count_addition, number)))
 
     def begin(self, workers: int) -> None:
         """Start a new block of pieces."""
-        self.additions = [Counter() for _ in range(workers)]
-        self.finished = [False] * workers
-        self.stopped = False
+        self.additions: Counter[tuple[int, int]] = Counter()  # of each worker to each parameter
+        self.running = set(range(workers))
 
     def stop(self) -> None:
         """End every worker at its next gradient."""
         with self.changed:
-            self.stopped = True
+            self.running.clear()
             self.changed.notify_all()
 
     def run(self, worker: int, threads: int, work: Callable[[Piece], Result], piece: Piece) -> Result:
@@ -118,7 +113,7 @@ class OrderedAccumulation:
             return work(piece)
         finally:  # a worker that fails, or that has nothing to add to some parameter, must not hold up the others
             with self.changed:
-                self.finished[worker] = True
+                self.running.discard(worker)
                 self.changed.notify_all()
 
     def close(self) -> None:
@@ -127,18 +122,16 @@ class OrderedAccumulation:
 
     def _wait_for_turn(self, number: int, gradient: torch.Tensor) -> None:
         worker = self.local.worker
-        before = self.additions[worker][number]
 
-        def others_have_added() -> bool:
-            needed = ((other, before + (other < worker)) for other in range(len(self.additions)) if other != worker)
-            return all(self.finished[other] or self.additions[other][number] >= times for other, times in needed)
+        def next_worker() -> int:
+            return min(self.running, key=lambda other: (self.additions[other, number], other), default=worker)
 
         with self.changed:
-            self.changed.wait_for(lambda: self.stopped or others_have_added())
-            if self.stopped:
+            self.changed.wait_for(lambda: next_worker() == worker)
+            if worker not in self.running:
                 raise RuntimeError("stopped, since another worker has failed or a signal has come")
 
     def _count_addition(self, number: int, parameter: torch.nn.Parameter) -> None:
         with self.changed:
-            self.additions[self.local.worker][number] += 1
+            self.additions[self.local.worker, number] += 1
             self.changed.notify_all()

@@ -27,7 +27,6 @@ FLAGS = {
     "eval": "--eval_device",
 }
 HELPERS = ("sample", "reference", "eval")  # the order in which GPUs are handed out, highest first
-ENGINES = ("sample", "eval")  # the helpers that generate text
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def _refuse_vllm_clashes(
     eval may share a GPU, since they then share one engine, and a single GPU holds everything by design. Sampler and reference
     may share while no GPU is spare: that is the default for two GPUs."""
     greedy = "but vLLM claims most of its GPU's memory at start"
-    for role in ENGINES:
+    for role in ("sample", "eval"):
         if helpers[role] == "cpu":
             remedy = f"name a GPU ({_span(gpus)}), leave the flag out, or sample without vLLM"
             raise UserError(f"{FLAGS[role]} cpu, but vLLM's NVIDIA build cannot run there; {remedy}")

@@ -136,8 +136,7 @@ def policy_kind(parallelism: str, devices: int, fits_each: Callable[[], bool]) -
 
 def check_parallelism(parallelism: str) -> None:
     """Raise `UserError` if --policy_parallelism names no policy class."""
-    if parallelism != "auto" and parallelism not in POLICIES:
-        find("--policy_parallelism", parallelism, {"auto": "", **POLICIES}, wrap=lambda policy_class: policy_class)
+    find("--policy_parallelism", parallelism, {"auto": "", **POLICIES}, wrap=lambda policy_class: policy_class)
 
 
 def open_policy(kind: str, config: PolicyConfig) -> Policy:

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from alignment.core.records import Batch, Distribution
-from alignment.policy.frozen import FrozenModel
+from alignment.policy.frozen import FrozenModel, weights_digest
 from alignment.policy.loading import context_length
 from alignment.policy.reference_client import SERVICE, WEIGHTS_HEADER
 from alignment.system.http import REFERENCE_TOKEN, TokenCheck
@@ -48,7 +48,7 @@ class ReferenceService:
             "context": context_length(config),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.model.device),
-            "weights": model.weights_digest(),
+            "weights": weights_digest(model.model, model.dtype),
             "max_upload_bytes": max_upload_bytes,
         }
         self._room, self._turn = asyncio.Semaphore(max_pending), asyncio.Lock()

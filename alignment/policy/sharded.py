@@ -2,7 +2,6 @@
 part of every weight, gradient and moment (torch's FSDP2, `fully_shard`), of which every method is called on all ranks."""
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from alignment.core.records import Batch, Distribution
-from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, split_rows
+from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt, split_rows
 from alignment.policy import lora
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.memory import gathered_bytes
@@ -28,16 +27,13 @@ from alignment.system.ranks import Ranks, lead
 def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     """The row numbers of each rank: rows of one prompt together, and packed tokens as even as dealing the largest group first
     to the rank with the fewest makes them. A function of the rows alone. Some ranks may get none."""
-    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for number, (prompt, _) in enumerate(rows):
-        groups[prompt].append(number)
-    tokens = {prompt: packed_tokens([rows[number] for number in numbers]) for prompt, numbers in groups.items()}
+    groups = [(packed_tokens([rows[number] for number in numbers]), numbers) for numbers in rows_by_prompt(rows).values()]
     rows_of_rank: list[list[int]] = [[] for _ in range(ranks)]
     tokens_of_rank = [0] * ranks
-    for prompt in sorted(groups, key=lambda prompt: -tokens[prompt]):
+    for tokens, numbers in sorted(groups, key=lambda group: -group[0]):
         rank = tokens_of_rank.index(min(tokens_of_rank))
-        rows_of_rank[rank] += groups[prompt]
-        tokens_of_rank[rank] += tokens[prompt]
+        rows_of_rank[rank] += numbers
+        tokens_of_rank[rank] += tokens
     return [sorted(numbers) for numbers in rows_of_rank]
 
 

@@ -55,10 +55,6 @@ class MicroBatch:
         self.hidden_NH.backward(self.head_input_NH.grad)
         del self.hidden_NH, self.head_input_NH
 
-    def result(self, tokens: int) -> MicroBatchResult:
-        """The record that `Policy.accumulate` yields; `tokens` is the number of computed tokens."""
-        return MicroBatchResult(self.rows, self.log_probs, {"tokens": tokens, **self.sums})
-
 
 class SingleDevicePolicy(MicroBatchedModel):
     """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be loaded."""
@@ -87,7 +83,8 @@ class SingleDevicePolicy(MicroBatchedModel):
                 parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows)
         for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
-            yield micro_batch.result(packed_tokens([split[i] for i in piece]))
+            tokens = packed_tokens([split[i] for i in piece])
+            yield MicroBatchResult(micro_batch.rows, micro_batch.log_probs, {"tokens": tokens, **micro_batch.sums})
 
     def _micro_batches(
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective

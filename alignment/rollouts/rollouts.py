@@ -7,12 +7,10 @@ versions of the weights for the sampler: each side waits for the other where it 
 """
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -29,28 +27,14 @@ from alignment.system.processes import GRACE_SECONDS
 from alignment.system.signals import defer_signals
 
 
-class Rollouts(Protocol):
-    """One step's groups after another, and the sampler's share of new weights."""
-
-    def next(self, step: int) -> SampledStep:
-        """The sampled and scored groups of a step."""
-
-    @contextmanager
-    def syncing(self, policy: Policy, step: int) -> Iterator[None]:
-        """Give the sampler the weights that `step` steps have made while the block runs, and wait for it after the block.
-        Signals are deferred from here on: the step is made, but not yet logged."""
-
-    def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
-        """The rollouts of later steps that are sampled already, with weights older than those of `step`."""
-
-
 class SyncRollouts:
-    """`Rollouts` of a sampler in this process, or of one that this process waits for."""
+    """One step's groups after another, of a sampler in this process, or of one that this process waits for."""
 
     def __init__(self, source: RolloutSource, sampler: Sampler, clock: Clock):
         self.source, self.sampler, self.clock = source, sampler, clock
 
     def next(self, step: int) -> SampledStep:
+        """The sampled and scored groups of a step."""
         torch.manual_seed(derived_seed(self.source.config.seed, step))  # for samplers and rewards of a user's own
         sampled = self.source.sample_step(step, self.sampler)
         check_staleness(sampled, 0)
@@ -59,12 +43,17 @@ class SyncRollouts:
 
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
+        """Give the sampler the weights that `step` steps have made while the block runs, and wait for it after the block.
+        Signals are deferred from here on: the step is made, but not yet logged."""
         defer_signals()
-        with run_in_background(functools.partial(load_proven, self.sampler, policy.weights(), step), self.clock("sync")):
+        with run_in_background(lambda: self._give_weights(policy, step), self.clock("sync")):
             yield
 
+    def _give_weights(self, policy: Policy, version: int) -> None:
+        load_proven(self.sampler, policy.weights(), version)
+
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
-        """None: nothing is sampled before its step."""
+        """The rollouts of later steps that are sampled already, with weights older than those of `step`."""
         return []
 
 
@@ -75,7 +64,7 @@ def check_staleness(sampled: SampledStep, most: int) -> None:
 
 
 class AheadRollouts(SyncRollouts):
-    """`Rollouts` that a thread takes from `source`, from the step after the version of `sampler`'s weights on. The sampler's
+    """Rollouts that a thread takes from `source`, from the step after the version of `sampler`'s weights on. The sampler's
     engines are in other processes, where they are ended while they draw. `sampled` are rollouts that the checkpoint holds
     already; `on_sampled` is called with each new one. An error of the thread is raised where its rollout is waited for."""
 
@@ -96,21 +85,14 @@ class AheadRollouts(SyncRollouts):
         self._thread.start()
 
     def next(self, step: int) -> SampledStep:
-        """See `Rollouts.next`. The rollout is kept until its step is done (`syncing`)."""
+        """See `SyncRollouts.next`. The rollout is kept until its step is done (`syncing`)."""
         sampled = self._sampled[step].result()
         check_staleness(sampled, self._schedule.max_staleness)
         self.clock.seconds |= {"wait": self.clock.elapsed()}
         return dataclasses.replace(sampled, report=sampled.report | {"staleness": step - 1 - sampled.policy_version})
 
-    @contextmanager
-    def syncing(self, policy: Policy, step: int) -> Iterator[None]:
-        """See `Rollouts.syncing`. The weights are copied at once, whatever the sampler is busy with."""
-        defer_signals()
-        with run_in_background(lambda: self._copy_weights(policy, step), self.clock("sync")):
-            yield
-
-    def _copy_weights(self, policy: Policy, version: int) -> None:
-        """Copy the weights where a later step will be sampled with them."""
+    def _give_weights(self, policy: Policy, version: int) -> None:
+        """Copy the weights where a later step will be sampled with them: at once, whatever the sampler is busy with."""
         del self._sampled[version]
         if version in self._weights:
             dtype = self.sampler.dtype
@@ -118,7 +100,7 @@ class AheadRollouts(SyncRollouts):
             self._weights[version].set_result(copies)
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
-        """See `Rollouts.sampled_ahead`: what a checkpoint must hold. Waits for the rollouts that are under way."""
+        """See `SyncRollouts.sampled_ahead`: what a checkpoint must hold. Waits for the rollouts that are under way."""
         later_steps = self._schedule.steps_after(step)
         return [self._sampled[later].result() for later in later_steps if self._schedule.version_for(later) < step]
 

@@ -65,30 +65,21 @@ def refilled_groups(
     the step up."""
     wanted = config.prompts_per_rollout
     groups = list(sample(problems_of_step(problems, wanted, config.data_seed, step), 0))
-    informative, zero_variance = split_by_variance(groups, config)
-    sampled = list(groups)
+    sampled, informative = list(groups), [group for group in groups if is_informative(group, config)]
     for refill in range(1, config.max_refills + 1):
-        if not zero_variance or len(informative) >= wanted:
+        if not (missing := max(0, wanted - len(informative))):
             break
-        missing = wanted - len(informative)
         new = sample(refill_problems(problems, missing, config.data_seed, step, refill), refill)
         sampled += new
-        informative += split_by_variance(new, config)[0]
+        informative += [group for group in new if is_informative(group, config)]
+    zero_variance = [group for group in groups if not is_informative(group, config)]
     return (informative + zero_variance)[:wanted] if config.max_refills else groups, sampled
 
 
-def split_by_variance(groups: Sequence[Group], config: RolloutConfig) -> tuple[list[Group], list[Group]]:
-    """The groups whose rewards, penalties included, differ among the responses that count; and the others."""
-    informative: list[Group] = []
-    zero_variance: list[Group] = []
-    for group in groups:
-        rewards = {
-            score["reward"] + length_penalty(completion, config)
-            for completion, score in zip(group.completions, group.scores, strict=True)
-            if is_counted(completion, config)
-        }
-        (informative if len(rewards) > 1 else zero_variance).append(group)
-    return informative, zero_variance
+def is_informative(group: Group, config: RolloutConfig) -> bool:
+    """Whether the rewards of a group, penalties included, differ among the responses that count."""
+    scored = zip(group.completions, group.scores, strict=True)
+    return len({score["reward"] + length_penalty(c, config) for c, score in scored if is_counted(c, config)}) > 1
 
 
 def check_version(groups: Sequence[Group], policy_version: int) -> None:

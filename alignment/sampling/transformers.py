@@ -8,10 +8,12 @@ import torch
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
-from alignment.policy.loading import context_length, first_device, load_model, mlp_width
+from alignment.policy.loading import context_length, copy_weights, first_device, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
-from alignment.policy.packing import OWN_ATTENTION, Layout, attention_by_layout, attention_named, pack, takes_plain_path
+from alignment.policy.packing import (
+    OWN_ATTENTION, Layout, attention_by_layout, attention_named, pack, soft_capped, takes_plain_path,
+)  # fmt: skip
 from alignment.policy.policy import Policy
 from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces
 from alignment.sampling.arrival import Held, tensor_checksum
@@ -48,12 +50,8 @@ class TransformersSampler:
         self._may_end: dict[tuple[str, ...], list[bool]] = {}
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy every weight over, in place, with a cast where the types differ."""
-        own = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in named_tensors:
-                if own[name].data_ptr() != tensor.data_ptr():
-                    own[name].copy_(tensor, non_blocking=True)
+        """See `copy_weights`."""
+        copy_weights(self.model, named_tensors)
         self.policy_version = version
 
     @property
@@ -230,8 +228,8 @@ class _SharedDecoding:
         """See `Layout.attend`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share each of H heads of keys."""
         keys_GHPD, values_GHPD = self.keys[module.layer_idx], self.values[module.layer_idx]
         q_LHRD = query.view(len(query), key.shape[1], -1, query.shape[-1]) * rule.scaling
-        to_prompt_GHSP = rule.capped(self._by_group(q_LHRD) @ keys_GHPD.transpose(2, 3))
-        to_own_LHRT = rule.capped(q_LHRD @ key.transpose(2, 3))
+        to_prompt_GHSP = soft_capped(self._by_group(q_LHRD) @ keys_GHPD.transpose(2, 3), rule.soft_cap)
+        to_own_LHRT = soft_capped(q_LHRD @ key.transpose(2, 3), rule.soft_cap)
         outside_GP, drawn = self.outside_GP, key.shape[2]
         if rule.window is not None:
             # Token t of a prompt is (prompt's tokens - t) + drawn - 1 positions before the last token drawn.
@@ -316,15 +314,12 @@ class _PreallocatedLayer(StaticLayer):
     """One layer's keys and values, [lines, heads, capacity, head size], written in place instead of grown by copying. Gives
     those that are written, so that nothing is masked."""
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = (
-            states.new_empty(*states.shape[:2], self.max_cache_len, states.shape[3]) for states in (key_states, value_states)
-        )
-        self.is_initialized, self.cumulative_length = True, 0
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = (
+                new.new_empty(*new.shape[:2], self.max_cache_len, new.shape[3]) for new in (key_states, value_states)
+            )
+            self.is_initialized, self.cumulative_length = True, 0
         start, end = self.cumulative_length, self.cumulative_length + key_states.shape[2]
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states

@@ -102,7 +102,7 @@ def serving(model, port=0, token="", max_pending=8, max_upload_bytes=1 << 20):
 
 def computing(model, compute) -> SimpleNamespace:
     """The model with other log-probs."""
-    return SimpleNamespace(model=model.model, dtype=model.dtype, weights_digest=model.weights_digest, log_probs=compute)
+    return SimpleNamespace(model=model.model, dtype=model.dtype, log_probs=compute)
 
 
 @pytest.fixture(scope="module")
@@ -177,18 +177,19 @@ def test_info(server, model):
         "context": 256,
         "dtype": "float32",
         "device": "cpu",
-        "weights": model.weights_digest(),
+        "weights": weights_digest(model.model, model.dtype),
         "max_upload_bytes": 1 << 20,
     }
 
 
 def test_the_digest_differs_with_weights_and_dtypes(model, tiny_folder):
-    digest, other = weights_digest, load_frozen(tiny_folder)
-    assert other.weights_digest() == model.weights_digest() != digest(model.model, torch.bfloat16)
-    assert digest(model.model, torch.bfloat16) == load_frozen(tiny_folder, torch.bfloat16).weights_digest()
+    own, other = weights_digest(model.model, torch.float32), load_frozen(tiny_folder).model
+    in_16_bits = load_frozen(tiny_folder, torch.bfloat16).model
+    assert weights_digest(other, torch.float32) == own != weights_digest(model.model, torch.bfloat16)
+    assert weights_digest(model.model, torch.bfloat16) == weights_digest(in_16_bits, torch.bfloat16)
     with torch.no_grad():
-        other.model.get_input_embeddings().weight[0, 0] += 1
-    assert other.weights_digest() != model.weights_digest()
+        other.get_input_embeddings().weight[0, 0] += 1
+    assert weights_digest(other, torch.float32) != own
 
 
 # --- refusals ----------------------------------------------------------------------------------------------
