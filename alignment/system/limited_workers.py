@@ -9,7 +9,7 @@ import json
 import os
 import pkgutil
 import signal
-import weakref
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -29,19 +29,19 @@ class CallFailed(Exception):
 
 
 class LimitedWorkers:
-    """At most `size` worker processes (default: one a core), each with a thread of this process that waits for its answers.
-    Workers start when a call finds none idle. They may be used from any thread, from daemonic processes and inside other pools;
+    """At most `size` threads (default: one a core), each with a worker process of its own and waiting for its answers. A worker
+    starts with the first call of its thread. They may be used from any thread, from daemonic processes and inside other pools;
     a forked child of this process starts workers of its own."""
 
     def __init__(self, modules: Sequence[str], size: int | None = None):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.modules, self.size = tuple(modules), size or cores
         self._start_empty()
-        _POOLS.add(self)
+        os.register_at_fork(after_in_child=self._start_empty)  # the workers' pipes belong to the parent
 
     def _start_empty(self) -> None:
         self._threads = ThreadPoolExecutor(self.size, "limited_workers")
-        self._idle: list[_Worker] = []  # used from the end: the worker that was idle last has finished its imports
+        self._of_thread = threading.local()
         self.workers: set[_Worker] = set()
 
     def submit(self, function: str, arguments: Sequence, seconds: float) -> Future:
@@ -51,7 +51,7 @@ class LimitedWorkers:
     def warm_up(self) -> None:
         """Start a worker if there is none, without waiting for its imports."""
         if not self.workers:
-            self._threads.submit(lambda: self._give_back(self._take()))
+            self._threads.submit(self._worker)
 
     def close(self) -> None:
         """End all workers; calls that are running fail."""
@@ -59,38 +59,25 @@ class LimitedWorkers:
         for worker in list(self.workers):
             worker.kill()
         self._threads.shutdown(wait=True)
-        for worker in list(self.workers):
+        for worker in self.workers:
             worker.close()
         self.workers.clear()
-        self._idle.clear()
 
     def _call(self, function: str, arguments: Sequence, seconds: float):
-        worker = self._take()
+        worker = self._worker()
         try:
             return worker.call(function, arguments, seconds)
         finally:
-            self._give_back(worker)
+            if not worker.is_open:
+                self.workers.discard(worker)
 
-    def _take(self) -> "_Worker":
-        try:
-            return self._idle.pop()
-        except IndexError:
-            worker = _Worker(self.modules)
+    def _worker(self) -> "_Worker":
+        """This thread's worker: a new one where it has none, or an ended one."""
+        worker = getattr(self._of_thread, "worker", None)
+        if worker is None or not worker.is_open:
+            worker = self._of_thread.worker = _Worker(self.modules)
             self.workers.add(worker)
-            return worker
-
-    def _give_back(self, worker: "_Worker") -> None:
-        if worker.is_open:
-            self._idle.append(worker)
-        else:
-            self.workers.discard(worker)
-
-
-_POOLS: weakref.WeakSet[LimitedWorkers] = weakref.WeakSet()
-
-
-# The pools of a forked child begin empty: their workers' pipes belong to its parent.
-os.register_at_fork(after_in_child=lambda: [pool._start_empty() for pool in _POOLS])
+        return worker
 
 
 class _Worker(ChildProcess):
@@ -98,49 +85,42 @@ class _Worker(ChildProcess):
 
     def __init__(self, modules: Sequence[str]):
         super().__init__("worker", f"{__name__}:serve", os.environ, log=False, grace_seconds=0)
-        self._is_ready = False
-        with suppress(OSError):  # a worker that is dead already fails its first call
-            self.connection.send_bytes(json.dumps(modules).encode())
+        self._seconds_to_start = START_SECONDS
+        self._send(modules)
 
     def call(self, function: str, arguments: Sequence, seconds: float):
         """The answer. Raises `CallFailed`, and closes the worker if the worker itself died or hangs."""
-        if not self._is_ready:
-            self._receive(START_SECONDS)
-            self._is_ready = True
-        with suppress(OSError):  # a worker that is dead fails when its answer is read
-            self.connection.send_bytes(json.dumps([function, arguments, seconds]).encode())
-        reply = self._receive(seconds * CLOCK_PER_CPU + GRACE_SECONDS)
-        if "failure" in reply:
-            raise CallFailed(reply["failure"])
-        return reply["answer"]
-
-    def _receive(self, seconds: float) -> dict:
+        self._send([function, arguments, seconds])
+        failure = "time-out"
         try:
-            if self.connection.poll(seconds):
-                return json.loads(self.connection.recv_bytes())
+            if self.connection.poll(self._seconds_to_start + seconds * CLOCK_PER_CPU + GRACE_SECONDS):
+                self._seconds_to_start = 0
+                failure, answer = json.loads(self.connection.recv_bytes())
+                if not failure:
+                    return answer
+                raise CallFailed(failure)
         except (EOFError, OSError):
-            self.close()
-            raise CallFailed("died") from None
+            failure = "died"
         self.close()
-        raise CallFailed("time-out")
+        raise CallFailed(failure)
+
+    def _send(self, message: Sequence) -> None:
+        with suppress(OSError):  # a worker that is dead fails when its answer is read
+            self.connection.send_bytes(json.dumps(message).encode())
 
 
 def serve(descriptor: int) -> None:
     """Import the modules that the parent names, then answer its calls until it closes the pipe."""
     pipe = Connection(descriptor)
-    for module in json.loads(pipe.recv_bytes()):
-        importlib.import_module(module)
-    pipe.send_bytes(b"{}")
-    while True:
-        try:
-            function, arguments, seconds = json.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        pipe.send_bytes(_call_in_fork(function, arguments, seconds))
+    with suppress(EOFError):
+        for module in json.loads(pipe.recv_bytes()):
+            importlib.import_module(module)
+        while True:
+            pipe.send_bytes(_call_in_fork(*json.loads(pipe.recv_bytes())))
 
 
 def _call_in_fork(function: str, arguments: Sequence, seconds: float) -> bytes:
-    """The reply of a forked child, {"answer": ...} or {"failure": ...}. The child is killed when its time is up."""
+    """The reply of a forked child, [failure, answer]. The child is killed when its time is up."""
     receiver, sender = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
@@ -153,8 +133,8 @@ def _call_in_fork(function: str, arguments: Sequence, seconds: float) -> bytes:
     receiver.close()
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    timed_out = timed_out or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF)
-    return reply or json.dumps({"failure": "time-out" if timed_out else "died"}).encode()
+    timed_out = timed_out or os.waitstatus_to_exitcode(status) == -signal.SIGPROF
+    return reply or json.dumps(["time-out" if timed_out else "died", None]).encode()
 
 
 def _answer_and_exit(sender: Connection, function: str, arguments: Sequence, seconds: float) -> None:
@@ -167,8 +147,8 @@ def _answer_and_exit(sender: Connection, function: str, arguments: Sequence, sec
 
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
-        sender.send_bytes(json.dumps({"answer": pkgutil.resolve_name(function)(*arguments)}).encode())
+        sender.send_bytes(json.dumps([None, pkgutil.resolve_name(function)(*arguments)]).encode())
     except MemoryError:
-        sender.send_bytes(b'{"failure": "memory"}')
+        sender.send_bytes(b'["memory", null]')
     finally:
         os._exit(0)
