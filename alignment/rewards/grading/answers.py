@@ -1,6 +1,6 @@
 """The kinds of answers: quantities with units, words, listings, matrices, ..., and the arithmetic of regions of the line."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from flint import arb
@@ -105,24 +105,26 @@ def edge(answer: Answer) -> arb:
 
 def interval(low: arb, low_closed: bool, high: arb, high_closed: bool) -> Region:
     """The region between two ends; nothing where they are in the wrong order."""
-    return _region([((low, not low_closed), (high, high_closed))])
+    cuts = (low, not low_closed), (high, high_closed)
+    return Region(cuts if _before(*cuts) else ())
 
 
 def half_line(sign: str, end: arb) -> Region:
-    below, above = interval(-_INFINITY, False, end, sign == "≤"), interval(end, sign == "≥", _INFINITY, False)
-    return union([below, above]) if sign == "≠" else below if sign in "<≤" else above
+    """The numbers that stand in the relation `sign`, one of < ≤ > ≥ ≠, to `end`."""
+    if sign == "≠":
+        return complement(interval(end, True, end, True))
+    return interval(-_INFINITY, False, end, sign == "≤") if sign in "<≤" else interval(end, sign == "≥", _INFINITY, False)
 
 
 def as_region(answer: Answer) -> Region:
     """An interval or a set of numbers as a region. Raises `Refused` for anything else."""
-    if isinstance(answer, Labelled):
-        return as_region(answer.answer)
+    answer = unlabelled(answer)
     if isinstance(answer, Region):
         return answer
     if answer == Words("∅"):
         return Region(())
     if isinstance(answer, Listing) and answer.kind == "{}":
-        return union(interval(point, True, point, True) for point in map(edge, answer.parts))
+        return combine(any, (interval(point, True, point, True) for point in map(edge, answer.parts)))
     if is_interval(answer):
         low, high = map(edge, answer.parts)
         return interval(low, answer.kind[0] == "[", high, answer.kind[1] == "]")
@@ -138,26 +140,18 @@ def _before(a: Cut, b: Cut) -> bool:
     return a[0] < b[0] or (same_point(a[0], b[0]) and a[1] < b[1])
 
 
-def _region(pieces: Iterable[tuple[Cut, Cut]]) -> Region:
-    """The union of pieces between two cuts; those that touch or overlap become one. Empty ones are dropped."""
-    full = (piece for piece in pieces if _before(*piece))
+def combine(holds: Callable[[list[bool]], bool], regions: Iterable[Region]) -> Region:
+    """The numbers for which `holds`, given whether each region contains the number: `any` for the union, `all` for the
+    intersection."""
+    regions = list(regions)
+    places = [_LOWEST, *(cut for region in regions for cut in region.cuts)]
     cuts: list[Cut] = []
-    for low, high in sorted(full, key=lambda piece: (float(piece[0][0]), piece[0][1])):
-        if not cuts or _before(cuts[-1], low):
-            cuts += [low, high]
-        elif _before(cuts[-1], high):
-            cuts[-1] = high
-    return Region(tuple(cuts))
-
-
-def union(regions: Iterable[Region]) -> Region:
-    return _region(piece for region in regions for piece in zip(region.cuts[::2], region.cuts[1::2], strict=True))
+    for place in sorted(places, key=lambda cut: (float(cut[0]), cut[1])):
+        inside = [sum(not _before(place, cut) for cut in region.cuts) % 2 == 1 for region in regions]
+        if (_before(place, _HIGHEST) and holds(inside)) != len(cuts) % 2:
+            cuts.append(place)
+    return Region((*cuts, _HIGHEST) if len(cuts) % 2 else tuple(cuts))
 
 
 def complement(region: Region) -> Region:
-    ends = (_LOWEST, *region.cuts, _HIGHEST)
-    return _region(zip(ends[::2], ends[1::2], strict=True))
-
-
-def intersection(regions: Iterable[Region]) -> Region:
-    return complement(union(map(complement, regions)))
+    return combine(lambda inside: not inside[0], [region])

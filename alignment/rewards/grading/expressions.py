@@ -25,11 +25,15 @@ class NoAnswer(Refused):
     """The grader read the text and it is no answer, like 5 = 6 or a matrix with a gap, so math-verify is not needed."""
 
 
-def fraction(sign: str, number: str, exponent: str = "") -> Fraction:
+def fraction(sign: str, number: str, exponent: str = "", period: str = "") -> Fraction:
+    """The value of a decimal number with a power of ten, or of one whose last digits `period` repeat without end."""
     digits = number.replace(",", "")
     if len(digits) > MAX_DIGITS or len(exponent) > 4:
         raise Refused("too many digits")
-    value = Fraction(sign + digits.rstrip("."))
+    value = Fraction(digits.rstrip(".") or 0)
+    if period:
+        value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(digits.partition(".")[2]))
+    value = -value if sign == "-" else value
     return value * Fraction(10) ** int(exponent) if exponent else value
 
 
@@ -49,8 +53,12 @@ _LETTERS = re.compile(r"\\[A-Za-z]+|([A-Za-z]+)")
 _TOKEN = re.compile(
     rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|(?P<other>{NUMBER}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
 )
-_CLOSING = {"(": ")", "[": "]", "{": "}"}
-_ROUNDING = {r"\lfloor": (r"\rfloor", "floor"), r"\lceil": (r"\rceil", "ceil")}
+_BRACKETS = ("(", "[", "{")
+# Each opening sign with the closing one, and the function of what stands between them.
+_CLOSING = {
+    "(": (")", ""), "[": ("]", ""), "{": ("}", ""), "|": ("|", "abs"),
+    r"\lfloor": (r"\rfloor", "floor"), r"\lceil": (r"\rceil", "ceil"),
+}  # fmt: skip
 
 
 def _tokens(text: str) -> list[str]:
@@ -99,7 +107,7 @@ class _Parser:
     """Recursive descent over tokens: sum > product > implicit product > sign > power > postfix > atom."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self.tokens, self.at, self.depth, self.bars = tokens, 0, 0, 0
+        self.tokens, self.at, self.depth, self.bars = tokens, 0, 0, False
 
     @property
     def next(self) -> str:
@@ -177,14 +185,6 @@ class _Parser:
         if self.next in _CLOSING:
             return self.group()
         token = self.advance()
-        if token == "|":
-            self.bars += 1
-            node = ("abs", self.nested(self.sum, "|"))
-            self.bars -= 1
-            return node
-        if token in _ROUNDING:
-            closing, name = _ROUNDING[token]
-            return (name, self.nested(self.sum, closing))
         if token[:1].isdigit() or token[:1] == ".":
             return self.mixed(self.repeating(token))
         if token in (r"\frac", r"\binom"):
@@ -220,18 +220,20 @@ class _Parser:
         if "." not in token or not digits.isdigit() or len(digits) > 20:
             raise Refused("nothing that repeats")
         self.expect("}")
-        places = len(token.partition(".")[2])
-        return fraction("", token) + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
+        return fraction("", token, period=digits)
 
     def group(self) -> Node:
-        bars, self.bars = self.bars, 0
-        node = self.nested(self.sum, _CLOSING[self.advance()])
+        """A bracket, or what stands between other signs that belong together."""
+        opening, bars = self.advance(), self.bars
+        closing, function = _CLOSING[opening]
+        self.bars = opening == "|"
+        node = self.nested(self.sum, closing)
         self.bars = bars
-        return node
+        return (function, node) if function else node
 
     def argument(self) -> Node:
         r"""The argument of \frac, of \sqrt or of a log's base: a bracket, or one digit, letter or command."""
-        if self.next in _CLOSING:
+        if self.next in _BRACKETS:
             return self.group()
         if self.next in (r"\sqrt", r"\pi"):
             return self.nested(self.atom)
@@ -263,13 +265,13 @@ class _Parser:
             if f"arc{name}" not in _INVERSES.values():
                 raise Refused("an inverse function or a reciprocal")
             name, exponent = f"arc{name}", Fraction(1)
-        operand = self.group() if self.next in _CLOSING else self.nested(self.bare_operand)
+        operand = self.group() if self.next in _BRACKETS else self.nested(self.bare_operand)
         name = _INVERSES.get(name, name)
         node = ("/", ("ln", operand), ("ln", base)) if name in ("log", "lg") else (name, operand)
         return node if exponent == 1 else ("^", node, exponent)
 
     def bare_operand(self) -> Node:
         node = self.power()
-        while self.starts_factor() and self.next[1:] not in FUNCTIONS and self.next not in _CLOSING:
+        while self.starts_factor() and self.next[1:] not in FUNCTIONS and self.next not in _BRACKETS:
             node = ("*", node, self.power())
         return node

@@ -150,10 +150,7 @@ def _endless(sign: str, whole: str, digits: str) -> Answer:
     for period in range(1, len(digits) // 2 + 1):
         block = digits[-period:]
         if digits.endswith(block * (3 if period == 1 else 2)):
-            kept = digits[:-period]
-            tail = Fraction(int(block), (10**period - 1) * 10 ** len(kept))
-            value = Fraction(f"{whole or 0}.{kept or 0}") + tail
-            return Quantity(-value if sign == "-" else value)
+            return Quantity(fraction(sign, f"{whole}.{digits[:-period]}", period=block))
     return About(_number(f"{sign}{whole}.{digits}"))
 
 

@@ -59,9 +59,9 @@ def _alternatives(text: str, levels: int) -> Answer | None:
     parts = [read(piece, levels - 1) for piece in pieces[::2]]
     inner = list(map(answers.unlabelled, parts))
     if all(isinstance(part, Region) for part in inner):
-        return answers.union(inner) if pieces[1] == "or" else answers.intersection(inner)
+        return answers.combine(any if pieces[1] == "or" else all, inner)
     if pieces[1] == "or" and all(answers.is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
-        return answers.union(map(answers.as_region, inner))
+        return answers.combine(any, map(answers.as_region, inner))
     return _collect("or", parts)
 
 
@@ -253,14 +253,12 @@ def _end(text: str) -> arb | None:
 
 def _set_operation(text: str, levels: int) -> Answer | None:
     """`(-∞, 1) ∪ (2, ∞)`, `ℝ ∖ {0}`."""
-    for sign, operation in (("∪", answers.union), ("∖", None), ("∩", answers.intersection)):
+    for sign, operation in (("∪", any), ("∖", lambda inside: inside[0] and not any(inside[1:])), ("∩", all)):
         parts = split(text, sign)
-        if len(parts) < 2:
-            continue
         if len(parts) > MAX_PARTS:
             raise NoAnswer("too many parts")
-        pieces = [answers.as_region(read(part, levels - 1)) for part in parts]
-        return operation(pieces) if operation else answers.intersection([pieces[0], *map(answers.complement, pieces[1:])])
+        if len(parts) > 1:
+            return answers.combine(operation, [answers.as_region(read(part, levels - 1)) for part in parts])
     if text.startswith("ℝ-"):
         return _set_operation(text.replace("-", "∖", 1), levels)
     return None
