@@ -10,9 +10,9 @@ from fractions import Fraction
 from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Quantity, Relation, unlabelled
 from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, Verdict, _normalised, grade_detail
 from alignment.rewards.grading.expressions import Node, Refused
+from alignment.rewards.grading.quantities import answer_in_sentence
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.text import last_box, unbox
-from alignment.rewards.grading.words import answer_in_sentence
 
 
 def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:

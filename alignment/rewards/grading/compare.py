@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from flint import arb
 
-from alignment.rewards.grading import answers, words
+from alignment.rewards.grading import answers, quantities
 from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
@@ -40,10 +40,10 @@ class Comparison:
         if not answer or not truth:
             return False
         same_digits = "..." in answer and answer.replace(" ", "") == truth.replace(" ", "")
-        if squeeze(answer) == squeeze(truth) or same_digits or words.same_options(answer, truth):
+        if squeeze(answer) == squeeze(truth) or same_digits or quantities.same_options(answer, truth):
             return True
-        words_a, words_t = words.plain_words(answer), words.plain_words(truth)
-        if words_a and words_t and words_t in (words_a, words.words_in_sentence(words_a)):
+        words_a, words_t = quantities.plain_words(answer), quantities.plain_words(truth)
+        if words_a and words_t and words_t in (words_a, quantities.words_in_sentence(words_a)):
             return True
         truth_read = None
         try:
@@ -52,9 +52,9 @@ class Comparison:
         except NoAnswer:
             return False
         except Refused:
-            if truth_read and not extracted and (inner := words.answer_in_sentence(answer)):
+            if truth_read and not extracted and (inner := quantities.answer_in_sentence(answer)):
                 return self.texts(inner, truth, extracted=True)
-            if truth_read and not extracted and (forms := words.two_forms(answer)):
+            if truth_read and not extracted and (forms := quantities.two_forms(answer)):
                 return self.texts(*forms, extracted=True) and self.texts(forms[0], truth, extracted=True)
             return False if words_a or words_t else None
 
@@ -71,12 +71,12 @@ class Comparison:
             return agree and self.answers(answers.unlabelled(a), answers.unlabelled(t))
         approximate = isinstance(a, About), isinstance(t, About)
         a, t = (x.answer if isinstance(x, About) else x for x in (a, t))
-        quantities = isinstance(a, Quantity) and isinstance(t, Quantity)
-        if approximate == (True, False) and not (quantities and t.decimals > 0):
+        numbers = isinstance(a, Quantity) and isinstance(t, Quantity)
+        if approximate == (True, False) and not (numbers and t.decimals > 0):
             return False  # an approximation is right only where the truth may be one as well
-        if any(approximate) and not quantities:
+        if any(approximate) and not numbers:
             return self.answers(a, t)
-        if quantities:
+        if numbers:
             equal = self._quantities(a, t)
             exact = equal or not approximate[1]
             return equal if exact else _units_agree(a, t) and self._rounds_to(a.value, t.value, t.decimals)
@@ -150,8 +150,8 @@ class Comparison:
         """Whether 5m, which is read as algebra, means the 5 metres of the other side."""
         for one, other in ((a, t), (t, a)):
             match one.value:
-                case ("*", Fraction() as number, str(symbol)) if symbol in words.SYMBOLS and not one.unit and other.unit:
-                    if words.read_unit(symbol) == other.unit:
+                case ("*", Fraction() as number, str(symbol)) if symbol in quantities.SYMBOLS and not one.unit and other.unit:
+                    if quantities.read_unit(symbol) == other.unit:
                         return self.values(number, other.value) is True
         return False
 
@@ -273,7 +273,7 @@ def _units_agree(a: Quantity, t: Quantity) -> bool:
     """The same unit, or one is missing; but a remainder modulo n equals a number only if the truth has that unit."""
     if a.unit.startswith("mod ") and a.unit != t.unit:
         return False
-    return not a.unit or not t.unit or words.same_unit(a.unit, t.unit)
+    return not a.unit or not t.unit or quantities.same_unit(a.unit, t.unit)
 
 
 def _terminates(value: Node) -> bool:

@@ -12,10 +12,11 @@ from flint import arb
 from alignment.rewards.grading import answers
 from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import FUNCTIONS, GREEK, NoAnswer, Node, Refused, parse_expression, variables
-from alignment.rewards.grading.quantities import read_clock, read_number_in_words, read_quantity, read_ratio, read_two_units
+from alignment.rewards.grading.quantities import (
+    plain_words, qualified, read_clock, read_number_in_words, read_quantity, read_ratio, read_two_units, without_clause,
+)  # fmt: skip
 from alignment.rewards.grading.text import RELATIONS, TABLES, split, split_with_signs, squeeze
 from alignment.rewards.grading.values import equal_values, is_narrow, real_value, substitute
-from alignment.rewards.grading.words import plain_words, qualified, without_clause
 
 MAX_PARTS = 20  # of a listing
 MAX_CELLS = 64  # of a matrix

@@ -172,21 +172,9 @@ def _power(field: type, base: _Value, exponent: _Value) -> _Value:
             if abs(top) * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS:
                 raise Refused("too large")
             return base ** int(top)
-        if bottom == 1:
-            return field(base) ** field(exponent)
-        if bottom % 2 and isinstance(base, fmpq | arb) and base < 0:
+        if 1 < bottom and bottom % 2 and isinstance(base, fmpq | arb) and base < 0:
             return (field(-base) ** field(exponent)) * (-1 if top % 2 else 1)
-        if isinstance(base, fmpq) and base > 0 and (exact := _exact_root(base, int(bottom))) is not None:
-            return _power(field, exact, fmpq(top))
     return field(base) ** field(exponent)
-
-
-def _exact_root(base: fmpq, degree: int) -> fmpq | None:
-    """The positive root where it is rational, so that sqrt(4) is 2 exactly."""
-    if degree > 64:
-        return None
-    root = fmpq(base.numerator.root(degree), base.denominator.root(degree))
-    return root if root**degree == base else None
 
 
 def _factorial(field: type, x: _Value) -> _Value:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.rewards.grading.expressions import Refused, parse_expression, variables
+from alignment.rewards.grading.quantities import number_in_words, read_unit, same_unit
 from alignment.rewards.grading.values import MAX_BITS, equal_values, proportional, rational, real_value, substitute
-from alignment.rewards.grading.words import number_in_words, read_unit, same_unit
 
 X = Fraction(2, 7)
 
