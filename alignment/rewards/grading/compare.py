@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
-from flint import arb
-
 from alignment.rewards.grading import answers, quantities
 from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.text import squeeze
-from alignment.rewards.grading.values import MAX_BITS, equal_values, mentions_i, proportional, rational, real_value, substitute
+from alignment.rewards.grading.values import (
+    MAX_BITS, equal_values, mentions_i, proportional, rational, real_value, rounds_to, substitute,
+)  # fmt: skip
 
 STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
 
@@ -101,10 +101,8 @@ class Comparison:
     def _rounds_to(self, value: Node, truth: Node, decimals: int) -> bool:
         """Whether a value is within half a unit of the last place of a decimal number."""
         self._reaches("rational" if is_rational(value) else "symbolic")
-        if self.fast and not is_rational(value):
-            return False
         with suppress(Refused):
-            return bool(abs(real_value(value) - real_value(truth)) < arb(10) ** -decimals / 2)
+            return (is_rational(value) or not self.fast) and rounds_to(value, truth, decimals)
         return False
 
     # --- quantities -----------------------------------------------------------------------------------

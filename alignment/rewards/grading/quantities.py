@@ -1,4 +1,4 @@
-"""Quantities and words: numbers in all spellings, units of measure ("cm^2", "dollar/h"), money, times; options and sentences."""
+"""Quantities and words: numbers in all spellings, units of measure ("cm^2", "dollar/h"), money, times, options, sentences."""
 
 import re
 from collections import Counter
@@ -123,8 +123,11 @@ def number_in_words(text: str) -> Fraction | None:
     return part if part is not None else _cardinal([word for word in words if word != "and"])
 
 
-def quantity_in_words(text: str) -> Quantity | None:
-    """The quantity of "twelve dollars" or "twenty-five"; None for other words."""
+def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
+    """The quantity of "twelve dollars", "twenty-five" or "5 and 1/2"; None for other texts."""
+    if mixed := re.fullmatch(r"([0-9]{1,9}) and ([0-9]{1,9}) ?/ ?([1-9][0-9]{0,8})", text):
+        whole, top, bottom = map(int, mixed.groups())
+        return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
     if not text[:1].isalpha():
         return None
     words = text.split(" ")
@@ -281,14 +284,6 @@ def read_clock(text: str, levels: int) -> Answer | None:
     elif hour > 12 or hour == 0:
         half = "24"
     return Clock((hour * 60 + minute) * 60 + second, half)
-
-
-def read_number_in_words(text: str, levels: int) -> Answer | None:
-    """`twenty-five`, `twelve dollars`, `5 and 1/2`."""
-    if mixed := re.fullmatch(r"([0-9]{1,9}) and ([0-9]{1,9}) ?/ ?([1-9][0-9]{0,8})", text):
-        whole, top, bottom = map(int, mixed.groups())
-        return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
-    return quantity_in_words(text)
 
 
 def read_ratio(text: str, levels: int) -> Answer | None:

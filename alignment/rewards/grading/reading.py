@@ -13,10 +13,10 @@ from alignment.rewards.grading import answers
 from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import FUNCTIONS, GREEK, NoAnswer, Node, Refused, parse_expression, variables
 from alignment.rewards.grading.quantities import (
-    plain_words, qualified, read_clock, read_number_in_words, read_quantity, read_ratio, read_two_units, without_clause,
+    plain_words, qualified, quantity_in_words, read_clock, read_quantity, read_ratio, read_two_units, without_clause,
 )  # fmt: skip
 from alignment.rewards.grading.text import RELATIONS, TABLES, split, split_with_signs, squeeze
-from alignment.rewards.grading.values import equal_values, is_narrow, real_value, substitute
+from alignment.rewards.grading.values import equal_values, is_narrow, real_value, rounds_to, substitute
 
 MAX_PARTS = 20  # of a listing
 MAX_CELLS = 64  # of a matrix
@@ -157,7 +157,7 @@ def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
     exact, rounded = (read(side, levels - 1) for side in sides)
     if not (isinstance(exact, Quantity) and isinstance(rounded, Quantity)):
         raise NoAnswer("an approximation of something that is no quantity")
-    if not abs(real_value(exact.value) - real_value(rounded.value)) < arb(10) ** -rounded.decimals / 2:
+    if not rounds_to(exact.value, rounded.value, rounded.decimals):
         raise NoAnswer("an approximation that is far off")
     return exact
 
@@ -351,6 +351,6 @@ def _approximation(text: str, levels: int) -> Answer | None:
 
 
 _READERS = (
-    _cases, read_clock, _phrase, read_number_in_words, read_two_units, _alternatives, _comma_list,
+    _cases, read_clock, _phrase, quantity_in_words, read_two_units, _alternatives, _comma_list,
     _plus_minus, _relation, _matrix, _set_operation, _bracketed, read_ratio, _approximation,
 )  # fmt: skip

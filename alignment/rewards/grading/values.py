@@ -71,6 +71,11 @@ def is_narrow(ball: arb) -> bool:
     return bool(ball.rad() < _NEGLIGIBLE * (1 + abs(ball.mid())))
 
 
+def rounds_to(value: Node, rounded: Node, decimals: int) -> bool:
+    """Whether a constant is within half a unit of the last place of a decimal number. Raises `Refused` as `real_value` does."""
+    return bool(abs(real_value(value) - real_value(rounded)) < arb(10) ** -decimals / 2)
+
+
 def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     """Whether two trees with variables differ by a constant factor, with `positive` by a positive one."""
     names = sorted(variables(a) | variables(b))
