@@ -67,7 +67,7 @@ def make_design(args: SweepOptions) -> Design:
         raise UserError(f"--strict: {'; '.join(map(str, warnings))}")
     design = Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings)
     if args.question:
-        from alignment.ablation.study import refuse_unknown_question
+        from alignment.ablation.verdicts import refuse_unknown_question
 
         refuse_unknown_question(design.varied, args.question)
     return design
@@ -99,7 +99,7 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
 def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     """Print the smallest differences that the seeds would show, and whether they could show a tie."""
     from alignment.ablation.statistics import pairs, power, score_std
-    from alignment.ablation.study import factor_contrasts
+    from alignment.ablation.verdicts import factor_contrasts
 
     seeds, arm = len(design.seeds), next(iter(design.arms.values()))
     questions = len(find_task(arm.task).test_problems(arm.dataset_path, arm.max_problems))
@@ -120,7 +120,8 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
 def train(design: Design, executor: schedule.Executor, args: SweepOptions, console: Console) -> None:
     """Train all runs, and write the report. Raises `UserError` where runs have failed."""
     from alignment.ablation.report import report
-    from alignment.ablation.study import decide_question, read_study
+    from alignment.ablation.study import read_study
+    from alignment.ablation.verdicts import decide_question
 
     states, added = [], [schedule.State(arm, seed) for seed in design.seeds for arm in design.arms]
     schedule.warm_up(design, executor, args.output_dir, console)

@@ -13,9 +13,10 @@ from matplotlib import colormaps
 from matplotlib import pyplot as plt
 from rich.console import Console
 
-from alignment.ablation import study as studies
+from alignment.ablation import verdicts
 from alignment.ablation.statistics import Comparison, Scores, interquartile_mean
-from alignment.ablation.study import Run, Study, choices, decide, decide_factors, final_scores, half_width
+from alignment.ablation.study import Run, Study, shell_command
+from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.runs.summary import first_change
 from alignment.system.files import write_atomically
 from alignment.system.terminal import make_table, printable
@@ -63,15 +64,15 @@ def contents(study: Study) -> dict[str, object]:
         "headline": headline(factors, pairs),
         "factors": factors,
         "pairs": _ranked(pairs),
-        "pairs_area": _ranked(decide(study, studies.areas(study))),
-        "over_tasks": studies.over_tasks(study),
+        "pairs_area": _ranked(decide(study, verdicts.areas(study))),
+        "over_tasks": verdicts.over_tasks(study),
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "grid": grid_of(study, {arm["name"]: arm["mean"] for arm in arms}),
         "study": study,
-        "commands": [(run.path.name, studies.shell_command(run.command)) for run in study.runs],
+        "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
         "versions": any_run.versions if any_run else {},
         "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
-        "questions": len(set(studies.question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
+        "questions": len(set(verdicts.question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
     }
 
 
@@ -87,7 +88,7 @@ def arm_rows(study: Study) -> list[dict]:
             "mean": float(np.mean(accuracy[arm])) if runs else math.nan,
             "iqm": interquartile_mean(accuracy[arm]) if runs else math.nan,
             "margin": half_width(study, arm, scores[arm]),
-            "split": np.mean([studies.split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
+            "split": np.mean([verdicts.split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
             "settings": study.varied[arm],
             "sample": sample_of(runs),
         }

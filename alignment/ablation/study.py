@@ -1,24 +1,16 @@
-"""A study: finished runs, from a sweep's folder or several run folders, grouped into arms; and what a report compares of them:
-every pair of arms, every varied argument, and the parts of an arm's gain."""
+"""A study: finished runs, from a sweep's folder or several run folders, grouped into the arms that a report compares."""
 
 import json
-import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from alignment.ablation import statistics
 from alignment.ablation.design import ALPHA, varied_values
-from alignment.ablation.statistics import Comparison, Contrast, Scores, compare
-from alignment.core.records import Problem
-from alignment.data.questions import question_text
-from alignment.data.tasks import TASKS
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl, read_records
 
@@ -161,139 +153,3 @@ def shell_command(command: Sequence[str]) -> str:
     if len(words) > 1 and words[1].endswith(".py"):
         words = ["uv", "run", "-m", f"alignment.{Path(words[1]).stem}", *words[2:]]
     return shlex.join(words)
-
-
-def final_scores(study: Study) -> dict[str, Scores]:
-    """For each arm and seed, the reward [Q] of every question in the last evaluation."""
-    return {arm: {seed: run.scores.rewards_EQ[-1] for seed, run in runs.items()} for arm, runs in study.arms.items()}
-
-
-def areas(study: Study) -> dict[str, Scores]:
-    """For each arm and seed, the area [Q] under every question's learning curve."""
-    return {
-        arm: {seed: statistics.area_under_curve(run.scores.steps, run.scores.rewards_EQ) for seed, run in runs.items()}
-        for arm, runs in study.arms.items()
-    }
-
-
-def decide(study: Study, scores: Mapping[str, Scores] | None = None) -> list[Comparison]:
-    """A comparison of `scores`, by default the final ones, for every pair of arms of one task. Raises `UserError` where their
-    questions differ."""
-    scores = final_scores(study) if scores is None else scores
-    tasks = {arm: str(study.varied[arm].get("task", "")) for arm in study.arms}
-    comparisons = []
-    for task in dict.fromkeys(tasks.values()):
-        arms = {arm: runs for arm, runs in study.arms.items() if tasks[arm] == task}
-        groups = question_groups(run for runs in arms.values() for run in runs.values())
-        alpha = study.alpha / len(set(tasks.values()))
-        comparisons += compare({arm: scores[arm] for arm in arms}, study.tie, alpha=alpha, groups=groups)
-    return comparisons
-
-
-def question_groups(runs: Iterable[Run]) -> list[str] | None:
-    """The key of every question that the runs were evaluated on (`Task.key`); None where no two are equal, as of all runs whose
-    evaluations ask a question once. Raises `UserError` where the runs were evaluated on different questions."""
-    by_questions = {run.scores.questions: run for run in runs}
-    if len(by_questions) > 1:
-        raise UserError("the runs were evaluated on different questions, so they cannot be compared")
-    for run in by_questions.values():
-        task = TASKS.get(str(run.args.get("task")))
-        key = task.key if task else question_text  # a task of the user's own is not imported for a report
-        keys = [key(Problem(name, text, "", "")) for name, text in zip(run.scores.questions, run.scores.texts, strict=True)]
-        return keys if len(set(keys)) < len(keys) else None
-    return None
-
-
-def over_tasks(study: Study) -> dict[str, float]:
-    """The interquartile mean of final accuracy over tasks and seeds, by the other varied arguments; {} for a single task."""
-    pooled: dict[str, list[float]] = {}
-    for arm, by_seed in final_scores(study).items():
-        if "task" in study.varied[arm]:
-            rest = ", ".join(_level(name, value) for name, value in study.varied[arm].items() if name != "task")
-            pooled.setdefault(rest or "all arms", []).extend(float(scores.mean()) for scores in by_seed.values())
-    return {arm: statistics.interquartile_mean(values) for arm, values in pooled.items() if values}
-
-
-def factor_contrasts(varied: Mapping[str, Mapping[str, object]]) -> dict[str, list[Contrast]]:
-    """For each varied argument the contrasts of its values, each value by the mean of its arms; {} unless the arms, negative
-    controls aside, form a full grid of one task."""
-    arms = {arm: values for arm, values in varied.items() if not arm.startswith("control_")}
-    names = choices(arms)
-    levels = {arm: [_level(name, values[name]) for name in names] for arm, values in arms.items()}
-    several = [dict.fromkeys(column) for column in zip(*levels.values(), strict=True)]
-    full = len(set(map(tuple, levels.values()))) == len(arms) == math.prod(map(len, several))
-    if len(names) < 2 or not full or "task" in names:
-        return {}
-    contrasts: dict[str, list[Contrast]] = {}
-    for place, name in enumerate(names):
-        sides = {level: [arm for arm in arms if levels[arm][place] == level] for level in several[place]}
-        share = {level: 1 / len(members) for level, members in sides.items()}
-        contrasts[name] = [
-            Contrast(a, b, dict.fromkeys(sides[a], share[a]) | dict.fromkeys(sides[b], -share[b]))
-            for a, b in combinations(sides, 2)
-        ]
-    return contrasts
-
-
-def decide_factors(study: Study) -> dict[str, list[Comparison]]:
-    """Comparisons of each varied argument's values (`factor_contrasts`); {} where an arm has no run."""
-    contrasts, scores = factor_contrasts(study.varied), final_scores(study)
-    arms = {arm: scores[arm] for arm in study.arms if not arm.startswith("control_")}
-    if not all(arms.values()) or not contrasts:
-        return {}
-    groups = question_groups(run for arm in arms for run in study.arms[arm].values())
-    return {name: compare(arms, study.tie, several, study.alpha, groups) for name, several in contrasts.items()}
-
-
-def decide_question(study: Study, question: Sequence[str]) -> list[Comparison]:
-    """The comparisons that answer `question`: every pair of arms without one, the values of one argument, or the pair of two
-    arms or two values."""
-    if not question:
-        return decide(study)
-    factors = decide_factors(study)
-    if len(question) == 1:
-        return factors[question[0]] if question[0] in factors else decide(study)
-    return [c for c in [*decide(study), *sum(factors.values(), [])] if {c.a, c.b} == set(question)]
-
-
-def refuse_unknown_question(varied: Mapping[str, Mapping[str, object]], question: Sequence[str]) -> None:
-    """Raise `UserError` where no comparison of the arms answers `question`."""
-    factors = factor_contrasts(varied)
-    names = list(factors) or choices(varied)[:1] * (len(choices(varied)) == 1)
-    values = [{c.a, c.b} for contrasts in factors.values() for c in contrasts]
-    known = question[0] in names if len(question) == 1 else set(question) <= set(varied) or set(question) in values
-    if question and (not known or len(set(question)) < len(question)):
-        several = sorted(set().union(*values, varied))
-        raise UserError(
-            f"--question {' '.join(question)}: give {', '.join(names)}{' or ' if names else ''}two of {', '.join(several)}"
-        )
-
-
-def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """The names of the varied arguments, without the prompts of a step where the group size alone decides them."""
-    names = list(next(iter(varied_values(varied).values())))
-    if {"group_size", "prompts_per_rollout"} <= set(names):
-        pairs = {(values["group_size"], values["prompts_per_rollout"]) for values in varied.values()}
-        if len(pairs) == len({group_size for group_size, _ in pairs}):
-            names.remove("prompts_per_rollout")
-    return names
-
-
-def _level(name: str, value: object) -> str:
-    return value if isinstance(value, str) else f"{name} {value}"
-
-
-def split_of_gain(run: Run) -> tuple[float, float, float]:
-    """(gain, format's part, answers' part) of accuracy from the first to the last evaluation. Accuracy is the format rate f
-    times the accuracy c of well-formed responses. The format's part is the change of f at the mean c, the answers' part the
-    change of c at the mean f; they add up to the gain."""
-    first, last = run.evals[0], run.evals[-1]
-    f, a = zip(*((e["avg_format_rewards"], e["avg_all_rewards"]) for e in (first, last)), strict=True)
-    c = [x / y if y else 0.0 for x, y in zip(a, f, strict=True)]
-    by_format, by_answers = (f[1] - f[0]) * (c[0] + c[1]) / 2, (c[1] - c[0]) * (f[0] + f[1]) / 2
-    return a[1] - a[0], by_format, by_answers
-
-
-def half_width(study: Study, arm: str, by_seed: Scores) -> float:
-    """Half of the 95 % interval of an arm's mean (`half_width_of_mean`); 0 with fewer than two seeds."""
-    return statistics.half_width_of_mean(by_seed, question_groups(study.arms[arm].values()))

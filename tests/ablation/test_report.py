@@ -11,16 +11,8 @@ import pytest
 from alignment import report
 from alignment.ablation.report import grid_of, headline, write_report
 from alignment.ablation.statistics import half_width, half_width_of_mean
-from alignment.ablation.study import (
-    decide,
-    decide_factors,
-    over_tasks,
-    question_groups,
-    read_run,
-    read_study,
-    shell_command,
-    split_of_gain,
-)
+from alignment.ablation.study import read_run, read_study, shell_command
+from alignment.ablation.verdicts import decide, decide_factors, over_tasks, question_groups, split_of_gain
 from alignment.system.errors import UserError, run_command
 
 

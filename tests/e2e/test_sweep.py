@@ -30,7 +30,8 @@ from alignment.ablation.schedule import (
     run_all,
 )
 from alignment.ablation.statistics import Comparison
-from alignment.ablation.study import decide, read_study
+from alignment.ablation.study import read_study
+from alignment.ablation.verdicts import decide
 from alignment.args import SweepArgs
 from alignment.sweep import make_design
 from alignment.system.errors import UserError, run_command
