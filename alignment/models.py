@@ -201,13 +201,18 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     between_updates = args.rollouts == "sync"  # rather than beside them, in processes of their own
     shared = between_updates and roles.eval in roles.sample and not args.sampler_url
     devices = roles.sample if shared else (roles.eval,)
-    config = sampler_config(args, base, devices, policy_version=run.step, sleeps=True)
+    machines = (None, *policy.ranks.machines) if hasattr(policy, "ranks") and not args.sampler_url else (None,)
+    if len(machines) > 1:
+        run.console.print(f"engines sample on {len(machines)} machines, each of which has {' '.join(roles.sample)}")
+    facts = {"policy_version": run.step, "sleeps": True, "machines": machines if shared else (None,)}
+    config = sampler_config(args, base, devices, **facts)
     eval_sampler = run.open(open_sampler(find_engine(args.sampler), config, tokenizer, policy))
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):
         run.console.print(message)
     server = {"url": args.sampler_url, "weights_folder": args.output_dir}
-    config = sampler_config(args, base, roles.sample, policy_version=run.step, sleeps=between_updates, **server)
+    facts |= {"sleeps": between_updates, "machines": machines}
+    config = sampler_config(args, base, roles.sample, **facts, **server)
     start_sampler = partial(open_sampler, find_engine(engine), config, load_tokenizer(base), policy)
     sampler = eval_sampler if shared else run.open(start_sampler(in_process=between_updates))
     pad_id = pad_token_id(tokenizer)

@@ -27,7 +27,8 @@ class EngineProcess:
     def __init__(self, name: str, entry: str, environment: Mapping[str, str], config: SamplerConfig, *start):
         self.restarts, self.policy_version, self.dtype = 0, config.policy_version, getattr(torch, config.dtype)
         self._timeout = config.timeout
-        self._worker = ChildProcess(f"{name} process on {config.place}", entry, environment)
+        start_process = config.machines[0].start if config.machines[0] else ChildProcess
+        self._worker = start_process(f"{name} process on {config.place}", entry, environment)
         try:
             self._ask("start", *start, seconds=max(config.timeout, START_SECONDS))
         except SamplerLost as error:

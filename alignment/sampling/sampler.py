@@ -19,6 +19,8 @@ from alignment.system.registry import find
 if TYPE_CHECKING:
     import torch
 
+    from alignment.system.remote import Machine
+
 OnResponseEnd = Callable[[int, str], object]  # Called with the number of a response's prompt, and the response's text.
 
 
@@ -60,6 +62,7 @@ class SamplerConfig:
     weights_folder: str = ""  # Folder through which a server gets new weights.
     further_devices: tuple[str, ...] = ()  # Of further engines, and of engines of several devices.
     tensor_parallel: int = 1  # Devices of each engine.
+    machines: tuple[Machine | None, ...] = (None,)  # That have such devices; None is this one.
     sleeps: bool = False  # Whether it leaves its GPU's memory to a trainer between requests.
 
     @property
@@ -69,7 +72,7 @@ class SamplerConfig:
     @property
     def place(self) -> str:
         """Where the engines are, in messages."""
-        return self.url or ",".join(self.devices)
+        return self.url or ",".join(self.devices) + (f" of {self.machines[0].name}" if self.machines[0] else "")
 
 
 @dataclass(frozen=True)

@@ -39,18 +39,20 @@ class ChildProcess:
     Unlike `multiprocessing`'s spawn it does not import the caller's `__main__` again and gets the environment it is given.
     Closing it, dropping it or the parent's exit sends None through the pipe, and kills the process group after
     `grace_seconds`; where these are 0 it is killed at once and nothing is sent. With `log` a temporary file keeps its output
-    for `exit_report`, else the output is thrown away."""
+    for `exit_report`, else the output is thrown away. With `pipe` the process gets that one, whose other end is elsewhere."""
 
     def __init__(
-        self, name: str, entry: str, environment: Mapping[str, str], log: bool = True, grace_seconds: float = GRACE_SECONDS
-    ):
+        self, name: str, entry: str, environment: Mapping[str, str], log: bool = True, grace_seconds: float = GRACE_SECONDS,
+        pipe: Connection | None = None,
+    ):  # fmt: skip
         self.name = name
-        self.connection, child_end = Pipe()
+        self.connection, child_end = (pipe, pipe) if pipe else Pipe()
         self._is_asked = False
         self._log, self._log_start = tempfile.TemporaryFile() if log else None, 0
         descriptor = child_end.fileno()
         self.process = _start(["call", entry, str(descriptor)], environment, self._log or subprocess.DEVNULL, descriptor)
-        child_end.close()
+        if not pipe:
+            child_end.close()
         self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid(), grace_seconds)
 
     @property
@@ -77,8 +79,9 @@ class ChildProcess:
         with self.time_limit(seconds) as hung:
             self._is_asked = True
             try:
-                self.connection.send((verb, arguments))
-                send(self.connection)
+                with suppress(BrokenPipeError):  # where the process ended before, its last message may say why
+                    self.connection.send((verb, arguments))
+                    send(self.connection)
                 failure, answer = self.receive()
             except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
                 report = self.exit_report() if self.is_open else f"the {self.name} was closed"

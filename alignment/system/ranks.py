@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -20,8 +19,9 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,12 @@ import torch.distributed as dist
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ROOT, START_SECONDS, ChildProcess
 from alignment.system.registry import import_object
+from alignment.system.remote import TORCHRUN, Machine, host_processes
 from alignment.system.signals import SIGNALS, deferred_signals
 
 BEAT_SECONDS = 1.0  # between two signs of life, and between two looks for those of others
 EVIDENCE_SECONDS = 3.0  # for the rank that failed to say why, after the connection to it broke
 FOREVER = timedelta(days=365)
-TORCHRUN = re.compile(r"((GROUP|LOCAL|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
 
 
 @functools.cache
@@ -73,6 +73,9 @@ class Ranks:
         others = range(1, count) if self.rank == 0 else (0,)
         self.signs = {rank: (b"", time.monotonic()) for rank in others}  # each one's last sign of life, and when it came
         self.store.set(f"machine/{self.rank}", socket.gethostname())
+        if self.rank and not self.local_rank:  # the first rank of another machine
+            name, store_at = f"{socket.gethostname()} (rank {self.rank})", (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+            self.store.set(f"host/{self.rank}", json.dumps(host_processes(name, seconds, store_at)))
         self.store.set(f"facts/{self.rank}", json.dumps(facts(sys.argv[1:] if by_torchrun else [])))
         self.signals, tell = os.pipe()  # to `_watch`: the main thread may be in a collective, where Python's handlers wait
         if self.rank:
@@ -87,6 +90,12 @@ class Ranks:
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=count, timeout=limit)
             # The others wait for a call as long as rank 0 samples; it waits for nobody longer than the limit.
             self.calls = dist.new_group(backend="gloo", timeout=FOREVER if self.rank else limit)
+
+    @property
+    def machines(self) -> list[Machine]:
+        """The machines beside rank 0's."""
+        keys = [f"host/{rank}" for rank in range(1, self.count)]
+        return [Machine(*json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
 
     def _meet(self) -> None:
         """Wait until all ranks are there. Raises `RunStopped` for one that is lost, `UserError` for one with other facts."""
@@ -248,11 +257,13 @@ def lost_connection(error: Exception) -> bool:
 
 
 def facts(arguments: list[str]) -> dict[str, str]:
-    """What must be the same on all ranks: this code, torch, and the arguments."""
-    digest = hashlib.sha256()
+    """What must be the same on all ranks: this code, torch, vLLM where it is installed, and the arguments."""
+    digest, vllm = hashlib.sha256(), ""
+    with suppress(PackageNotFoundError):
+        vllm = version("vllm")
     for file in sorted((ROOT / "alignment").rglob("*.py")):
         digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    return {"code": digest.hexdigest()[:16], "torch": torch.__version__, "arguments": " ".join(arguments)}
+    return {"code": digest.hexdigest()[:16], "torch": torch.__version__, "vllm": vllm, "arguments": " ".join(arguments)}
 
 
 def follow(seconds: float) -> None:
