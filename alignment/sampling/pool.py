@@ -27,9 +27,9 @@ Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 def open_sampler(
     engine: SamplerEngine, config: SamplerConfig, tokenizer, policy: Policy | None = None, in_process: bool = True
 ) -> Sampler:
-    """Start a sampler: an engine for each of `config`'s devices, on each of its machines, or addresses. `policy` is the one whose weights it will be
-    given: an engine alone may read the policy's own model in place. Where it may not be `in_process`, so that it can be ended
-    while it draws, every engine has a process of its own."""
+    """Start a sampler: an engine for each of `config`'s devices, on each of its machines, or addresses. `policy` is the one whose
+    weights it will be given: an engine alone may read the policy's own model in place. Where it may not be `in_process`, so that
+    it can be ended while it draws, every engine has a process of its own."""
     release_memory()  # an engine refuses to start where less than its share of the GPU is free
     configs, start = engine_configs(config), engine.open
     if isinstance(start, str):
@@ -38,7 +38,8 @@ def open_sampler(
     if alone and not engine.can_be_lost:
         return start(config, tokenizer, policy)
     if not alone and (config.url or not engine.can_be_lost):
-        start = functools.partial(SamplerProcess, engine, max(1, torch.get_num_threads() * len(config.machines) // len(configs)))
+        threads = torch.get_num_threads() * len(config.machines) // len(configs)
+        start = functools.partial(SamplerProcess, engine, max(1, threads))
     names = (f"engine {number} of {len(configs)} on {one.place}" for number, one in enumerate(configs, start=1))
     starts = (functools.partial(start, one, tokenizer, None) for one in configs)
     weights = None if policy is None or not alone else policy.weights
@@ -50,12 +51,9 @@ def engine_configs(config: SamplerConfig) -> list[SamplerConfig]:
     """What each engine is started with: one for each address, or for each `tensor_parallel` devices of each machine."""
     if config.url:
         return [dataclasses.replace(config, url=url, machines=(None,)) for url in config.url.split(",")]
-    groups = list(zip(*[iter(config.devices)] * config.tensor_parallel, strict=True))
-    return [
-        dataclasses.replace(config, device=first, further_devices=tuple(rest), machines=(machine,))
-        for machine in config.machines
-        for first, *rest in groups
-    ]
+    groups = zip(*[iter(config.devices)] * config.tensor_parallel, strict=True)
+    engines = [dataclasses.replace(config, device=first, further_devices=tuple(rest)) for first, *rest in groups]
+    return [dataclasses.replace(engine, machines=(machine,)) for machine in config.machines for engine in engines]
 
 
 class SamplerPool:

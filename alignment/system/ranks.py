@@ -19,9 +19,9 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 import torch
 import torch.distributed as dist
@@ -258,9 +258,7 @@ def lost_connection(error: Exception) -> bool:
 
 def facts(arguments: list[str]) -> dict[str, str]:
     """What must be the same on all ranks: this code, torch, vLLM where it is installed, and the arguments."""
-    digest, vllm = hashlib.sha256(), ""
-    with suppress(PackageNotFoundError):
-        vllm = version("vllm")
+    digest, vllm = hashlib.sha256(), " ".join(found.version for found in distributions(name="vllm"))
     for file in sorted((ROOT / "alignment").rglob("*.py")):
         digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return {"code": digest.hexdigest()[:16], "torch": torch.__version__, "vllm": vllm, "arguments": " ".join(arguments)}
