@@ -1,6 +1,7 @@
 """Several engines draw together: the completions of one, and any fault of one is seen and named."""
 
 import dataclasses
+import socket
 import threading
 import time
 
@@ -16,6 +17,7 @@ from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig, SamplerEngine
 from alignment.sampling.transformers import TransformersSampler, open_transformers
 from alignment.system.errors import RunStopped, UserError
+from alignment.system.remote import host_processes
 
 PROMPTS = [f"User: What is {i} + {i * i}?\nAssistant: <think>" for i in range(7)]
 SAMPLING = SamplingConfig(n=3, max_new_tokens=12, seed=3, stop=())
@@ -48,6 +50,17 @@ def moved(tiny_folder):
     return model
 
 
+@pytest.fixture(scope="module")
+def here_and_there(tiny_folder):
+    """An engine here, and one on another machine, whose part this process takes."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        machines = (None, host_processes("b (rank 2)", 60.0, store.getsockname()))
+    config = SamplerConfig(str(tiny_folder), "cpu", "float32", timeout=60.0, machines=machines)
+    pool = open_sampler(SAMPLERS["transformers"], config, load_tokenizer(str(tiny_folder)))
+    yield pool
+    pool.close()
+
+
 def tokens(groups) -> list:
     return [(c.prompt_ids, c.token_ids, c.text, c.finish_reason, c.policy_version) for group in groups for c in group]
 
@@ -70,6 +83,23 @@ def test_one_two_and_three_engines_draw_the_same_tokens(prompts, three, tiny_fol
                 assert (log_probs(drawn) - log_probs(expected)).abs().max() < 1e-5
     finally:
         two.close()
+
+
+def test_engines_of_two_machines_draw_the_tokens_of_one_before_and_after_new_weights(here_and_there, moved, tiny_folder, capfd):
+    """And an engine there that is killed is replaced there."""
+    one = open_engines(tiny_folder, 1)
+    assert tokens(here_and_there.sample(PROMPTS, SAMPLING)) == tokens(one.sample(PROMPTS, SAMPLING))
+    for sampler in (here_and_there, one):
+        load_proven(sampler, moved.named_parameters(), 5)
+    drawn = tokens(one.sample(PROMPTS, SAMPLING))
+    assert tokens(here_and_there.sample(PROMPTS, SAMPLING)) == drawn
+    name = "engine 2 of 2 on cpu of b (rank 2)"
+    (connection,) = psutil.Process(here_and_there._engines[name]._worker.process.pid).net_connections("tcp")
+    ends = {end.raddr: process for process in psutil.Process().children() for end in process.net_connections("tcp")}
+    ends[connection.laddr].kill()
+    assert tokens(here_and_there.sample(PROMPTS, SAMPLING)) == drawn
+    said = "started again: the sampler process on cpu of b (rank 2) failed: the process was killed by SIGKILL"
+    assert here_and_there.restarts == 1 and said in capfd.readouterr().err
 
 
 def test_no_two_prompts_share_random_numbers(three):
