@@ -42,7 +42,8 @@ class Machine(NamedTuple):
 def forward(descriptor: int) -> None:
     """Pass on what this process's parent and a process on another machine write, until that one closes its end."""
     machine, *request = json.loads(os.environ["ALIGNMENT_REMOTE_PROCESS"])
-    pipe, (name, address, port, key, seconds) = socket.socket(fileno=descriptor), machine
+    name, address, port, key, seconds = machine
+    pipe = socket.socket(fileno=os.dup(descriptor))  # `descriptor` itself stays open until the exit code is there to be read
     try:
         remote = socket.create_connection((address, port), CONNECT_SECONDS)
         connection = Connection(os.dup(remote.fileno()))
