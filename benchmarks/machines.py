@@ -176,7 +176,7 @@ def completions(run: Path) -> list[dict]:
 
 
 def outcome(machines: Machines, case: str, shared: Path, port: int, flags: list[str]) -> list[str]:
-    """Seconds from the fault to the replacement of the engine or the end of all processes, the line that says so, and
+    """Seconds from the fault to the line that tells of the lost engine, or to the end of all processes, the line that says so, and
     how many processes were left."""
     prepare(shared, CASES[case])
     begun = time.time()
@@ -210,7 +210,7 @@ def outcome(machines: Machines, case: str, shared: Path, port: int, flags: list[
     words = ("error: ", "the sampler is started again: ", "engines sample on")
     said = next((line[line.index(word) :] for word in words for line in lines if word in line), lines[-1] if lines else "")
     codes = [str(process.poll()) for process in started]
-    seconds = f"{replaced:.1f} to the new engine" if replaced and CASES[case].startswith("SIG") else f"{ended:.1f}"
+    seconds = f"{replaced:.1f} until it is noticed" if replaced and CASES[case].startswith("SIG") else f"{ended:.1f}"
     return [seconds, " ".join(codes), re.sub(r"; go on.*", "", said), str(len(left))]
 
 
