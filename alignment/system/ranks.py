@@ -83,7 +83,9 @@ class Ranks:
             signal.set_wakeup_fd(tell)
             for number in SIGNALS:
                 signal.signal(number, lambda *arguments: None)
-        threading.Thread(target=self._watch, args=(self.store.clone(),), daemon=True).start()
+        self.heard = time.monotonic()  # when the store answered last
+        for watch in (self._watch, *([self._end_if_cut_off] if self.rank else [])):
+            threading.Thread(target=watch, daemon=True).start()
         self._meet()
         backend, limit = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=seconds)
         with self.faults():
@@ -223,8 +225,19 @@ class Ranks:
         known = self.store.check([f"machine/{rank}"])
         return f"rank {rank} of {self.count} on {self.store.get(f'machine/{rank}').decode() if known else 'a silent machine'}"
 
-    def _watch(self, store) -> None:
+    def _end_if_cut_off(self) -> None:
+        """End this process where the store is silent for the time limit. Its client waits for ever behind a network that is cut."""
+        while time.monotonic() - self.heard < self.seconds:
+            time.sleep(BEAT_SECONDS)
+        self._end_as_lost()
+
+    def _end_as_lost(self) -> None:
+        print(f"rank {self.rank} ends: rank 0, or what connects the ranks, is lost", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _watch(self) -> None:
         """Give a sign of life, look for those of the others, and hand signals on to rank 0, until the process ends."""
+        store = self.store.clone()
         for beat in range(sys.maxsize):
             try:
                 store.set(f"beat/{self.rank}", str(beat))
@@ -236,11 +249,11 @@ class Ranks:
                 if self.rank == 0 and store.check(["signal"]):
                     os.kill(os.getpid(), int(store.get("signal")))
                     store.delete_key("signal")
+                self.heard = time.monotonic()
             except RuntimeError:  # the machine that kept the store has gone
                 silent = list(self.signs)
             if silent and self.rank:
-                print(f"rank {self.rank} ends: rank 0, or what connects the ranks, is lost", file=sys.stderr, flush=True)
-                os._exit(1)
+                self._end_as_lost()
             if self.rank == 0 and not self.fault:
                 self.fault = self._failure()
                 if silent and not self.fault:
