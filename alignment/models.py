@@ -25,7 +25,7 @@ from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
-from alignment.policy.reference_client import ReferenceProcess, RemoteReference
+from alignment.policy.reference_model import ReferenceProcess, RemoteReference
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.rollouts import AheadRollouts, SyncRollouts
 from alignment.rollouts.source import RolloutSource, collate_groups, open_source

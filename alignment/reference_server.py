@@ -2,7 +2,7 @@
 
 uv run -m alignment.reference_server --model checkpoints/tiny_sft --device cuda:1
 
-`alignment.policy.reference_service` describes the requests and their answers.
+`alignment.policy.reference_model` describes the requests and their answers.
 """
 
 import ipaddress
@@ -47,7 +47,7 @@ def main() -> None:
 
         from alignment.policy.frozen import FrozenModel
         from alignment.policy.loading import compute_dtype
-        from alignment.policy.reference_service import ReferenceService
+        from alignment.policy.reference_model import ReferenceService
 
         path, dtype = resolve_model(args.model, Args.output_dir), getattr(torch, compute_dtype(args.dtype, device))
         model = FrozenModel(path, device, dtype)

@@ -4,13 +4,10 @@ import hmac
 import os
 import re
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Callable, MutableMapping
 
 from alignment.system.errors import UserError
 from alignment.system.terminal import printable
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 REFERENCE_TOKEN = "ALIGNMENT_REFERENCE_TOKEN"
 
@@ -39,10 +36,10 @@ def reference_token() -> str:
 class TokenCheck:
     """ASGI middleware that gives `refusal` to requests without the token, whatever else they say."""
 
-    def __init__(self, app: "ASGIApp", token: str, refusal: "ASGIApp"):
+    def __init__(self, app: Callable, token: str, refusal: Callable):
         self.app, self.expected, self.refusal = app, f"Bearer {token}".encode(), refusal
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: MutableMapping, receive: Callable, send: Callable) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         is_known = scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected)
         await (self.app if is_known else self.refusal)(scope, receive, send)

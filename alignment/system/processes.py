@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
+from alignment.system.errors import RunStopped
 from alignment.system.signals import Interrupted, deferred_signals
 
 POLL_SECONDS = 0.5  # between two checks whether a child is alive, where it may die without closing its pipe
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("child.py")
 
 
-class ProcessLost(RuntimeError):
+class ProcessLost(RunStopped):
     """A child process died, hung, or failed to answer a request. The argument says how, with its last words."""
 
 

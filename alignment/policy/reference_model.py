@@ -1,33 +1,115 @@
-"""Reference models that compute beside the trainer: a client of `alignment.reference_server`, and a process of the run."""
+"""Reference models that compute beside the trainer: served over HTTP, or in a process of the run.
 
+`alignment.reference_server` runs a `ReferenceService`, a Starlette app on uvicorn, which computes one rollout at a time:
+
+    POST /log_probs?temperature=1.0&top_p=1.0&top_k=0&micro_batch_tokens=1024
+                 The body is a safetensors file: input_ids and labels (int64 [B, T]), response_mask (bool [B, T]). The answer
+                 is one with log_probs (float32 [B, T]), as soon as they are computed. Requests may be repeated.
+    GET /info    JSON: the model, its vocabulary, context, dtype, device and weights, and the largest upload in bytes
+
+A refusal is a line of text: 400 for what the model cannot compute, 401 without the token, 413 for a body that is too large, 503
+where there is no room now. Every answer names the weights in its header Reference-Weights. With a token, requests need
+`Authorization: Bearer TOKEN`. `RemoteReference` is the client.
+"""
+
+import asyncio
 import dataclasses
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
 import safetensors.torch
 import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from alignment.core.records import Batch, Distribution
-from alignment.policy.frozen import FrozenModel
-from alignment.policy.loading import make_deterministic
+from alignment.policy.frozen import FrozenModel, weights_digest
+from alignment.policy.loading import context_length, make_deterministic
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.files import json_object
-from alignment.system.http import KEEPALIVE_OPTIONS, REFERENCE_TOKEN
+from alignment.system.http import KEEPALIVE_OPTIONS, REFERENCE_TOKEN, TokenCheck
 from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 
 COMMAND = "alignment.reference_server"
 SERVICE = f"{COMMAND} 2"  # and the version of its requests
 WEIGHTS_HEADER = "Reference-Weights"
+BODY_SECONDS = 60.0  # for a client to send its body
 CONNECT_SECONDS = 10.0  # and for the first answer, so that a wrong address is noticed at once
 LOST_SECONDS = 300.0  # for a lost server to be started again
 RETRY_SECONDS = 1.0
 NAME = "reference model's process"
+
+
+class ReferenceService:
+    """A server of `model`, which clients know by `name`. At most `max_pending` rollouts, each of at most `max_upload_bytes`,
+    are uploaded, wait, or are computed at a time."""
+
+    def __init__(self, name: str, model: FrozenModel, token: str, max_pending: int, max_upload_bytes: int):
+        config = model.model.config
+        self.model = model
+        self.info = {
+            "service": SERVICE,
+            "model": name,
+            "vocabulary": config.vocab_size,
+            "context": context_length(config),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.model.device),
+            "weights": weights_digest(model.model, model.dtype),
+            "max_upload_bytes": max_upload_bytes,
+        }
+        self._room, self._thread = asyncio.Semaphore(max_pending), ThreadPoolExecutor(1)
+        refusal = PlainTextResponse(f"this server needs its token: set {REFERENCE_TOKEN}", 401)
+        app = Starlette(
+            routes=[Route("/log_probs", self._log_probs, methods=["POST"]), Route("/info", JSONResponse(self.info))],
+            middleware=[Middleware(TokenCheck, token=token, refusal=refusal)] if token else [],
+            max_body_size=max_upload_bytes,
+        )
+        options = {"headers": [(WEIGHTS_HEADER, self.info["weights"])], "timeout_graceful_shutdown": 1}
+        quiet = {"ws": "none", "lifespan": "off", "log_config": None, "log_level": "critical"}
+        self.server = uvicorn.Server(uvicorn.Config(app, **options, **quiet))
+        """Its `run([socket])` answers requests until SIGINT or SIGTERM, which it then raises again."""
+
+    async def _log_probs(self, request: Request) -> Response:
+        if self._room.locked():
+            raise HTTPException(503, "too many rollouts wait: ask again later")
+        try:
+            async with self._room:
+                async with asyncio.timeout(BODY_SECONDS):
+                    rollout = await request.body(), request.query_params
+                return Response(await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, *rollout))
+        except (TimeoutError, asyncio.CancelledError):
+            raise HTTPException(503, "the body was too slow, or the server is being stopped: ask again later") from None
+
+    def _compute(self, body: bytes, settings: Mapping[str, str]) -> bytes:
+        """The answer to a rollout. Raises `HTTPException`: 400 for what the model cannot compute, such as ids outside the
+        vocabulary, which on a GPU would end the server; 500 where the device could not, which may do the next one."""
+        status, failure = 400, "is no rollout"
+        try:
+            batch = Batch(**safetensors.torch.load(body))
+            distribution = Distribution(float(settings["temperature"]), float(settings["top_p"]), int(settings["top_k"]))
+            ids, (rows, length) = torch.stack([batch.input_ids, batch.labels]), batch.response_mask.shape
+            micro_batch_tokens = int(settings["micro_batch_tokens"])
+            context, vocabulary = self.info["context"], self.info["vocabulary"]
+            if ids.shape[1:] != (rows, length) or length > context or ids.min() < 0 or ids.max() >= vocabulary:
+                fits = f"its context is {context} tokens, its vocabulary {vocabulary}"
+                raise ValueError(f"{rows} x {length} tokens, does not fit the model: {fits}")
+            status, failure = 500, "could not be computed"
+            return safetensors.torch.save({"log_probs": self.model.log_probs(batch, distribution, micro_batch_tokens)})
+        except Exception as error:  # of many kinds, for bytes that are no such file, and of the device
+            reason = f"{failure}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            print(f"a rollout {reason}", file=sys.stderr, flush=True)
+            raise HTTPException(status, reason) from None
 
 
 class RemoteReference:
@@ -114,18 +196,18 @@ class ReferenceProcess:
 
     def log_probs(self, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
         """See `RemoteReference.log_probs`. Callers in several threads take turns."""
-        question = ([tensor.numpy() for tensor in vars(batch).values()], distribution, micro_batch_tokens)
+        question = "log_probs", [tensor.numpy() for tensor in vars(batch).values()], distribution, micro_batch_tokens
         with self._turn:
             try:
-                return self._answer(question, batch.response_mask)
-            except RunStopped as stopped:
+                return torch.from_numpy(self._child.ask(self.timeout, *question))
+            except ProcessLost as lost:
                 if self._is_closed:
                     raise
-                print(f"the reference model is started again: {stopped}", file=sys.stderr)
+                print(f"the reference model is started again: {lost}", file=sys.stderr)
             self.restarts += 1
             self._child.close()
             self._start()
-            return self._answer(question, batch.response_mask)
+            return torch.from_numpy(self._child.ask(self.timeout, *question))
 
     def close(self) -> None:
         """End it, also while another thread waits for it."""
@@ -133,35 +215,23 @@ class ReferenceProcess:
         self._child.close()
 
     def _start(self) -> None:
-        self._child = ChildProcess(NAME, "alignment.policy.reference_client:serve", os.environ, grace_seconds=0)
-        self._ask(max(self.timeout, START_SECONDS), "start", *self._model)
-
-    def _answer(self, question: tuple, mask: torch.Tensor) -> torch.Tensor:
-        try:
-            return of_responses(torch.from_numpy(self._ask(self.timeout, "log_probs", *question)), mask)
-        except ValueError as error:
-            raise RunStopped(f"the {NAME} answers what are no log-probs: {error}") from None
-
-    def _ask(self, seconds: float, verb: str, *arguments) -> Any:
-        try:
-            return self._child.ask(seconds, verb, *arguments)
-        except ProcessLost as lost:
-            raise RunStopped(str(lost)) from None
+        self._child = ChildProcess(NAME, f"{__name__}:serve", os.environ, grace_seconds=0)
+        self._child.ask(max(self.timeout, START_SECONDS), "start", *self._model)
 
 
 def serve(descriptor: int) -> None:
     """Be the process of a `ReferenceProcess`."""
-    answer_requests(descriptor, {"start": _load, "log_probs": _log_probs, "stop": lambda model: None})
 
+    def start(path: str, device: str, dtype: torch.dtype, deterministic: bool) -> FrozenModel:
+        if deterministic:
+            make_deterministic()
+        return FrozenModel(path, device, dtype)
 
-def _load(path: str, device: str, dtype: torch.dtype, deterministic: bool) -> FrozenModel:
-    if deterministic:
-        make_deterministic()
-    return FrozenModel(path, device, dtype)
+    def log_probs(model: FrozenModel, _, arrays: Sequence[np.ndarray], *settings) -> np.ndarray:
+        batch = Batch(*map(torch.from_numpy, arrays))
+        return of_responses(model.log_probs(batch, *settings), batch.response_mask).numpy()
 
-
-def _log_probs(model: FrozenModel, _, arrays: Sequence[np.ndarray], *settings) -> np.ndarray:
-    return model.log_probs(Batch(*map(torch.from_numpy, arrays)), *settings).numpy()
+    answer_requests(descriptor, {"start": start, "log_probs": log_probs, "stop": lambda model: None})
 
 
 def of_responses(log_probs_BT: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
