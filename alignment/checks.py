@@ -17,7 +17,7 @@ from alignment.policy.policy import RANKED, check_parallelism
 from alignment.rewards.rules import find_reward
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
-from alignment.sampling.sampler import check_sampler_token, find_engine, named_engine, sampler_address
+from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
 from alignment.system.http import check_reference_url, reference_token
@@ -50,8 +50,7 @@ def check_rl(args: RLArgs) -> None:
         reference_token()
     if args.sampler_url:
         for url in args.sampler_url.split(","):
-            sampler_address(url)
-        check_sampler_token(os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
+            check_sampler_url(url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:

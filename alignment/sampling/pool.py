@@ -142,7 +142,7 @@ class SamplerPool:
             if self._version is not None:
                 load_proven(self._engines[name], self._weights() if self._weights else self._copies, self._version)
             return request(self._engines[name]) if repeat else None
-        except (SamplerLost, UserError) as error:
+        except UserError as error:
             raise RunStopped(f"the sampler was lost ({lost}), and once more after it was started again: {error}") from None
 
     def _at_once(self, work: Callable[[str], Answer]) -> list[Answer]:

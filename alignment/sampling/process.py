@@ -14,7 +14,7 @@ from alignment.sampling.arrival import Held
 from alignment.sampling.sampler import Sampler, SamplerConfig, SamplerEngine, SamplerLost
 from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
-from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
+from alignment.system.processes import START_SECONDS, ChildProcess, answer_requests
 from alignment.system.registry import import_object
 
 
@@ -49,10 +49,7 @@ class EngineProcess:
         self._worker.close()
 
     def _ask(self, verb: str, *arguments, **options):
-        try:
-            return self._worker.ask(options.pop("seconds", self._timeout), verb, *arguments, **options)
-        except ProcessLost as lost:
-            raise SamplerLost(*lost.args) from None
+        return self._worker.ask(options.pop("seconds", self._timeout), verb, *arguments, **options)
 
 
 class SamplerProcess(EngineProcess):

@@ -6,14 +6,15 @@ This module loads no engine and no tensor library when it is imported, so that a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
-from urllib.parse import SplitResult, urlsplit
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.system.errors import UserError
+from alignment.system.processes import ProcessLost
 from alignment.system.registry import find
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 OnResponseEnd = Callable[[int, str], object]  # Called with the number of a response's prompt, and the response's text.
 
 
-class SamplerLost(RuntimeError):
-    """The engine died, hung, or answered what cannot be a completion. A new one may do better."""
+SamplerLost = ProcessLost
+"""The engine died, hung, or answered what cannot be a completion. A new one may do better."""
 
 
 class Sampler(Protocol):
@@ -124,20 +125,11 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None  # without an origin it is some folder of that name
 
 
-def sampler_address(url: str) -> SplitResult:
-    """The parts of --sampler_url. Raises `UserError` for what is no address of an HTTP server."""
-    try:
-        parts = urlsplit(url)
-        extra = "@" in parts.netloc or parts.query or parts.fragment
-        if parts.scheme not in ("http", "https") or not parts.hostname or extra or parts.port == 0:  # `port` may raise, too
-            raise ValueError
-    except ValueError:
-        raise UserError(f"--sampler_url {url}: give it as http://HOST:PORT, the address of a vLLM server") from None
-    return parts
-
-
-def check_sampler_token(token: str) -> None:
-    """Raise `UserError` for a key of the server at --sampler_url that cannot stand in a header."""
+def check_sampler_url(url: str, token: str) -> None:
+    """Raise `UserError` for a --sampler_url that is no address of an HTTP server, or a key that cannot stand in a header."""
+    match = re.fullmatch(r"https?://(?:[^\s/@?#:[\]]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?(?:/[^\s?#]*)?", url)
+    if match is None or not 0 < int(match[1] or 80) < 65536:
+        raise UserError(f"--sampler_url {url}: give it as http://HOST:PORT, the address of a vLLM server")
     if not (token.isascii() and token.isprintable()):
         raise UserError("ALIGNMENT_SAMPLER_TOKEN holds characters, such as a line break, that no key can have")
 

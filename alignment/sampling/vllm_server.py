@@ -15,27 +15,24 @@ from pathlib import Path
 import httpx
 import torch
 from anyio.from_thread import start_blocking_portal
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from starlette.responses import Response
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, load_proven
-from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_token, encode_prompts, sampler_address
+from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_url, encode_prompts
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.files import full_disk_is_an_os_error, json_object
 from alignment.system.http import KEEPALIVE_OPTIONS, TokenCheck
+from alignment.system.processes import START_SECONDS
 
 CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
-START_SECONDS = 1800  # at least, for the first weights, whatever --sampler_timeout says
 RETRY_SECONDS = 0.1
-LAST_SECONDS = 1.0  # for the answer to a last request whether a busy server has finished
 CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
-KEY_REMEDY = ". Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
 # What the server else takes from the model's generation_config.json.
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
@@ -61,104 +58,134 @@ class VLLMServerSampler:
         model_config = load_config(model_path)
         self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
         self.context = context or context_length(model_config)
-        self._timeout, self.dtype = config.timeout, getattr(torch, dtype)
+        self._timeout, self.dtype = min(config.timeout, CHECK_SECONDS), getattr(torch, dtype)
         self._weights_folder = Path(config.weights_folder).resolve()
-        self._client = _JSONClient(config.url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN"))
-        shape = _shape(model_config.get_text_config())
-        self._refuse_unfit(shape, dtype, _command(model_path, dtype, self.context))
+        check_sampler_url(config.url, token := os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
+        url = config.url.rstrip("/").removesuffix("/v1")
+        headers = {"Connection": "close"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        # No proxy (trust_env) and no redirect (httpx follows none): the key goes nowhere else.
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        self._http = {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
+        self._certificates = ssl.create_default_context() if url.startswith("https:") else False
+        self._server = f"the vLLM server at {url}"
+        self._refuse_unfit(_shape(model_config.get_text_config()), dtype, _command(model_path, dtype, self.context))
+        self._timeout = max(config.timeout, START_SECONDS)  # for the first weights
         try:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
-            self._timeout = max(config.timeout, START_SECONDS)
             load_proven(self, load_weights(model_path, self.dtype), config.policy_version)
-            self._timeout = config.timeout
         except RunStopped as error:
-            raise UserError(f"--sampler_url: {error}") from None
-        except SamplerLost as error:
             raise UserError(
                 f"--sampler_url: {error}. It has to see {self._weights_folder}, where weights are written: let both machines"
                 " have that folder under the same name, and the server's user read it. If it runs an older version of this"
                 " package, start it again"
             ) from None
+        self._timeout = config.timeout
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
         """See `VLLMSampler.sample`."""
-        until = time.monotonic() + self._timeout
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         repeats = sampling.n if sampling.temperature == 0 else 1
-        self._drop_cached_prefixes(until)
+        self._drop_cached_prefixes()
         # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
         shared = {**NEUTRAL, "return_token_ids": True, "return_tokens_as_token_ids": True}
         parameters = request_parameters(sampling, len(encoded))
         requests = [shared | own | {"prompt": ids} for own, ids in zip(parameters, encoded, strict=True)]
-        answers = self._client.ask("POST", "/v1/completions", requests, until)
+        answers = self._post("/v1/completions", requests)
         # Checked after the answers have come: a server that is lost before gives none.
-        if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts", until)):
-            raise SamplerLost(f"{self._client} lost our weights: it was started again, or another command has loaded its own")
+        if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts")):
+            raise SamplerLost(f"{self._server} lost our weights: it was started again, or another command has loaded its own")
         pairs = zip(encoded, answers, strict=True)
         return [_completions(answer, tuple(ids), self.policy_version) * repeats for ids, answer in pairs]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `Sampler.load_weights`."""
         # A new name each time: another machine may remember for a while what an old one had in it.
-        names = {"dir": self._weights_folder, "prefix": ".sampler_weights.", "suffix": ".tmp"}
-        with tempfile.TemporaryDirectory(**names, ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(".tmp", ".sampler_weights.", self._weights_folder, True) as folder:
             os.chmod(folder, 0o755)  # the server may have a user of its own
             _write_files(Path(folder), named_tensors, self.dtype)
-            until = time.monotonic() + self._timeout
-            self._call("sampler_reload", until, folder)
+            self._call("sampler_reload", folder)
             self._loaded = folder
-        self._drop_cached_prefixes(until)
+        self._drop_cached_prefixes()
         self.policy_version = version
 
     def weight_checksums(self, version: int) -> Held | None:
         """See `load_proven`."""
-        by_worker = self._call("sampler_checksums", time.monotonic() + self._timeout, version)
-        if len(by_worker) > 1:
-            return None
-        try:
-            return {name: (list(map(str, parts)), int(value)) for name, (parts, value) in by_worker[0].items()}
-        except (TypeError, ValueError):
-            raise SamplerLost(f"{self._client} answered with no checksums of its weights") from None
+        held = self._call("sampler_checksums", version)
+        return held[0] if len(held) == 1 else None
 
     def close(self) -> None:
         """Nothing: the server is its operator's, and nothing is left in `weights_folder` between calls."""
 
-    def _drop_cached_prefixes(self, until: float) -> None:
+    def _drop_cached_prefixes(self) -> None:
         """Cached keys and values would be the old weights', and would make a result depend on earlier calls. Refused while
         there are requests, such as those of a caller that has just been interrupted, so they are waited for."""
-        while self._client.ask("POST", "/reset_prefix_cache", [None], until)[0].get("success") is not True:
-            if time.monotonic() + LAST_SECONDS > until:
-                raise SamplerLost(f"{self._client} does not drop its prefix cache: it is busy with other requests")
+        until = time.monotonic() + self._timeout
+        while self._post("/reset_prefix_cache", [None])[0].get("success") is not True:
+            if time.monotonic() > until:
+                raise SamplerLost(f"{self._server} does not drop its prefix cache: it is busy with other requests")
             time.sleep(RETRY_SECONDS)
 
-    def _call(self, method: str, until: float, *arguments: str | int) -> list[dict]:
+    def _call(self, method: str, *arguments: str | int) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""
-        request = {"method": method, "args": arguments}
-        results = self._client.ask("POST", "/collective_rpc", [request], until)[0].get("results")
+        results = self._post("/collective_rpc", [{"method": method, "args": arguments}])[0].get("results")
         if not (isinstance(results, list) and results and all(isinstance(result, dict) for result in results)):
-            raise SamplerLost(f"{self._client} answered with no results")
+            raise SamplerLost(f"{self._server} answered with no results")
         return results
+
+    def _post(self, path: str, bodies: Sequence) -> list[dict]:
+        """The answers to requests that are sent side by side, in order. Raises `SamplerLost` for the first that fails. Cuts off
+        the others then, and the server drops them."""
+        with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
+            return portal.call(self._answers, path, bodies)
+
+    async def _answers(self, path: str, bodies: Sequence) -> list[dict]:
+        limits = httpx.Limits(max_connections=CONCURRENT)
+        transport = httpx.AsyncHTTPTransport(self._certificates, limits=limits, socket_options=KEEPALIVE_OPTIONS)
+        client = httpx.AsyncClient(transport=transport, **self._http)
+
+        async def answer(body: dict | None) -> dict:
+            return self._content(await client.post(path, json=body), path)
+
+        try:
+            async with asyncio.timeout(self._timeout), client:
+                return await asyncio.gather(*map(answer, bodies))
+        except TimeoutError:
+            raise SamplerLost(f"{self._server} gave no answer within {self._timeout:.1f} s") from None
+        except (httpx.TransportError, ValueError) as error:
+            cause = os_error(error)
+            raise SamplerLost(f"{self._server} cannot be reached, or broke off ({type(cause).__name__}: {cause})") from None
+
+    def _content(self, response: httpx.Response, path: str) -> dict:
+        content = json_object(response.content)
+        if response.status_code != 200:
+            said = (content or {}).get("error") or (content or {}).get("detail") or ""
+            said = said.get("message") if isinstance(said, dict) else said
+            reason = f": {' '.join(str(said).split())[:300]}" if said else ""
+            if response.status_code == 401:
+                reason += ". Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
+            raise SamplerLost(f"{self._server} answered {path} with status {response.status_code}{reason}")
+        if content is None:
+            raise SamplerLost(f"{self._server} answered what is no JSON object")
+        return content
 
     def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
         """Raise `UserError` for a server that could not take our weights, or whose log-probs would be others."""
         try:
-            facts = self._call("sampler_facts", time.monotonic() + min(self._timeout, CHECK_SECONDS))[0]
+            facts = self._call("sampler_facts")[0]
         except SamplerLost as error:
             remedy = "Check host and port; to be given new weights, a vLLM server must be started as"
             raise UserError(f"--sampler_url: {error}. {remedy}: {command}") from None
-        theirs, context = facts.get("shape"), facts.get("context")
-        theirs = theirs if isinstance(theirs, dict) else {}
+        theirs, context = facts.get("shape", {}), facts.get("context", 0)
         others = [f"{key} {theirs.get(key)} and not {ours}" for key, ours in shape.items() if theirs.get(key) != ours]
-        fits = isinstance(context, int) and context >= self.context
         wrong = {
             f"serves another model, with {', '.join(others)}": bool(others),
-            f"has a context of {context} tokens and not {self.context}": not fits,
+            f"has a context of {context} tokens and not {self.context}": context < self.context,
             f"computes in {facts.get('dtype')} and not in {dtype}": facts.get("dtype") != dtype,
             "gives log-probs that leave out temperature, top-p and top-k": facts.get("logprobs_mode") != "processed_logprobs",
             "cuts prompts into chunks, which loses the seeds on a CPU": facts.get("chunked_on_cpu") is not False,
         }
         if reasons := [reason for reason, applies in wrong.items() if applies]:
-            raise UserError(f"--sampler_url: {self._client} {'; '.join(reasons)}. Start it as: {command}")
+            raise UserError(f"--sampler_url: {self._server} {'; '.join(reasons)}. Start it as: {command}")
 
 
 def _command(model_path: str, dtype: str, context: int) -> str:
@@ -187,70 +214,14 @@ def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int) -> lis
     completions = []
     try:
         for choice in answer["choices"]:
-            tokens, log_probs = tuple(choice["token_ids"]), choice["logprobs"]["token_logprobs"]
+            tokens, log_probs = tuple(choice["token_ids"]), tuple(map(float, choice["logprobs"]["token_logprobs"]))
             text, reason = choice["text"], choice["finish_reason"]
-            typed = set(map(type, tokens)) == {int} and set(map(type, log_probs)) <= {int, float} and isinstance(text, str)
-            if not typed or reason not in ("stop", "length"):  # not "abort", or what a newer vLLM invents
+            if set(map(type, tokens)) != {int} or not isinstance(text, str) or reason not in ("stop", "length"):  # but "abort"
                 raise ValueError
-            completions.append(Completion(prompt_ids, tokens, tuple(map(float, log_probs)), text, reason, version))
+            completions.append(Completion(prompt_ids, tokens, log_probs, text, reason, version))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise SamplerLost("a vLLM server answered what are no completions") from None
     return completions
-
-
-class _JSONClient:
-    """JSON over HTTP to one server. It uses no proxy (trust_env) and follows no redirect, so the key goes nowhere else."""
-
-    def __init__(self, url: str, token: str | None):
-        parts = sampler_address(url)
-        self._url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-        check_sampler_token(token or "")
-        headers = {"Connection": "close"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        self._options = {"base_url": self._url, "headers": headers, "timeout": timeout, "trust_env": False}
-        self._certificates = ssl.create_default_context() if parts.scheme == "https" else False
-
-    def __str__(self) -> str:
-        return f"the vLLM server at {self._url}"
-
-    def ask(self, method: str, path: str, bodies: Sequence, until: float) -> list[dict]:
-        """The answers to requests that are sent side by side, in order, before the time `until`. Raises `SamplerLost` for the
-        first that fails. Cuts off the others then, and the server drops them."""
-        with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
-            return portal.call(self._answers, method, path, bodies, until)
-
-    async def _answers(self, method: str, path: str, bodies: Sequence, until: float) -> list[dict]:
-        seconds, limits = until - time.monotonic(), httpx.Limits(max_connections=CONCURRENT)
-        transport = httpx.AsyncHTTPTransport(self._certificates, limits=limits, socket_options=KEEPALIVE_OPTIONS)
-        client = httpx.AsyncClient(transport=transport, **self._options)
-
-        async def answer(body: dict | None) -> dict:
-            return self._content(await client.request(method, path, json=body), path)
-
-        try:
-            async with asyncio.timeout(seconds), client, asyncio.TaskGroup() as group:
-                answers = [group.create_task(answer(body)) for body in bodies]
-        except TimeoutError:
-            raise SamplerLost(f"{self} gave no answer within {seconds:.1f} s") from None
-        except ExceptionGroup as failures:
-            error = failures.exceptions[0]
-            if not isinstance(error, httpx.TransportError | ValueError):
-                raise error from None
-            cause = os_error(error)
-            raise SamplerLost(f"{self} cannot be reached, or broke off ({type(cause).__name__}: {cause})") from None
-        return [answer.result() for answer in answers]
-
-    def _content(self, response: httpx.Response, path: str) -> dict:
-        content = json_object(response.content)
-        if response.status_code != 200:
-            said = content.get("error", content.get("detail")) if content else None
-            said = said.get("message") if isinstance(said, dict) else said
-            reason = f": {' '.join(str(said).split())[:300]}" if said else ""
-            reason += KEY_REMEDY if response.status_code == 401 else ""
-            raise SamplerLost(f"{self} answered {path} with status {response.status_code}{reason}")
-        if content is None:
-            raise SamplerLost(f"{self} answered what is no JSON object")
-        return content
 
 
 class SamplerWorker:
@@ -290,9 +261,7 @@ def _read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if not files:
         raise FileNotFoundError(f"{folder} is not to be seen on {socket.gethostname()}")
     for file in files:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
-                yield name, tensors.get_tensor(name)
+        yield from load_file(file).items()
 
 
 class Guard(TokenCheck):
