@@ -1,7 +1,5 @@
 """torchao's 8-bit AdamW, made to look like any other optimiser. The one module that imports torchao."""
 
-from collections import defaultdict
-
 import torch
 import torchao.optim
 from torchao.optim.subclass_8bit import OptimState8bit
@@ -16,20 +14,16 @@ class AdamW8bit(torchao.optim.AdamW8bit):
 
     def __init__(self, groups: list[dict], lr: float, **how):
         super().__init__(groups, lr=lr, **how)
-        self._set_rates([lr] * len(self.param_groups))
+        self.param_groups = [group | {"lr": lr} for group in self.param_groups]
 
     def step(self, closure: None = None) -> None:
-        rates = [group["lr"] for group in self.param_groups]
-        on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+        groups = self.param_groups
+        on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
         # Compiled code takes the rate as a tensor, since a new number would be compiled anew; all else here takes numbers.
-        self._set_rates([torch.tensor(rate) for rate in rates])
+        self.param_groups = [group | {"lr": torch.tensor(group["lr"])} for group in groups]
         with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
             super().step()
-        self._set_rates(rates)
-
-    def _set_rates(self, rates: list) -> None:
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+        self.param_groups = groups
 
     def state_dict(self) -> dict:
         """As torch's, of plain tensors, which safetensors can hold: "exp_avg" is "exp_avg.codes", ".scale" and ".qmap"."""
@@ -50,11 +44,8 @@ def _opened(values: dict[str, torch.Tensor]):
 
 
 def _closed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    for name, tensor in values.items():
-        key, _, part = name.partition(".")
-        parts[key][part] = tensor
-    return {
-        key: found[""] if "" in found else OptimState8bit(**found, signed=key == "exp_avg", dtype=torch.float32)
-        for key, found in parts.items()
-    }
+    plain = {name: tensor for name, tensor in values.items() if "." not in name}
+    for key in {name.partition(".")[0] for name in values.keys() - plain.keys()}:
+        parts = {part: values[f"{key}.{part}"] for part in OptimState8bit.tensor_attrs}
+        plain[key] = OptimState8bit(**parts, signed=key == "exp_avg", dtype=torch.float32)
+    return plain

@@ -17,21 +17,15 @@ class CPUOffloadAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step_one(p, group)
-
-    def _step_one(self, p: torch.nn.Parameter, group: dict) -> None:
-        weight, gradient, state = p.cpu(), p.grad.cpu(), self.state[p]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-        tensors = [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]
-        options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
-        options["beta1"], options["beta2"] = group["betas"]
-        adamw(*tensors, **options, fused=True, amsgrad=False, maximize=False)
-        p.copy_(weight)
+        for group, p in [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            weight, gradient, state = p.cpu(), p.grad.cpu(), self.state[p]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+            tensors = [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]
+            options = {key: group[key] for key in ("lr", "weight_decay", "eps")} | dict(zip(("beta1", "beta2"), group["betas"]))
+            adamw(*tensors, **options, fused=True, amsgrad=False, maximize=False)
+            p.copy_(weight)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """As torch's, which would move the moments to where the parameters are."""
