@@ -5,6 +5,7 @@ uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,17 +51,17 @@ def read_completions(file: Path) -> list[Pair]:
 
 def grade_all(pairs: Sequence[Pair]) -> list[dict]:
     """Each distinct pair with its number of occurrences, and the verdict and the reason of each of `GRADERS`."""
-    from alignment.rewards.grading.cascade import grade_many, math_verify_many
+    from alignment.rewards.grading.cascade import WORKERS, grade_detail, math_verify_detail
     from alignment.rewards.grading.reference import reference_verdict
 
-    counts = Counter(pairs)
-    ours = grade_many(*zip(*counts, strict=True)) if counts else []
-    graded = []
-    for pair, *others in zip(counts, ours, math_verify_many(list(counts)), strict=True):
-        columns = zip(*others, reference_verdict(*pair), strict=True)
-        verdicts, reasons = (dict(zip(GRADERS, column, strict=True)) for column in columns)
-        facts = {"count": counts[pair], "verdicts": verdicts, "reasons": reasons}
-        graded.append({"answer": pair[0], "ground_truth": pair[1], **facts})
+    graders = (grade_detail, math_verify_detail, reference_verdict)
+    counts, graded = Counter(pairs), []
+    with ThreadPoolExecutor(WORKERS.size) as threads:  # each waits for a worker that runs math-verify
+        all_grades = threads.map(lambda pair: [grader(*pair) for grader in graders], counts)
+        for (pair, count), grades in zip(counts.items(), all_grades, strict=True):
+            verdicts, reasons = (dict(zip(GRADERS, column, strict=True)) for column in zip(*grades, strict=True))
+            facts = {"count": count, "verdicts": verdicts, "reasons": reasons}
+            graded.append({"answer": pair[0], "ground_truth": pair[1], **facts})
     return graded
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from alignment.data.tasks.gsm8k import problems
 from alignment.rewards.grading import cascade
-from alignment.rewards.grading.cascade import grade, grade_many
+from alignment.rewards.grading.cascade import grade
 from alignment.rewards.grading.reference import reference_verdict
 
 PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "grading" / "pairs.jsonl"
@@ -90,32 +90,12 @@ def compare(title: str, pairs: Sequence[Pair], console: Console) -> None:
     console.print(table)
 
 
-def spread(pairs: Sequence[Pair], console: Console, repeats: int = 5) -> None:
-    """Print how much faster `grade_many` is than one pair after another, on pairs that nothing has cached."""
-    answers, truths = [pair.answer for pair in pairs], [pair.truth for pair in pairs]
-    grade_many(answers, truths)  # starts the workers
-    seconds: dict[str, list[float]] = {"one after another": [], "grade_many": []}
-    for _ in range(repeats):
-        for name, times in seconds.items():
-            forget()
-            start = time.perf_counter()
-            if name == "grade_many":
-                grade_many(answers, truths)
-            else:
-                [grade(answer, truth) for answer, truth in zip(answers, truths, strict=True)]
-            times.append(time.perf_counter() - start)
-    one, many = map(statistics.median, seconds.values())
-    console.print(f"{len(pairs)} pairs: {len(pairs) / one:,.0f}/s one after another, {len(pairs) / many:,.0f}/s by grade_many"
-                  f" ({one / many:.2f} x; medians of {repeats})")  # fmt: skip
-
-
 def main(gsm8k: str = "", golds: int = 500) -> None:
     console = Console(width=120)
     rows = [json.loads(line) for line in PAIRS.read_text("utf-8").splitlines()]
     labelled = [Pair(row["answer"], row["ground_truth"], row["equal"]) for row in rows]
     random.Random(0).shuffle(labelled)
     compare("labelled pairs", labelled, console)
-    spread(labelled, console)
     if not gsm8k:
         return
     truths = [problem.ground_truth for split in ("train", "test") for problem in problems(split, gsm8k)]
@@ -125,7 +105,6 @@ def main(gsm8k: str = "", golds: int = 500) -> None:
     pairs += [Pair(text, truth, False) for truth in drawn for text in spellings(str(int(truth.replace(",", "")) + 1))]
     random.Random(1).shuffle(pairs)
     compare(f"{len(drawn)} GSM8K answers in 20 spellings, and so their successors", pairs, console)
-    spread(pairs, console)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from alignment.system.limited_workers import CallFailed, LimitedWorkers
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
 READ_CHARS = 400  # beyond which a text is compared as it stands, for reading takes the square of its length
 CACHED = 100_000  # verdicts kept
-SPREAD = 512  # the number of pairs from which grading in other processes is faster than here
-CHUNK_SECONDS = 60.0  # of CPU time for a chunk of pairs, each of which takes a few milliseconds at most
 ASKED_CHARS = 200  # of a text that math-verify gets
 SECONDS = 1.5  # of CPU time for one pair that math-verify gets
 
@@ -99,36 +97,10 @@ def _normalised(text: str) -> str:
 
 
 def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool = False) -> list[Verdict]:
-    """The verdict on each pair, in order. `SPREAD` distinct pairs or more are spread over worker processes, one a core. Raises
-    ValueError where the two lengths differ."""
+    """The verdict on each pair, in order. Raises ValueError where the two lengths differ."""
     pairs = list(zip(answers, ground_truths, strict=True))
-    distinct = [pair for pair in dict.fromkeys(pairs) if max(map(len, pair)) <= MAX_CHARS]
-    verdicts = dict(zip(distinct, decide_many(distinct, fast), strict=True)) if len(distinct) >= SPREAD else {}
-    left = [pair for pair in distinct if pair not in verdicts or (verdicts[pair].stage == "unread" and not fast)]
     with ThreadPoolExecutor(WORKERS.size) as threads:  # each thread may wait for a worker that runs math-verify
-        verdicts |= dict(zip(left, threads.map(lambda pair: grade_detail(*pair, fast), left), strict=True))
-    return [verdicts.get(pair, Verdict(False, "bounds")) for pair in pairs]
-
-
-def decide_many(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Verdict]:
-    """The verdicts of all stages but math-verify on each pair, in order, computed by the workers. Where one of them fails, the
-    pairs of its chunk are graded one by one to find the one that is to blame."""
-    size = max(64, -(-len(pairs) // (4 * WORKERS.size)))
-    chunks = [pairs[i : i + size] for i in range(0, len(pairs), size)]
-    replies = [WORKERS.submit(f"{__name__}:decide_pairs", (chunk, fast), CHUNK_SECONDS) for chunk in chunks]
-    verdicts: list[Verdict] = []
-    for chunk, reply in zip(chunks, replies, strict=True):
-        try:
-            verdicts += [Verdict(*verdict) for verdict in reply.result()]
-        except CallFailed as failure:
-            one_by_one = (verdict for pair in chunk for verdict in decide_many([pair], fast))
-            verdicts += [Verdict(False, str(failure))] if len(chunk) == 1 else one_by_one
-    return verdicts
-
-
-def decide_pairs(pairs: Sequence[tuple[str, str]], fast: bool) -> list[Verdict]:
-    """The verdict on each pair; `decide_many` calls it in a worker."""
-    return [_decide(*pair, fast) for pair in pairs]
+        return list(threads.map(lambda pair: grade_detail(*pair, fast), pairs))
 
 
 # --- math-verify ------------------------------------------------------------------------------------------
@@ -154,15 +126,14 @@ def ask_math_verify(answer: str, truth: str) -> Verdict:
 _ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)  # a failure raises, so it is not cached
 
 
-def math_verify_many(pairs: Sequence[tuple[str, str]]) -> list[tuple[bool, str]]:
-    """math-verify's verdict on each unchanged (answer, truth) and its reading of the answer; for audits."""
-    outcomes = []
-    for reply in [WORKERS.submit(_READING, pair, SECONDS) if max(map(len, pair)) <= MAX_CHARS else None for pair in pairs]:
-        try:
-            outcomes.append(tuple(reply.result()) if reply else (False, "too long to ask"))
-        except CallFailed as failure:
-            outcomes.append((False, str(failure)))
-    return outcomes
+def math_verify_detail(answer: str, truth: str) -> tuple[bool, str]:
+    """math-verify's verdict on the unchanged texts and its reading of the answer; for audits."""
+    if max(len(answer), len(truth)) > MAX_CHARS:
+        return False, "too long to ask"
+    try:
+        return tuple(WORKERS.submit(_READING, (answer, truth), SECONDS).result())
+    except CallFailed as failure:
+        return False, str(failure)
 
 
 def _harmless(text: str) -> bool:

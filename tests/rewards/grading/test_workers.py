@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from alignment.rewards.grading import cascade
-from alignment.rewards.grading.cascade import WORKERS, Verdict, ask_math_verify, decide_many, grade_detail, grade_many
+from alignment.rewards.grading.cascade import WORKERS, Verdict, ask_math_verify, grade_detail, grade_many
 from alignment.rewards.r1_zero import r1_zero_reward_fn
 from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
@@ -76,19 +76,6 @@ def test_a_worker_that_is_killed_is_replaced():
             failures.add(str(failure))
     assert failures == {"died"}
     assert {ask_math_verify(*MATRIX) for _ in range(8)} == {(True, "math-verify")}
-
-
-def test_pairs_that_kill_their_worker_are_found_and_the_rest_is_graded(monkeypatch):
-    real = LimitedWorkers._call
-
-    def call(self, function, arguments, seconds):
-        if ("bad", "pair") in arguments[0]:
-            raise CallFailed("died")
-        return real(self, function, arguments, seconds)
-
-    monkeypatch.setattr(LimitedWorkers, "_call", call)
-    verdicts = decide_many([("1", "1"), ("bad", "pair"), ("1/2", "0.5")], fast=True)
-    assert verdicts == [Verdict(True, "literal"), Verdict(False, "died"), Verdict(True, "rational")]
 
 
 def test_many_keep_their_order_and_repeat_what_is_repeated():
