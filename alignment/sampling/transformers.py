@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -47,7 +48,7 @@ class TransformersSampler:
         self._device = first_device(model)
         ends = model.generation_config.eos_token_id
         self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-        self._may_end: dict[tuple[str, ...], list[bool]] = {}
+        self._token_text = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `copy_weights`."""
@@ -116,7 +117,6 @@ class TransformersSampler:
         start = _OwnDecoding if self.plain_path else _SharedDecoding
         decoding = start(self.model, encoded, sampling)
         logits = decoding.first_logits
-        may_end = self._tokens_that_may_end(sampling.stop)
         rows = [_Row([], [], False) for _ in range(len(encoded) * sampling.n)]
         live = list(range(len(rows)))  # the row that each line of the tensors belongs to
         unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -128,7 +128,7 @@ class TransformersSampler:
                 if last or len(unseen) == STEPS_UNSEEN[self._device.type]:
                     drawn = zip(live, *(torch.stack(each, dim=1).tolist() for each in zip(*unseen, strict=True)), strict=True)
                     for index, ids, values in drawn:
-                        has_ended = self._extend(rows[index], ids, values, may_end, sampling.stop)
+                        has_ended = self._extend(rows[index], ids, values, sampling.stop)
                         if on_response_end and has_ended:
                             on_response_end(wave[index // sampling.n], self._text(rows[index], sampling.stop))
                     unseen = []
@@ -143,31 +143,22 @@ class TransformersSampler:
                 logits = decoding.next_logits(tokens)
         return rows
 
-    def _extend(self, row: _Row, ids: list[int], log_probs: list[float], may_end: list[bool], stop: tuple[str, ...]) -> bool:
+    def _extend(self, row: _Row, ids: list[int], log_probs: list[float], stop: tuple[str, ...]) -> bool:
         """Add what was drawn for a row, up to its end, which the host may see late. Returns whether that was among it."""
         if row.finished:
             return False
-        longest = max(map(len, stop), default=0)
+        longest, last_letters = max(map(len, stop), default=0), {string[-1] for string in stop}
         for token, log_prob in zip(ids, log_probs, strict=True):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
             row.finished = token in self._eos
-            if may_end[token] and not row.finished:
+            # Decoding a row's last tokens at every step would cost more than a tiny model's forward pass.
+            if stop and not row.finished and not last_letters.isdisjoint(self._token_text(token)):
                 tail = self.tokenizer.decode(row.token_ids[-longest - 1 :], skip_special_tokens=True)
                 row.finished = any(string in tail for string in stop)
             if row.finished:
                 break
         return row.finished
-
-    def _tokens_that_may_end(self, stop: tuple[str, ...]) -> list[bool]:
-        """Of each token, whether a response can be over after it, because it is EOS or completes a stop string. Decoding text
-        at every step would cost more than a tiny model's forward pass; this table spares nearly all of it."""
-        if stop not in self._may_end:
-            size = self.model.get_output_embeddings().weight.shape[0]
-            texts = self.tokenizer.batch_decode([[token] for token in range(size)]) if stop else [""] * size
-            last_letters = {string[-1] for string in stop}
-            self._may_end[stop] = [token in self._eos or not last_letters.isdisjoint(text) for token, text in enumerate(texts)]
-        return self._may_end[stop]
 
 
 class _SharedDecoding:

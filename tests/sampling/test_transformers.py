@@ -201,7 +201,6 @@ def test_rows_may_end_with_their_first_token(sampler):
     (drawn,) = sampler.sample(PROMPTS[:1], sampling)
     firsts = [c.token_ids[0] for c in drawn]
     sampler._eos |= set(firsts[:24])
-    sampler._may_end.clear()
     (again,) = sampler.sample(PROMPTS[:1], sampling)
     assert [c.token_ids[0] for c in again] == firsts
     assert [len(c.token_ids) == 1 for c in again] == [first in sampler._eos for first in firsts]
