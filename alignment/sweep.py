@@ -130,8 +130,6 @@ def train(design: Design, executor: schedule.Executor, args: SweepOptions, conso
         schedule.run_all(design, executor, states, console)
         comparisons = decide_question(read_study([design.folder]), args.question) if args.until_decided else []
         if added := schedule.next_runs(states, comparisons, args.max_seeds):
-            for line in schedule.out_of_reach(comparisons, args.max_seeds):
-                console.print(line, style="yellow", markup=False, soft_wrap=True)
             console.print(f"undecided: adding {', '.join(state.name for state in added)}", markup=False, soft_wrap=True)
     report(read_study([design.folder]), design.folder, console)
     failed = [state.name for state in states if state.status == "failed"]

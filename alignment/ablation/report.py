@@ -67,7 +67,6 @@ def contents(study: Study) -> dict[str, object]:
         "pairs_area": _ranked(decide(study, verdicts.areas(study))),
         "over_tasks": verdicts.over_tasks(study),
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
-        "grid": grid_of(study, {arm["name"]: arm["mean"] for arm in arms}),
         "study": study,
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
         "versions": any_run.versions if any_run else {},
@@ -113,18 +112,6 @@ def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Compar
         rest = [f"{count} of {len(comparisons)} pairs {label}" for count, label in counts if count]
         lines.append(f"{name}: {'; '.join([*(shown or ['no difference shown']), *rest])}")
     return lines
-
-
-def grid_of(study: Study, means: Mapping[str, float]) -> dict[str, object] | None:
-    """A table of final accuracy by loss and group size; None unless both vary."""
-    if not all({"loss_type", "group_size"} <= set(values) for values in study.varied.values()):
-        return None
-    cells: dict[tuple, list[float]] = {}
-    for arm, values in study.varied.items():
-        if not arm.startswith("control_"):
-            cells.setdefault((values["loss_type"], values["group_size"]), []).append(means[arm])
-    losses, sizes = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
-    return {"losses": losses, "sizes": sizes, "cells": {key: float(np.mean(value)) for key, value in cells.items()}}
 
 
 def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:

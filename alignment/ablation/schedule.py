@@ -195,15 +195,6 @@ def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_se
     return [State(arm, seed) for seed in [*seeds, seeds[-1] + 1] for arm in arms if (arm, seed) not in present]
 
 
-def out_of_reach(comparisons: Sequence[Comparison], max_seeds: int) -> list[str]:
-    """A line for each undecided comparison that `max_seeds` seeds will hardly settle, by its present estimates."""
-    return [
-        f"{c.a} - {c.b}: hardly settled by --max_seeds {max_seeds}: {c.verdict.removeprefix('undecided: ')}"
-        for c in comparisons
-        if not c.decided and (c.more_seeds is None or c.seeds + c.more_seeds > max_seeds)
-    ]
-
-
 def make_executor(address: str, cpus: int | None, gpus: int | None) -> Executor:
     """Ray where it is installed, else one run after another. Raises `UserError` for a cluster's address without Ray."""
     if find_spec("ray"):

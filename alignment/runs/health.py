@@ -1,7 +1,6 @@
 """What the numbers of a run say is going wrong, while it can still be stopped."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -11,7 +10,6 @@ Record = Mapping[str, object]
 
 WINDOW = 3  # steps that are averaged, so that one odd rollout is no warning
 GRADER_WINDOW = 20  # steps
-SLOW = 5  # times the median
 SUDDEN = 3  # times the median
 MOMENTUM = 0.005  # nats a token: a mini-batch without a gradient moves the weights by its momentum before the comparison
 
@@ -33,8 +31,6 @@ class Health:
         messages = [warnings[name] for name in sorted(warnings.keys() - set(before))]
         if record["bad_updates"]:
             messages.append(f"{record['bad_updates']} updates were left out, since their loss or gradient is not finite")
-        if slow := slowness(self.latest, record):
-            messages.append(slow)
         record = {**record, "warnings": sorted(warnings)}
         self.first = [*self.first, record][:WINDOW]
         self.latest = [*self.latest, record][-self.kept :]
@@ -90,19 +86,6 @@ def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_to
             f" --max_new_tokens {max_new_tokens}"
         )
     return warnings
-
-
-def slowness(steps: Sequence[Record], record: Record) -> str | None:
-    """Why a step took so much longer than the latest ones, as far as can be told: where the time went, and who else ran."""
-    usual = median(each["seconds"] for each in steps) if len(steps) >= 2 * WINDOW else math.inf
-    if record["seconds"] <= SLOW * usual:
-        return None
-    phases = {key.removeprefix("seconds_"): value for key, value in record.items() if key.startswith("seconds_")}
-    longest = max(phases, key=phases.get)
-    return (
-        f"it took {record['seconds']:.3g} s, the latest steps {usual:.3g} s; {phases[longest]:.3g} s of it in {longest}; "
-        f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores in the last minute"
-    )
 
 
 def _mean(records: Sequence[Record], key: str) -> float:

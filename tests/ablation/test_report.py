@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from alignment import report
-from alignment.ablation.report import grid_of, headline, write_report
+from alignment.ablation.report import headline, write_report
 from alignment.ablation.statistics import half_width, half_width_of_mean
 from alignment.ablation.study import read_run, read_study, shell_command
 from alignment.ablation.verdicts import decide, decide_factors, over_tasks, question_groups, split_of_gain
@@ -73,14 +73,6 @@ def test_the_choice_that_decides_is_named(grid):
     assert ">" not in size.verdict
     assert len(decide(study)) == 6
     assert headline(factors, decide(study))[0].startswith("loss_type: grpo_clip > no_baseline (0.")
-
-
-def test_the_table_of_losses_and_group_sizes(grid):
-    study = read_study([grid])
-    means = {arm: float(i) for i, arm in enumerate(study.arms)}
-    table = grid_of(study, means)
-    assert table["losses"] == ["grpo_clip", "no_baseline"] and table["sizes"] == [4, 8]
-    assert table["cells"]["no_baseline", 8] == means["no_baseline_group_size8"]
 
 
 class Tags(HTMLParser):

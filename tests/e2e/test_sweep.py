@@ -26,7 +26,6 @@ from alignment.ablation.schedule import (
     State,
     make_executor,
     next_runs,
-    out_of_reach,
     run_all,
 )
 from alignment.ablation.statistics import Comparison
@@ -333,12 +332,6 @@ def test_there_are_no_more_looks_than_share_the_error_rate():
     while added := next_runs(states, [undecided(*rng.sample("abcd", 2))], 8):
         states, looks = [*states, *(State(s.arm, s.seed, "done") for s in added)], looks + 1
     assert looks == 7  # 2, 3, 4, 5, 6, 7 and 8 seeds
-
-
-def test_a_pair_out_of_reach_is_named_before_seeds_are_spent_on_it():
-    assert out_of_reach([undecided("a", "b")], max_seeds=5) == []
-    assert out_of_reach([undecided("a", "b", None)], max_seeds=4) == []
-    assert out_of_reach([undecided("a", "b")], max_seeds=4) == ["a - b: hardly settled by --max_seeds 4: about 3 more seeds"]
 
 
 def test_a_question_is_two_arms_two_values_or_an_argument(warm, tmp_path):

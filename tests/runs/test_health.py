@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignment.runs.health import GRADER_WINDOW, WINDOW, Health, health_warnings, slowness
+from alignment.runs.health import GRADER_WINDOW, WINDOW, Health, health_warnings
 from alignment.system.errors import RunStopped
 
 LIMITS = {"max_new_tokens": 48, "max_bad_steps": 2, "max_grader_failures": 0.05}
@@ -106,11 +106,3 @@ def test_a_warning_is_printed_when_it_begins():
     assert judged[7][0] == ["1 updates were left out, since their loss or gradient is not finite"]
     assert [record["warnings"] for _, record in judged] == [*[[]] * 5, *[["equal_rewards"]] * 3]
     assert health.latest == [record for _, record in judged]
-
-
-def test_a_slow_step_names_its_longest_phase():
-    usual = [{"seconds": 1.0}] * 6
-    record = {"seconds": 5.1, "seconds_sample": 0.5, "seconds_update": 4.2}
-    assert slowness(usual, {**record, "seconds": 5.0}) is None
-    assert slowness(usual[:5], record) is None  # too few steps
-    assert "it took 5.1 s, the latest steps 1 s; 4.2 s of it in update; " in slowness(usual, record)
