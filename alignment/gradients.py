@@ -5,7 +5,6 @@ uv run -m alignment.gradients --preset tiny
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 
 def main() -> None:
     args = parse(GradientsArgs)
-    rl = from_preset(RLArgs, args.preset, seed=args.seed, output_dir=args.output_dir)
     once = {"max_refills": 0, "rollouts": "sync", "max_staleness": None, "sync_every": 1}
-    rl = dataclasses.replace(rl, group_size=max(args.group_size), prompts_per_rollout=args.prompts, **once)
+    size = {"group_size": max(args.group_size), "prompts_per_rollout": args.prompts}
+    rl = from_preset(RLArgs, args.preset, seed=args.seed, output_dir=args.output_dir, **size, **once)
     check_rl(rl)
     console = make_console()
     print_statistics(look(rl, args, console), console)
