@@ -47,7 +47,7 @@ READ = {"grad", "lm_head"}
 # Our own decoding loop runs a model layer by layer: its own one, or one that `Policy.model_on` lends it to be read.
 READS_WEIGHTS = {"alignment.sampling.transformers", "alignment.sampling.vllm"}  # engines with weights of their own
 ONLY_IMPORTERS = {
-    "vllm": {"alignment.sampling.vllm"}, "torchao": {"alignment.policy.adamw_8bit"}, "peft": {"alignment.policy.lora"},
+    "vllm": {"alignment.sampling.vllm", "alignment.sampling.vllm_weights"}, "torchao": {"alignment.policy.adamw_8bit"}, "peft": {"alignment.policy.lora"},
 }  # fmt: skip
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "parse_latex", "loads", "load"}
 READERS = {"json", "safetensors", "tomllib", "re"}  # their functions of these names run nothing

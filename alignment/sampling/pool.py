@@ -41,8 +41,10 @@ def open_sampler(
         threads = torch.get_num_threads() * len(config.machines) // len(configs)
         start = functools.partial(SamplerProcess, engine, max(1, threads))
     names = (f"engine {number} of {len(configs)} on {one.place}" for number, one in enumerate(configs, start=1))
-    starts = (functools.partial(start, one, tokenizer, None) for one in configs)
     weights = None if policy is None or not alone else policy.weights
+    if weights:
+        configs = [dataclasses.replace(configs[0], policy_device=policy.devices[0])]
+    starts = (functools.partial(start, one, tokenizer, None) for one in configs)
     vocabulary = load_config(config.model_path).vocab_size
     return SamplerPool(dict(zip(names, starts, strict=True)), getattr(torch, config.dtype), vocabulary, weights)
 

@@ -5,6 +5,7 @@ Everything crosses one pipe: requests and their answers, and weights one tensor 
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -30,10 +31,13 @@ class EngineProcess:
         start_process = config.machines[0].start if config.machines[0] else ChildProcess
         self._worker = start_process(f"{name} process on {config.place}", entry, environment)
         try:
-            self._ask("start", *start, seconds=max(config.timeout, START_SECONDS))
+            self._ask("start", *start, seconds=max(config.timeout, START_SECONDS), send=self._prepare)
         except SamplerLost as error:
             raise UserError(f"{name} could not start on {config.place} with the model {config.model_path}: {error}") from None
         self._worker.clear_log()
+
+    def _prepare(self, connection: Connection) -> None:
+        """What this process does while its engine starts."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the weights, one tensor on its way at a time: neither side holds a second copy of the model."""

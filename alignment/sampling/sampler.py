@@ -65,6 +65,7 @@ class SamplerConfig:
     tensor_parallel: int = 1  # Devices of each engine.
     machines: tuple[Machine | None, ...] = (None,)  # That have such devices; None is this one.
     sleeps: bool = False  # Whether it leaves its GPU's memory to a trainer between requests.
+    policy_device: str = "cpu"  # Where the new weights are that it is given.
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -5,15 +5,14 @@ starts sooner, schedules the same requests in the same way every time, reports t
 cause above", and leaves one process to end instead of a tree. Everything crosses one pipe; nothing touches the disk.
 """
 
+import logging
 import os
 import random
-import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
@@ -21,7 +20,7 @@ from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, checked_columns, checked_part, checksum
 from alignment.sampling.process import EngineProcess
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
-from alignment.sampling.weight_transfer import received_tensors
+from alignment.sampling.weight_transfer import received_tensors, transfer_backend
 from alignment.system.errors import UserError
 from alignment.system.processes import answer_requests
 
@@ -45,10 +44,24 @@ class VLLMSampler(EngineProcess):
         self.tokenizer, self.context = tokenizer, context or context_length(load_config(model_path))
         options = {"model": str(model_path), "dtype": config.dtype, "max_model_len": self.context, "seed": seed}
         options |= {"gpu_memory_utilization": config.memory_share, "tensor_parallel_size": len(config.devices)}
-        options |= {"enable_sleep_mode": config.sleeps}
-        self._sleeps = config.sleeps
+        options |= {"enable_sleep_mode": config.sleeps, "weight_transfer_config": {"backend": transfer_backend(config)}}
+        options |= {"worker_extension_cls": "alignment.sampling.vllm_weights.WorkerExtension"}  # which names our backend
+        self._sleeps, self._config = config.sleeps, config
         start = torch.device(device).type, options
         super().__init__("vLLM", f"{__name__}:serve", worker_environment(config.devices, os.environ), config, *start)
+
+    def _prepare(self, connection: Connection) -> None:
+        logging.disable(logging.WARNING)  # of kernels that a trainer does not need
+        from alignment.sampling.vllm_weights import EngineClient
+
+        logging.disable(logging.NOTSET)
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        self._client = EngineClient(self._ask, self._config, self.dtype)
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `Sampler.load_weights`. Each phase of the transfer has the time limit of a request."""
+        self._client.send(named_tensors, version)
+        self.policy_version = version
 
     def _ask(self, *arguments, **named):
         if self._sleeps:
@@ -203,20 +216,22 @@ def _fields(child) -> dict:
     }
 
 
+def _transfer(engine, connection: Connection, phase: str, *arguments) -> None:
+    """Call vLLM's method `phase` of a weight update. An engine with sleep mode is awake from the first phase to the last."""
+    sleeps = engine.llm_engine.vllm_config.model_config.enable_sleep_mode
+    if sleeps and phase == "start_weight_update":
+        engine.wake_up()
+    getattr(engine, phase)(*arguments)
+    if phase == "finish_weight_update":
+        engine.collective_rpc(_repack_output_embedding)
+        if sleeps:
+            fall_asleep(engine)
+
+
 def _reload(engine, connection: Connection, version: int) -> None:
-    tensors = received_tensors(connection)
-    if engine.llm_engine.vllm_config.parallel_config.world_size == 1:
-        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-    else:
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-            save_file(dict(tensors), f"{folder}/weights")
-            engine.collective_rpc(_reload_file, args=(f"{folder}/weights",))
+    """Take weights through the pipe, from a trainer that shares no memory with this process."""
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": received_tensors(connection)})
     engine.collective_rpc(_repack_output_embedding)
-
-
-def _reload_file(worker, file: str) -> None:
-    """Take weights in one of several workers, which are processes and have no pipe of ours."""
-    worker.reload_weights(weights_iterator=iter(load_file(file).items()))
 
 
 def _repack_output_embedding(worker) -> None:
@@ -270,4 +285,5 @@ def _stop(engine) -> None:
 
 
 REQUESTS = {"generate": _generate, "reload": _reload, "checksums": _checksums}
-VERBS = {"start": _start_engine, "stop": _stop, **{name: while_awake(request) for name, request in REQUESTS.items()}}
+VERBS = {"start": _start_engine, "stop": _stop, "transfer": _transfer}
+VERBS |= {name: while_awake(request) for name, request in REQUESTS.items()}

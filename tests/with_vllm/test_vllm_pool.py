@@ -7,7 +7,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 from alignment.core.records import SamplingConfig
-from alignment.sampling import process
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig
@@ -69,17 +68,17 @@ def test_one_engine_of_two_devices_draws_the_tokens_of_one_and_takes_new_weights
 
 
 def test_both_take_new_weights_and_one_that_does_not_is_named(two, monkeypatch):
-    moved, later, send = tiny_llama(seed=1), tiny_llama(seed=2), process.send_tensors
+    moved, later, second = tiny_llama(seed=1), tiny_llama(seed=2), two._engines["engine 2 of 2 on cpu"]._client._source
     load_proven(two, moved.named_parameters(), 3)
     for completion in flat(two.sample(PROMPTS, SAMPLING)):
         assert completion.policy_version == 3
         assert (torch.tensor(completion.log_probs) - expected_log_probs(moved, completion)).abs().max() < 1e-3
 
-    def send_old_ones_to_the_second(connection, tensors, dtype):
-        tensors = list(tensors)
-        second = connection is two._engines["engine 2 of 2 on cpu"]._worker.connection
-        send(connection, moved.named_parameters() if second else tensors, dtype)
+    def old_ones_for_the_second(source):
+        new = list(right(source))
+        return iter([(name, tensor.detach()) for name, tensor in moved.named_parameters()] if source is second else new)
 
-    monkeypatch.setattr(process, "send_tensors", send_old_ones_to_the_second)
+    right = type(second).__iter__
+    monkeypatch.setattr(type(second), "__iter__", old_ones_for_the_second)
     with pytest.raises(RunStopped, match="^engine 2 of 2 on cpu: after step 4 the sampler holds other weights"):
         load_proven(two, later.named_parameters(), 4)

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 
 from alignment.core.records import SamplingConfig
 from alignment.policy.policy import PolicyConfig, open_policy
-from alignment.sampling import process
 from alignment.sampling.arrival import load_proven, prove_adapters_arrive
 from alignment.sampling.sampler import find_engine
 from alignment.sampling.vllm import worker_environment
@@ -165,7 +164,9 @@ def test_more_prompt_tokens_than_the_engine_schedules_at_once(sampler, policy):
 @pytest.mark.parametrize("fault", ["a tensor is lost", "all are lost", "applied twice", "two are swapped"])
 def test_weights_that_do_not_arrive_are_noticed_at_once(fault, sampler, policy, monkeypatch):
     """Changes of 1e-6, as of one update at a small learning rate. vLLM has stacked the matrices, and packed copies of them."""
-    moved, old, send = tiny_llama(seed=0), dict(policy.named_parameters()), process.send_tensors
+    from alignment.sampling.vllm_weights import PolicySource  # which imports vLLM
+
+    moved, old, right = tiny_llama(seed=0), dict(policy.named_parameters()), PolicySource.__iter__
     with torch.no_grad():
         for weight in moved.parameters():
             weight += 1e-6 * torch.randn(weight.shape).sign()
@@ -173,18 +174,18 @@ def test_weights_that_do_not_arrive_are_noticed_at_once(fault, sampler, policy, 
     first, second = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv")  # of one shape, and parts of one stack
     swapped = {first: second, second: first}
 
-    def send_wrongly(connection, tensors, dtype):
+    def iterate_wrongly(source):
         wrong = {
             "a tensor is lost": lambda name, tensor: None if "1.mlp.up_proj" in name else tensor,
             "all are lost": lambda name, tensor: None,
             "applied twice": lambda name, tensor: 2 * tensor - old[name],
             "two are swapped": lambda name, tensor: new[swapped.get(name, name)],
         }[fault]
-        sent = ((name, wrong(name, tensor)) for name, tensor in tensors)
-        send(connection, [(name, tensor) for name, tensor in sent if tensor is not None], dtype)
+        sent = ((name, wrong(name, tensor)) for name, tensor in right(source))
+        return ((name, tensor.detach()) for name, tensor in sent if tensor is not None)
 
     load_proven(sampler, policy.named_parameters(), 1)
-    monkeypatch.setattr(process, "send_tensors", send_wrongly)
+    monkeypatch.setattr(PolicySource, "__iter__", iterate_wrongly)
     try:
         with pytest.raises(RunStopped, match="after step 2 the sampler holds other weights than the trainer: .* differ"):
             load_proven(sampler, moved.named_parameters(), 2)
@@ -230,8 +231,9 @@ def test_weights_that_vllm_transposes_reorders_and_ties_are_proven(
             assert (torch.tensor(completion.log_probs) - expected_log_probs(model, completion)).abs().max() < 1e-3
         with torch.no_grad():
             model.get_parameter(f"transformer.{lost}").mul_(1 + 1e-6)
-        send, is_kept = process.send_tensors, lambda pair: not pair[0].endswith(lost)
-        monkeypatch.setattr(process, "send_tensors", lambda pipe, tensors, dtype: send(pipe, filter(is_kept, tensors), dtype))
+        source, is_kept = type(engine._client._source), lambda pair: not pair[0].endswith(lost)
+        iterate = source.__iter__
+        monkeypatch.setattr(source, "__iter__", lambda self: filter(is_kept, iterate(self)))
         with pytest.raises(RunStopped, match=f"1 of .* tensors differ, such as transformer.{lost}"):
             load_proven(engine, model.named_parameters(), 3)
     finally:
