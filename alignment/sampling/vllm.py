@@ -2,7 +2,7 @@
 
 The worker runs the engine in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Beside an engine process of vLLM's own, that
 starts sooner, schedules the same requests in the same way every time, reports the error itself instead of "see root
-cause above", and leaves one process to end instead of a tree. Everything crosses one pipe; nothing touches the disk.
+cause above", and leaves one process to end instead of a tree. Requests cross one pipe; nothing touches the disk.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """New weights for a vLLM engine by vLLM's weight transfer API, with a backend of ours for the host's memory.
 
-Trainer and engine import this file, and with it a part of vLLM: in a trainer that takes 4 to 6 s and 70 MB, starts no thread and
-changes how torch.compile works, nothing else. A trainer's side without vLLM would repeat its formats, which each version changes.
+Trainer and engine import this file, and with it a part of vLLM: in a trainer that takes 4 to 6 s and 70 MB, starts no thread,
+and changes how torch.compile works. A trainer's side without vLLM would have to repeat formats that are each version's own.
 """
 
 import os
@@ -22,8 +22,8 @@ BUCKET_BYTES = 2**27  # of tensors that travel together; more where one tensor i
 
 
 class PolicySource(weight_transfer.WeightSource):
-    """The weights of one update, each gathered, cast and moved to `device` when its turn comes. NCCL and CUDA IPC ask for names and
-    shapes first: there the first update passes through the host's memory as a whole."""
+    """The weights of one update, each gathered, cast and moved to `device` when its turn comes. NCCL and CUDA IPC need names
+    and shapes before: there the first update passes through the host's memory as a whole."""
 
     def __init__(self, dtype: torch.dtype, device: str):
         self.dtype, self.device, self.tensors, self._metadata = dtype, device, (), None

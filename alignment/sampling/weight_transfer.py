@@ -24,9 +24,8 @@ def received_tensors(connection: Connection) -> Iterator[tuple[str, torch.Tensor
 
 
 def transfer_backend(config: SamplerConfig) -> str:
-    """vLLM's name of the way of weights from `config.policy_device` to an engine: NCCL to other GPUs than the policy's, of which it
-    takes none twice, CUDA IPC to the policy's own, and the host's memory to all else."""
-    devices = (config.policy_device, *config.devices)
-    if {torch.device(device).type for device in devices} != {"cuda"}:
+    """vLLM's name of the way of weights from `config.policy_device` to an engine: NCCL to other GPUs than the policy's, since
+    it takes none twice, CUDA IPC to the policy's own, and the host's memory to all else."""
+    if {torch.device(device).type for device in (config.policy_device, *config.devices)} != {"cuda"}:
         return "shared_memory"
     return "nccl" if config.policy_device not in config.devices else "ipc" if len(config.devices) == 1 else "shared_memory"

@@ -50,9 +50,7 @@ def test_one_engine_of_two_devices_draws_the_tokens_of_one_and_takes_new_weights
     tokenizer.save_pretrained(tmp_path)
     config = SamplerConfig(str(tmp_path), "cpu", "float32", memory_share=0.4)
     one = open_sampler(SAMPLERS["vllm"], config, tokenizer)
-    two = open_sampler(
-        SAMPLERS["vllm"], dataclasses.replace(config, further_devices=("cpu",), tensor_parallel=2), tokenizer
-    )
+    two = open_sampler(SAMPLERS["vllm"], dataclasses.replace(config, further_devices=("cpu",), tensor_parallel=2), tokenizer)
     try:
         for version in range(2):
             for sampler in (one, two) if version else ():
