@@ -59,7 +59,10 @@ class VLLMSampler(EngineProcess):
         self._client = EngineClient(self._ask, self._config, self.dtype)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `Sampler.load_weights`. Each phase of the transfer has the time limit of a request."""
+        """See `Sampler.load_weights`. Each phase of the transfer has the time limit of a request. An engine of another machine
+        shares no memory with this process, and takes its weights from the pipe."""
+        if self._config.machines[0]:
+            return super().load_weights(named_tensors, version)
         self._client.send(named_tensors, version)
         self.policy_version = version
 

@@ -1,6 +1,7 @@
-"""Two real vLLM engines draw what one draws, and both take new weights."""
+"""Two real vLLM engines, one as on another machine, draw what one draws, and both take new weights."""
 
 import dataclasses
+import socket
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig
 from alignment.system.errors import RunStopped
+from alignment.system.remote import host_processes
 from tests.with_vllm.conftest import tiny_llama
 from tests.with_vllm.test_vllm_sampler import PROMPTS, expected_log_probs, flat
 
@@ -27,7 +29,9 @@ def two_heads(seed: int) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def two(model_path, tokenizer):
-    config = SamplerConfig(model_path, "cpu", "float32", memory_share=0.4, further_devices=("cpu",))
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        machine = host_processes("there", 60.0, store.getsockname())
+    config = SamplerConfig(model_path, "cpu", "float32", memory_share=0.4, machines=(None, machine))
     pool = open_sampler(SAMPLERS["vllm"], config, tokenizer)
     yield pool
     pool.close()
@@ -66,17 +70,17 @@ def test_one_engine_of_two_devices_draws_the_tokens_of_one_and_takes_new_weights
 
 
 def test_both_take_new_weights_and_one_that_does_not_is_named(two, monkeypatch):
-    moved, later, second = tiny_llama(seed=1), tiny_llama(seed=2), two._engines["engine 2 of 2 on cpu"]._client._source
+    moved, later, first = tiny_llama(seed=1), tiny_llama(seed=2), two._engines["engine 1 of 2 on cpu"]._client._source
     load_proven(two, moved.named_parameters(), 3)
     for completion in flat(two.sample(PROMPTS, SAMPLING)):
         assert completion.policy_version == 3
         assert (torch.tensor(completion.log_probs) - expected_log_probs(moved, completion)).abs().max() < 1e-3
 
-    def old_ones_for_the_second(source):
+    def old_ones_for_the_first(source):
         new = list(right(source))
-        return iter([(name, tensor.detach()) for name, tensor in moved.named_parameters()] if source is second else new)
+        return iter([(name, tensor.detach()) for name, tensor in moved.named_parameters()] if source is first else new)
 
-    right = type(second).__iter__
-    monkeypatch.setattr(type(second), "__iter__", old_ones_for_the_second)
-    with pytest.raises(RunStopped, match="^engine 2 of 2 on cpu: after step 4 the sampler holds other weights"):
+    right = type(first).__iter__
+    monkeypatch.setattr(type(first), "__iter__", old_ones_for_the_first)
+    with pytest.raises(RunStopped, match="^engine 1 of 2 on cpu: after step 4 the sampler holds other weights"):
         load_proven(two, later.named_parameters(), 4)
