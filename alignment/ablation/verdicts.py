@@ -1,7 +1,6 @@
 """The comparisons of a study: every pair of arms, every varied argument, and the parts of an arm's gain. It loads scipy, which
 a study is read without."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
