@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from alignment.system.errors import UserError, run_command
+from alignment.system.registry import did_you_mean
 
 
 def command_names() -> list[str]:
@@ -27,7 +28,8 @@ def main() -> None:
 
 
 def refuse() -> None:
-    raise UserError(f"{sys.argv[1]}: there is no such command; choose one of {', '.join(command_names())}")
+    near = did_you_mean(sys.argv[1], command_names())
+    raise UserError(f"{sys.argv[1]}: there is no such command; choose one of {', '.join(command_names())}{near}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ import dataclasses
 import math
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_type_hints
+from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -24,10 +24,12 @@ from alignment.rewards.rules import RULES as RULES
 from alignment.rewards.rules import evaluation_rule
 from alignment.rollouts.config import RolloutConfig, Schedule
 from alignment.system.errors import UserError
-from alignment.system.registry import find
+from alignment.system.files import read_json
+from alignment.system.registry import did_you_mean, find
 from alignment.training.config import UpdateConfig
 
 PRESETS = Path(__file__).parent / "presets"
+OTHER_NAMES = Path(__file__).parent / "other_names.toml"
 
 LossNormalization = Literal[tuple(NORMALIZATIONS)]
 Correction = Literal[tuple(CORRECTIONS)]
@@ -86,6 +88,7 @@ def _check_bounds(args) -> None:
         value = getattr(args, f.name)
         if f.name in BOUNDS and value is not None and not isinstance(value, tuple):
             words, holds = BOUNDS[f.name]
+            words = words.replace("a number", "a whole number") if isinstance(value, int) else words
             _require(args, f.name, holds(value), words)
 
 
@@ -260,7 +263,8 @@ class RLArgs(Args):
     sampling_seed: int | None = None  # Seed of the rollouts' samples; by default --seed.
     deterministic: bool = False  # On GPUs, use torch's deterministic kernels, where there are any; slower. A CPU needs none.
     auto_sft: bool = False  # Run `sft` with the same preset first where --sft_base does not exist yet.
-    resume: bool = False  # Continue the run of this name from its last checkpoint.
+    resume: bool = False
+    """Continue the run of this name from its last checkpoint; `--resume FOLDER`, the run's, with the flags of its args.json."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -475,23 +479,63 @@ AnyArgs = TypeVar("AnyArgs")
 
 def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
     """Read the command line: the preset's values, where the command has presets, overridden by the flags given. Raises
-    `UserError` for values that cannot work; unknown flags and malformed values exit with code 2 and a message."""
+    `UserError` for unknown flags and values that cannot work; malformed values exit with code 2 and a message."""
+    words = sys.argv[1:] if argv is None else argv
+    if issubclass(cls, RLArgs):
+        words = _with_flags_of_run(cls, words)
+        sys.argv[1:] = words if argv is None else sys.argv[1:]  # args.json and reports have the whole command
+    _refuse_unknown(cls, words)
+    options = {"args": words, "use_underscores": True, "prog": f"python -m alignment.{Path(sys.argv[0]).stem}"}
     if not issubclass(cls, Args):
-        return tyro.cli(cls, args=argv, use_underscores=True)
-    argv = sys.argv[1:] if argv is None else argv
+        return tyro.cli(cls, **options)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default=Args.preset)
-    preset = from_preset(cls, parser.parse_known_args(argv)[0].preset)  # read first, as it decides the other flags' defaults
+    preset = from_preset(cls, parser.parse_known_args(words)[0].preset)  # read first, as it decides the other flags' defaults
     description = f"{cls.__doc__}\n\nPresets: {', '.join(preset_names())}."
-    return tyro.cli(cls, args=argv, default=preset, use_underscores=True, description=description)
+    return tyro.cli(cls, default=preset, description=description, **options)
+
+
+def _with_flags_of_run(cls: type[AnyArgs], words: list[str]) -> list[str]:
+    """The words of a command line, with the flags of the run's args.json in the place of a folder after --resume. Raises
+    `UserError` where the folder has none."""
+    place = words.index("--resume") + 1 if "--resume" in words else len(words)
+    if place == len(words) or words[place].startswith("--"):
+        return words
+    folder = Path(words[place])
+    given = read_json(file).get("args") if (file := folder / "args.json").is_file() else None
+    if not isinstance(given, dict):
+        raise UserError(f"--resume {folder}: must be a run's folder, which has an args.json")
+    known = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if name in cls.__dataclass_fields__}
+    run = cls(**{**known, "output_dir": str(folder.parent), "run_name": folder.name, "resume": True})
+    return [*command_line(run), *words[: place - 1], *words[place + 1 :]]
+
+
+def _refuse_unknown(cls: type, words: Sequence[str]) -> None:
+    """Raise `UserError` for a flag that `cls` does not have and for a misspelt choice. It names the nearest there is, and for a
+    name of TRL or verl what to write instead."""
+    hints, flag, choices = get_type_hints(cls), "", []
+    own = {"help", *hints, *(f"no_{name}" for name, hint in hints.items() if hint is bool)}
+    other = {name: remedy for remedy, names in tomllib.loads(OTHER_NAMES.read_text()).items() for name in names}
+    for word in words:
+        given = word.partition("=")[0]
+        name = given.lstrip("-+").replace("-", "_")
+        if name not in own and (word.startswith("--") or "=" in word and name in other):
+            nearest = did_you_mean(f"--{name}", [f"--{each}" for each in sorted(own)]) or "; --help lists all"
+            raise UserError(f"{given}: there is no such flag{f'; {other[name]}' if name in other else nearest}")
+        if word.startswith("--"):
+            flag, kinds = given, (hints.get(name), *get_args(hints.get(name)))
+            choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        elif word not in choices and (nearest := did_you_mean(word, choices)):
+            raise UserError(f"{flag} {word}: choose one of {', '.join(choices)}{nearest}")
 
 
 def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
     """The arguments of a command as the preset states them, with `overrides`. A preset file holds shared values at its top and
     a table for each command ("sft", "evaluate", "train_rl")."""
     path = PRESETS / f"{name}.toml"
-    if name not in preset_names():
-        raise UserError(f"--preset {name}: there is no such preset; choose one of {', '.join(preset_names())}")
+    if name not in (names := preset_names()):
+        listed = ", ".join(names) + did_you_mean(name, names)
+        raise UserError(f"--preset {name}: there is no such preset; choose one of {listed}")
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in tomllib.loads(path.read_text()).items()}
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
     tables = {EvaluateArgs: "evaluate", SFTArgs: "sft", RLArgs: "train_rl", PlanArgs: "plan"}

@@ -2,13 +2,12 @@
 
 import dataclasses
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from alignment.args import Args, RLArgs, SFTArgs, command_line, configuration, refuse_missing_warm_start
+from alignment.args import Args, RLArgs, SFTArgs, configuration, refuse_missing_warm_start
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import check_template
 from alignment.data.tasks import Task, find_task, jsonl
@@ -54,7 +53,7 @@ def check_rl(args: RLArgs) -> None:
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:
-        refuse_taken_name(args.output_dir, args.run_name)
+        refuse_taken_name(args.output_dir, args.run_name, "continue it with --resume or name another")
         refuse_missing_warm_start(args)
         if args.sft_base:
             check_model_path(args.sft_base, "--sft_base", made=args.auto_sft)
@@ -128,14 +127,9 @@ def default_run_name(args: RLArgs) -> str:
 
 def run_config(args: RLArgs) -> RunConfig:
     """The folder and schedule of the run, and the contents of its args.json."""
-
-    def resume_command(name: str) -> str:
-        again = dataclasses.replace(args, run_name=name, resume=True)
-        return f"uv run -m alignment.train_rl {shlex.join(command_line(again))}"
-
     return configuration(
         RunConfig, args, default_name=default_run_name(args), arguments=dataclasses.asdict(args),
-        defaults={f.name: f.default for f in dataclasses.fields(RLArgs)}, resume_command=resume_command,
+        defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
     )  # fmt: skip
 
 
@@ -195,10 +189,12 @@ def visible_gpus() -> int:
 def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
     """The folder of a local model, or None for an embedded model and a hub name. Raises `UserError` for a folder that holds no
     model; with `made`, one that does not exist yet will do."""
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists() or Path(name).parent.is_dir()
     if name in EMBEDDED or not looks_local:
         return None
     folder = Path(name).expanduser()
+    if (folder / "final" / "config.json").is_file():
+        raise UserError(f"{flag} {name}: is a run's folder; name the model in it, {folder / 'final'}")
     if not (folder / "config.json").is_file() and not (made and not folder.exists()):
         raise UserError(
             f'{flag} {name}: no model folder (with a config.json) is there; give "tiny", "smollm2", a Hugging Face folder,'

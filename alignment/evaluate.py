@@ -44,6 +44,8 @@ def main() -> None:
         check_model_path(model, "--model")
     check_test_split(task, args.dataset_path, args.max_problems)
     console = make_console()
+    if args.num_samples > 1 and args.sampling_temperature == 0:
+        console.print("warning: --sampling_temperature 0 makes all samples alike: pass@k is pass@1", style="yellow")
     for model in models:
         resolve_model(model, args.output_dir)  # says what is wrong with the second before an hour is spent on the first
     evaluations = [evaluate_model(args, model, console) for model in models]

@@ -195,7 +195,9 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     policy = make_policy(args, start, run.checkpoint)
     if run.checkpoint:
         policy.load_optimizer(run.checkpoint / TRAINER)
-    run.console.print(f"matrix products in {policy.dtype} (--dtype), {torch.get_num_threads()} threads (OMP_NUM_THREADS)")
+    threads, devices = torch.get_num_threads(), ", ".join(dict.fromkeys(policy.devices))
+    place = devices.replace("cpu", f"{threads} CPU thread{'s' * (threads > 1)}")
+    run.console.print(f"Computing in {str(policy.dtype).removeprefix('torch.')} on {place}", soft_wrap=True)
     references = make_references(args, run, base, policy)
     roles, engine = roles_of(args), "vllm_server" if args.sampler_url else args.sampler
     between_updates = args.rollouts == "sync"  # rather than beside them, in processes of their own
@@ -258,7 +260,7 @@ def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> Refere
     if config.old_log_probs == "policy" and roles.policy != (roles.reference,) and not itself:
         old_policy = FrozenModel(base, roles.reference, dtype)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
-        run.console.print("one update a rollout: the ratio to the old policy is 1 by construction, its forward pass is skipped")
+        run.console.print("On-policy (one update per rollout): old log-probs are not needed, clipping has no effect")
     references = partial(References, config, old_policy, clock=run.clock)
     if not args.beta:
         return references(None)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, flags_of, parse, preset_names
 from alignment.system.errors import RunStopped, UserError, run_command
@@ -141,7 +142,7 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
         if stage.command == "evaluate":
             shutil.rmtree(folder / stage.name, ignore_errors=True)  # the folder of a stopped evaluation, which cannot resume
         log = folder / "logs" / f"{stage.name}.log"
-        with console.status(f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})"):
+        with console.status(Text(f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})")):
             process = start_command(f"alignment.{stage.command}", (*stage.flags, *resumed), log)
             try:
                 process.wait()

@@ -8,9 +8,7 @@ uv run -m alignment.reference_server --model checkpoints/tiny_sft --device cuda:
 import ipaddress
 import socket
 
-import tyro
-
-from alignment.args import Args, ReferenceServerArgs
+from alignment.args import Args, ReferenceServerArgs, parse
 from alignment.checks import check_model_path, resolve_model, visible_gpus
 from alignment.system.errors import UserError, run_command
 from alignment.system.http import REFERENCE_TOKEN, reference_token
@@ -34,7 +32,7 @@ def bind(host: str, port: int, token: str) -> socket.socket:
 
 
 def main() -> None:
-    args = tyro.cli(ReferenceServerArgs, use_underscores=True)
+    args = parse(ReferenceServerArgs)
     token = reference_token()
     with bind(args.host, args.port, token) as listener:
         check_model_path(args.model, "--model")

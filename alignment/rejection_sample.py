@@ -48,7 +48,8 @@ def main() -> None:
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
     if not rows:
-        raise UserError(f"nothing was kept of {answers} answers: {dict(rejected)}; nothing is written")
+        reasons = ", ".join(f"{number} {reason}" for reason, number in rejected.most_common())
+        raise UserError(f"nothing was kept of {answers} answers: {reasons}; nothing is written")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     title = f"{len(groups)} problems x {args.num_samples} answers of {args.model}"

@@ -85,6 +85,9 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
     title = f"{len(arms)} arms x {seeds} seeds = {len(arms) * seeds} runs"
     rows = [(name, *map(str, varied[name].values()), str(arm.rollout_size)) for name, arm in arms.items()]
     console.print(make_table(title, ("arm", *next(iter(varied.values())), "responses a step"), rows))
+    if design.hold == "rollouts" and "group_size" in next(iter(varied.values())):
+        prompts = " ".join(str(arm.prompts_per_rollout) for arm in arms.values())
+        console.print(f"--hold rollouts: --prompts_per_rollout is {prompts}; --hold prompts keeps it", soft_wrap=True)
     seconds = schedule.expected_seconds(design, args.output_dir)
     if seconds is None:
         console.print("time: unknown before a first run")

@@ -1,19 +1,26 @@
 """Presets and flags."""
 
 import dataclasses
+import json
+import re
+import sys
+import tomllib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import (
+    OTHER_NAMES,
     PRESETS,
     EvaluateArgs,
     GradientsArgs,
     PlanArgs,
     RLArgs,
     SFTArgs,
+    SweepArgs,
     as_command,
+    command_line,
     from_preset,
     parse,
     preset_names,
@@ -40,7 +47,6 @@ def test_the_reference_recipe():
     args = from_preset(RLArgs, REFERENCE)
     assert (args.group_size, args.cliprange, args.sampling_temperature, args.sampling_top_p) == (4, 0.2, 1.0, 0.9)
     assert (args.train_mini_batch_size, args.sft_base, args.model) == (8, "checkpoints/math_sft", "Qwen/Qwen2.5-Math-1.5B")
-    assert (args.sample_device, args.reference_model_device, args.eval_device) == (("cuda:7",), "cuda:6", "cuda:5")
     assert args.updates_per_rollout == args.prompts_per_rollout * 4 // 8
 
 
@@ -81,3 +87,67 @@ def test_arguments_are_frozen():
 def test_gradients_need_several_prompts_and_groups_that_divide(values):
     with pytest.raises(UserError, match="--"):
         GradientsArgs(**values)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--group-sise", "3"], "--group-sise: there is no such flag (did you mean --group_size?)"),
+        (["--zzz=3"], "--zzz: there is no such flag; --help lists all"),
+        (["--no_group_size"], "--no_group_size: there is no such flag"),
+        (["--optimizer", "adamw_8it"], "--optimizer adamw_8it: choose one of adamw, adamw_cpu_offload, adamw_8bit (did you mean"),
+        (["--preset", "tinny"], "(did you mean tiny?)"),
+        (["--lr", "1"], "--lr: there is no such flag; write --learning_rate"),
+        (["--use-peft"], "--use-peft: there is no such flag; write --lora_rank 16"),
+        (["+algorithm.adv_estimator=grpo"], "+algorithm.adv_estimator: there is no such flag; write --loss_type"),
+    ],
+)
+def test_a_misspelt_word_is_told_with_what_was_meant(flags, message):
+    with pytest.raises(UserError) as error:
+        parse(RLArgs, flags)
+    assert str(error.value).startswith(message) or message.startswith("(") and str(error.value).endswith(message)
+
+
+def test_choices_of_several_values_and_of_optional_ones_are_checked_too():
+    with pytest.raises(UserError, match="--std_of grop: choose one of .*did you mean group"):
+        parse(SweepArgs, ["--std_of", "batch", "grop", "--seed", "0"])
+    with pytest.raises(UserError, match="--optimizer adam: .*did you mean adamw"):
+        parse(PlanArgs, ["--optimizer", "adam"])
+    assert parse(SweepArgs, ["--std_of", "batch", "group"]).std_of == ("batch", "group")
+
+
+def test_what_other_libraries_flags_are_told_to_be_exists():
+    fields = {f.name for f in dataclasses.fields(RLArgs)}
+    other = tomllib.loads(OTHER_NAMES.read_text())
+    assert not fields & {name for names in other.values() for name in names}
+    for remedy in other:
+        assert {word.removeprefix("no_") for word in re.findall(r"--(\w+)", remedy)} <= fields, remedy
+
+
+def test_a_folder_after_resume_stands_for_the_flags_of_its_run(tmp_path, monkeypatch):
+    run = from_preset(RLArgs, "tiny", cliprange=0.3, sample_device=("cpu", "cpu"), normalize_by_std=False, output_dir="elsewhere")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "args.json").write_text(json.dumps({"args": {**dataclasses.asdict(run), "of_an_older_version": 1}}))
+    resumed = dataclasses.replace(run, output_dir=str(tmp_path), run_name="run", resume=True)
+    assert parse(RLArgs, ["--resume", str(folder)]) == resumed
+    words = ["--eval_interval", "3", "--resume", f"{folder}/", "--cliprange", "0.1"]
+    monkeypatch.setattr("sys.argv", ["train_rl.py", *words])
+    changed = dataclasses.replace(resumed, eval_interval=3, cliprange=0.1)
+    assert parse(RLArgs) == changed
+    assert parse(RLArgs, sys.argv[1:]) == changed and not {str(folder), f"{folder}/"} & set(sys.argv)  # what args.json records
+    assert parse(RLArgs, ["--resume", "--cliprange", "0.1"]) == from_preset(RLArgs, "tiny", resume=True, cliprange=0.1)
+
+
+@given(st.sampled_from(preset_names()), st.booleans())
+def test_the_flags_of_a_run_give_its_arguments_back(name, without_devices):
+    """What a preset states may be taken back, an empty list among it."""
+    args = from_preset(RLArgs, name, resume=True, reward="accuracy", **({"sample_device": ()} if without_devices else {}))
+    assert parse(RLArgs, command_line(args)) == args
+
+
+def test_the_usage_line_is_a_command_not_a_file(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["/somewhere/alignment/train_rl.py", "--help"])
+    with pytest.raises(SystemExit):
+        parse(RLArgs)
+    assert capsys.readouterr().out.startswith("usage: python -m alignment.train_rl [-h]")

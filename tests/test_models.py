@@ -1,10 +1,12 @@
 """From a model's name and a machine's GPUs to folders and devices."""
 
+import dataclasses
+
 import pytest
 
 from alignment import checks, models
 from alignment.args import PlanArgs, RLArgs, from_preset
-from alignment.checks import resolve_model
+from alignment.checks import resolve_model, roles_of
 from alignment.models import partition_model_across_devices
 from alignment.policy.loading import load_tokenizer
 from alignment.policy.placement import Roles
@@ -21,9 +23,13 @@ def test_the_policy_is_partitioned_over_the_devices_without_another_role(tiny_fo
 
 def test_the_reference_devices_on_eight_gpus(tiny_folder):
     args = from_preset(PlanArgs, "qwen2.5_math_1.5b_gsm8k_8gpu", model=str(tiny_folder))
+    roles = roles_of(args, 8)
+    assert (roles.sample, roles.reference, roles.eval) == (("cuda:7",), "cuda:6", "cuda:5")
+    assert roles.policy == tuple(f"cuda:{number}" for number in range(5))
     assert not {"cuda:5", "cuda:6", "cuda:7"} & set(partition_model_across_devices(args, num_gpus=8).values())
+    assert set(partition_model_across_devices(args, num_gpus=4).values()) == {"cuda:0"}
     with pytest.raises(UserError, match="--sample_device cuda:7"):
-        partition_model_across_devices(args, num_gpus=4)
+        partition_model_across_devices(dataclasses.replace(args, sample_device=("cuda:7",)), num_gpus=4)
 
 
 def test_an_embedded_model_is_built_once(tmp_path):

@@ -2,8 +2,9 @@
 
 import functools
 import json
+import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +16,16 @@ from alignment.runs import run_folder
 from alignment.runs.health import Health
 from alignment.runs.summary import write_summary
 from alignment.system.clock import Clock
-from alignment.system.errors import RunStopped, UserError
+from alignment.system.errors import RunStopped, UserError, in_words
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_json, read_jsonl
 from alignment.system.signals import Interrupted, deliver_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
 
 CHANGEABLE_ON_RESUME = frozenset(
-    """resume run_name num_steps save_interval keep_checkpoints sampler_timeout max_bad_steps max_grader_failures
+    """resume run_name num_steps save_interval keep_checkpoints eval_interval output_dir sampler_timeout max_bad_steps max_grader_failures
     policy_parallelism policy_ranks policy_devices rank_timeout sample_device sampler_tensor_parallel""".split()
 )
-"""Arguments that a resumed run may change."""
+"""Arguments that a resumed run may change. Evaluations draw from a generator of their own, so their number changes no step."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class RunConfig:
     defaults: Mapping[str, object]
     """Values of arguments that are missing from the args.json of a run that an older version started."""
     seeds: Mapping[str, int]
-    resume_command: Callable[[str], str]  # Run name -> the command that resumes it.
 
 
 class Run:
@@ -170,7 +170,12 @@ class Run:
                 self.save()
         except RunStopped:  # the sampler died, and its rollouts sampled ahead, which a checkpoint needs, with it
             step, _ = run_folder.last_whole_step(self.path)
-        self._print(f"stopped after step {step} ({stop}); go on with: {self.config.resume_command(self.path.name)}")
+        self._print(f"stopped after step {step} ({stop}); go on with: {self.resume_command}")
+
+    @property
+    def resume_command(self) -> str:
+        """The command that continues this run with the arguments of its args.json."""
+        return f"uv run -m alignment.train_rl --resume {shlex.quote(str(self.path))}"
 
     def _print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, markup=False, soft_wrap=True)
@@ -197,7 +202,7 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
             with suppress(UserError, OSError):
                 step, _ = run_folder.last_whole_step(run.path)
                 kept = f"its checkpoint of step {step} is whole" if step else kept
-            message = f"{error}. The run {run.path} has stopped; {kept}: go on with --resume when that is mended"
+            message = f"{in_words(error)}. The run {run.path} has stopped; {kept}; when that is mended: {run.resume_command}"
             raise RunStopped(message) from None
 
 

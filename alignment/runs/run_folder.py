@@ -125,10 +125,10 @@ class RunFolder:
                 self._tensorboard.add_scalar(LOGS[name] + key, value, record["step"])
 
 
-def refuse_taken_name(output_dir: str, run_name: str) -> None:
+def refuse_taken_name(output_dir: str, run_name: str, remedy: str = "name another") -> None:
     """Raise `UserError` if --run_name belongs to an existing run."""
     if run_name and _is_taken(Path(output_dir) / run_name):
-        raise UserError(f"--run_name {run_name}: it exists in {output_dir}; continue it with --resume or name another")
+        raise UserError(f"--run_name {run_name}: it exists in {output_dir}; {remedy}")
 
 
 def _is_taken(path: Path) -> bool:

@@ -28,6 +28,12 @@ def os_error(error: BaseException) -> BaseException:
     return found
 
 
+def in_words(error: BaseException) -> str:
+    """The error's message; of the operating system's errors that name a path, the path and what is wrong with it."""
+    path, fault = getattr(error, "filename", None), getattr(error, "strerror", None)
+    return f"{path}: {fault.lower()}" if path and fault else str(error)
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. `UserError` and OSError become one line on stderr and exit code 2, `RunStopped` exit code 1;
     Ctrl-C exits with 130, SIGTERM with 143. An OSError (no permission, no space, a file in the place of a folder) is the user's
@@ -37,7 +43,7 @@ def run_command(main: Callable[[], None]) -> None:
             main()
             deliver_signals()  # in case `main` caught the exception of a signal
     except (UserError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {' '.join(in_words(error).split())}", file=sys.stderr)
         sys.exit(error.code if isinstance(error, UserError) else 2)
     except (Interrupted, Exception) as error:
         # A library that is interrupted while it is imported may make another error of it.

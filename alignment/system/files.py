@@ -161,7 +161,7 @@ def read_toml(file: Path, flag: str) -> dict:
     except FileNotFoundError:
         raise UserError(f"{flag} {file}: there is no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag} {file}: is no TOML: {error}") from None
+        raise UserError(f"{flag} {file}: must be a TOML file ({error})") from None
 
 
 def read_json(file: Path) -> dict:

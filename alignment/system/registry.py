@@ -2,7 +2,7 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import TypeVar
 
@@ -30,9 +30,7 @@ def find(
     module, _, attribute = name.rpartition(":")
     if not module:
         own = "a function as package.module:function" if takes_functions else "one of your own as package.module:name"
-        nearest = difflib.get_close_matches(name, table, n=1)
-        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        noun = flag.lstrip("-").replace("_", " ")
+        noun, hint = flag.lstrip("-").replace("_", " "), did_you_mean(name, table)
         raise UserError(f"{flag} {name}: there is no such {noun}; {choose} {', '.join(table)}, or name {own}{hint}")
     found = import_object(flag, name)
     if isinstance(found, kind):
@@ -44,6 +42,12 @@ def find(
         return wrap(found) if wrap else found
     except (TypeError, ValueError) as error:  # such as a callable without a signature
         raise UserError(f"{flag} {name}: cannot be imported ({type(error).__name__}: {error})") from None
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """" (did you mean NAME?)" with the nearest of `names`; empty where none is near."""
+    nearest = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def import_object(flag: str, path: str) -> object:

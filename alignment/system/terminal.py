@@ -28,8 +28,10 @@ def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence], nu
 def progress_line(name: str, total: int, console: Console) -> Iterator[Callable[[int, str], None]]:
     """Show a progress bar with the time left. Yields the function that advances it to a step with a short text. If the output
     is no terminal, that function prints a plain line after every tenth of the steps."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("ETA"))
+    columns += (TimeRemainingColumn(compact=True),)
+    options = {"console": console, "disable": not console.is_terminal, "speed_estimate_period": 3600}  # seconds; steps may be long
+    with Progress(*columns, **options) as progress:
         bar = progress.add_task(name, total=total)
 
         def advance(step: int, text: str) -> None:

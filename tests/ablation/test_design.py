@@ -3,17 +3,18 @@
 import dataclasses
 
 import pytest
-import tyro
+from rich.console import Console
 
 from alignment.ablation import design
 from alignment.ablation.design import canonical, lint, with_controls
 from alignment.args import RLArgs, SweepArgs, command_line, from_preset, parse, swept_values
 from alignment.data.tasks import TASKS
+from alignment.sweep import make_design, print_design
 from alignment.system.errors import UserError
 
 
 def sweep(*flags: str):
-    return tyro.cli(SweepArgs, args=list(flags), use_underscores=True)
+    return parse(SweepArgs, list(flags))
 
 
 def grid(args) -> dict[str, RLArgs]:
@@ -200,3 +201,12 @@ def test_more_steps_are_not_confounded_with_their_updates():
 
 def test_a_single_seed_is_warned_of():
     assert "one seed" in said({"a": arm()}, seeds=(0,))["seeds"][0]
+
+
+@pytest.mark.parametrize(("hold", "said"), [("rollouts", "--hold rollouts: --prompts_per_rollout is 32 16;"), ("prompts", "")])
+def test_the_design_says_how_many_prompts_each_arm_has(hold, said, capsys):
+    """8 prompts of the preset's 8 responses are 64 responses a step: 32 prompts of 2, 16 of 4."""
+    args = sweep("--prompts_per_rollout", "8", "--group_size", "2", "4", "--sft_base", "", "--hold", hold)
+    print_design(make_design(args), args, Console(width=200))
+    printed = capsys.readouterr().out
+    assert said in printed if said else "--hold" not in printed

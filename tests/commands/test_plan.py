@@ -50,3 +50,12 @@ def test_auto_replicates_what_fits_70_percent_of_each_gpu(planned, tiny_folder):
 def test_a_policy_of_one_process_needs_one_machine(planned):
     with pytest.raises(UserError, match="--machines 2: a policy that is layer_split is one process"):
         planned("--machines", "2", "--policy_parallelism", "layer_split", "--num_gpus", "8")
+
+
+def test_the_reference_recipe_is_planned_for_other_numbers_of_gpus(planned):
+    """Its roles take the last GPUs, of eight as of four."""
+    said = planned("--preset", "qwen2.5_math_1.5b_gsm8k_8gpu", "--num_gpus", "4")
+    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in said.splitlines() if line.startswith("│ cuda")}
+    assert rows == {"cuda:0": "policy", "cuda:1": "eval", "cuda:2": "reference", "cuda:3": "sample"}
+    with pytest.raises(UserError, match="--sample_device cuda:6"):
+        planned("--preset", "qwen2.5_math_1.5b_gsm8k_8gpu", "--num_gpus", "4", "--sample_device", "cuda:6")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from alignment import rejection_sample
 from alignment.core.records import Completion, Group, Problem
 from alignment.data.tasks import jsonl
 from alignment.rejection_sample import REASONS, read_examples, select, with_examples
@@ -80,3 +81,11 @@ def test_examples_come_before_each_question(tmp_path):
     file = write(tmp_path / "shown.jsonl", {"question": "What is 1 + 1?", "response": " 2"})
     (asked,) = with_examples([PROBLEM], read_examples(file), "tiny", None)
     assert asked.prompt == "User: What is 1 + 1?\nAssistant: <think> 2\n\n" + PROBLEM.prompt
+
+
+def test_nothing_kept_is_said_in_words(tmp_path, monkeypatch):
+    wrong = GOOD.replace("5", "6")
+    monkeypatch.setattr(rejection_sample, "sample_groups", lambda *_: [group((GOOD, "length"), wrong, wrong)])
+    monkeypatch.setattr("sys.argv", ["rejection_sample", "--output", str(tmp_path / "kept.jsonl"), "--num_samples", "3"])
+    with pytest.raises(UserError, match="^nothing was kept of 3 answers: 2 wrong, 1 unfinished; nothing is written$"):
+        rejection_sample.main()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from alignment import __main__ as alignment_main
 from alignment import (
     audit_grader,
     download,
@@ -23,7 +24,8 @@ from alignment import (
     train_rl,
     verify,
 )
-from alignment.system.errors import run_command
+from alignment.checks import check_model_path
+from alignment.system.errors import UserError, run_command
 
 MAIN = {
     module.__name__.removeprefix("alignment."): module.main
@@ -105,6 +107,8 @@ def world(tiny_folder, tmp_path_factory):
     (folder / "sweep_damaged").mkdir()
     (folder / "sweep_damaged" / "sweep.json").write_text('{"arms": 1}')
     (folder / "a_file").write_text("")
+    (folder / "a_run" / "final").mkdir(parents=True)
+    (folder / "a_run" / "final" / "config.json").write_text("{}")
     for name, stage in {
         "command": 'command = "dance"',
         "unknown": 'command = "sft"\nmodel = "{b}"',
@@ -125,7 +129,7 @@ WHOLE = ["--sft_base", "{world}/whole"]
 CASES = [
     # numbers out of range, and what does not go together
     ("train_rl", ["--group_size", "1"], "--group_size 1: must be at least 2"),
-    ("train_rl", ["--group_size", "0"], "--group_size 0: must be a number above 0"),
+    ("train_rl", ["--group_size", "0"], "--group_size 0: must be a whole number above 0"),
     ("train_rl", ["--prompts_per_rollout", "-3"], "--prompts_per_rollout -3"),
     ("train_rl", ["--num_steps", "0"], "--num_steps 0"),
     ("train_rl", ["--epochs_per_rollout", "0"], "--epochs_per_rollout 0"),
@@ -188,7 +192,20 @@ CASES = [
     ("gradients", ["--prompts", "1"], "--prompts 1: must be at least 2"),
     ("gradients", ["--group_size", "3", "4"], "--group_size: every size must divide the largest, 4"),
     ("verify", ["--kill_after", "-1"], "--kill_after -1: must be 0 (none) or more"),
+    # flags
+    ("train_rl", ["--group_sise", "3"], "error: --group_sise: there is no such flag (did you mean --group_size?)"),
+    ("evaluate", ["--lr", "1"], "error: --lr: there is no such flag; write --learning_rate"),
+    ("train_rl", ["actor_rollout_ref.rollout.n=4"], "error: actor_rollout_ref.rollout.n: there is no such flag; write --group_size"),
+    ("reference_server", ["--prot", "1"], "error: --prot: there is no such flag (did you mean --port?)"),
+    ("plan", ["--optimizer", "adam"], "--optimizer adam: choose one of adamw, adamw_cpu_offload, adamw_8bit (did you mean adamw?)"),
+    ("train_rl", ["--resume", "{world}/whole"], "--resume {world}/whole: must be a run's folder, which has an args.json"),
+    ("train_rl", ["--resume", "{world}/run_damaged"], "args.json is damaged"),
     # names
+    ("train_rl", ["--preset", "tinny"], "(did you mean tiny?)"),
+    ("train_rl", ["--loss_type", "gpro_clip"], "(did you mean grpo_clip?)"),
+    ("train_rl", ["--task", "arithmatic"], "(did you mean arithmetic?)"),
+    ("train_rl", ["--sampler", "vlm"], "(did you mean vllm?)"),
+    ("train_rl", ["--reward", "acuracy"], "(did you mean accuracy?)"),
     ("train_rl", ["--preset", "huge"], "--preset huge: there is no such preset; choose one of"),
     ("train_rl", ["--preset", "../tiny"], "--preset ../tiny: there is no such preset"),
     ("train_rl", ["--task", "poetry"], "--task poetry: there is no such task"),
@@ -246,6 +263,8 @@ CASES = [
     ("evaluate", ["--model", "{world}/no_weights"], "no_weights: cannot be loaded"),
     ("evaluate", ["--model", "{world}/cut_weights"], "cut_weights: cannot be loaded"),
     ("evaluate", ["--model", "{world}/no_tokenizer"], "check the dataset, the prompt template and the model's tokenizer files"),
+    ("evaluate", ["--model", "{world}/a_run"], "--model {world}/a_run: is a run's folder; name the model in it, {world}/a_run/final"),
+    ("evaluate", ["--run_name", "a_run", "--output_dir", "{world}"], "--run_name a_run: it exists in {world}; name another"),
     ("evaluate", ["--model", "{world}/no_eos"], "its tokenizer has no EOS token"),
     ("evaluate", ["--model", "{world}/changed"], "config.json has"),
     ("train_rl", ["--sft_base", "{world}/no_eos"], "its tokenizer has no EOS token"),
@@ -266,7 +285,7 @@ CASES = [
     ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_prompt.jsonl"], "1 rows are too few to train on"),
     # stages
     ("pipeline", ["--file", "none.toml"], "--file none.toml: there is no such file"),
-    ("pipeline", ["--file", "{world}/arms_cut.toml"], "is no TOML"),
+    ("pipeline", ["--file", "{world}/arms_cut.toml"], "arms_cut.toml: must be a TOML file"),
     ("pipeline", ["--file", "{world}/arms_no_arms.toml"], "has no [stages.NAME]"),
     ("pipeline", ["--file", "{world}/stages_command.toml"], "stage a: command 'dance': must be one of"),
     ("pipeline", ["--file", "{world}/stages_unknown.toml"], "stage a: {b} is no earlier stage"),
@@ -313,6 +332,23 @@ def test_one_clear_line_exit_2_and_nothing_written(command, flags, message, worl
     assert message.replace("{world}", str(world)) in said and said.startswith("error: ") and said.count("\n") == 1
     written = [path for path in tmp_path.rglob("*") if path.is_file() and "tiny_base" not in path.parts]
     assert written == [] and sorted(world.rglob("*")) == before
+
+
+def test_a_missing_folder_of_ones_own_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    """Two words with a slash are a name on the hub, unless the first is a folder here."""
+    monkeypatch.chdir(tmp_path)
+    assert check_model_path("checkpoints/typo", "--model") is None
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="--model checkpoints/typo: no model folder"):
+        check_model_path("checkpoints/typo", "--model")
+
+
+def test_a_misspelt_command_is_told_with_the_nearest(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["alignment", "trian_rl"])
+    with pytest.raises(SystemExit) as stop:
+        alignment_main.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and said.endswith("(did you mean train_rl?)\n")
 
 
 def test_there_are_at_least_sixty():

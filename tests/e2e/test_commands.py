@@ -76,6 +76,12 @@ def test_sft_overwrites_nothing(warm, monkeypatch, capsys):
     assert (warm / "sft" / "model.safetensors").read_bytes() == before
 
 
+def test_samples_that_are_all_alike_are_warned_of(warm, tmp_path, monkeypatch, capsys):
+    flags = ["--model", str(warm / "sft"), "--output_dir", str(tmp_path), "--max_problems", "2", "--num_samples", "2"]
+    assert run(monkeypatch, "evaluate", *flags, "--sampling_temperature", "0") == 0
+    assert "makes all samples alike: pass@k is pass@1" in " ".join(capsys.readouterr().out.split())
+
+
 def test_evaluate(warm, tmp_path, monkeypatch, capsys):
     flags = ["--model", str(warm / "sft"), "--output_dir", str(tmp_path), "--max_problems", "8", "--num_samples", "4"]
     assert run(monkeypatch, "evaluate", *flags) == 0
@@ -159,7 +165,7 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(warm, tmp_path, monkeypatch, 
 def test_one_update_a_rollout_needs_no_old_policy_and_says_so(warm, tmp_path, monkeypatch, capsys, made_up_reward):
     flags = ["--num_steps", "1", "--train_mini_batch_size", "0"]
     assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, *flags)) == 0
-    assert "the ratio to the old policy is 1 by construction" in capsys.readouterr().out
+    assert "On-policy (one update per rollout)" in capsys.readouterr().out
     (record,) = read_jsonl(tmp_path / "tiny_grpo_clip_seed0" / "metrics.jsonl")
     assert record["ratio_mean"] == record["ratio_max"] == 1
     assert record["clip_fraction"] == 0
@@ -170,7 +176,7 @@ def test_bfloat16_is_borne_by_the_check_of_the_sampler(warm, tmp_path, monkeypat
     """The sampler's weights are rounded, the trainer's are not."""
     flags = ["--num_steps", "2", "--dtype", "bfloat16"]
     assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, *flags)) == 0
-    assert "matrix products in torch.bfloat16" in capsys.readouterr().out
+    assert "Computing in bfloat16 on " in capsys.readouterr().out
     folder = tmp_path / "tiny_grpo_clip_seed0"
     differences = [record["sampler_mismatch"] for record in read_jsonl(folder / "metrics.jsonl")]
     assert len(differences) == 2 and min(differences) > 1e-4  # and within the preset's limit, or the run had stopped
@@ -191,6 +197,19 @@ def test_a_second_run_gets_a_folder_of_its_own_and_a_taken_name_is_refused(warm,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny_grpo_clip_seed0", "tiny_grpo_clip_seed0-2"]
     assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--run_name", "tiny_grpo_clip_seed0")) == 2
     assert "continue it with --resume or name another" in capsys.readouterr().err
+
+
+def test_how_often_it_evaluates_changes_nothing_that_is_trained(warm, tmp_path, monkeypatch, made_up_reward):
+    """A run that is resumed by its folder, with an evaluation after each step, trains what an undisturbed one trains."""
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path / "a", "--num_steps", "3")) == 0
+    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path / "b", "--num_steps", "1")) == 0
+    straight, resumed = (tmp_path / name / "tiny_grpo_clip_seed0" for name in "ab")
+    assert run(monkeypatch, "train_rl", "--resume", str(resumed), "--num_steps", "3", "--eval_interval", "1") == 0
+    assert without_timings(straight / "metrics.jsonl") == without_timings(resumed / "metrics.jsonl")
+    weights = [(folder / "final" / "model.safetensors").read_bytes() for folder in (straight, resumed)]
+    assert weights[0] == weights[1]
+    evaluated = [[record["step"] for record in read_jsonl(folder / "evals.jsonl")] for folder in (straight, resumed)]
+    assert evaluated == [[0, 3], [0, 1, 2, 3]]
 
 
 def test_a_resume_with_other_arguments_names_them(warm, tmp_path, monkeypatch, capsys):

@@ -31,7 +31,7 @@ from alignment.ablation.schedule import (
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import read_study
 from alignment.ablation.verdicts import decide
-from alignment.args import SweepArgs
+from alignment.args import SweepArgs, parse
 from alignment.sweep import make_design
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder, read_jsonl
@@ -48,10 +48,8 @@ def warm(warm_start):
 
 
 def arguments(warm: Path, output: Path, *flags: str):
-    import tyro
-
     words = [*SMALL, "--sft_base", str(warm), "--output_dir", str(output), *flags]
-    return tyro.cli(SweepArgs, args=words, use_underscores=True)
+    return parse(SweepArgs, words)
 
 
 def main(monkeypatch, *flags: str) -> int:

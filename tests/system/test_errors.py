@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from alignment.system.errors import run_command
+from alignment.system.errors import in_words, run_command
 
 
 def test_memory_that_runs_out_is_one_line_and_no_traceback(capsys):
@@ -15,3 +15,12 @@ def test_memory_that_runs_out_is_one_line_and_no_traceback(capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 1
     assert line == "error: CUDA out of memory. Tried to allocate 20.00 GiB: docs/devices.md says what to do when memory is short"
+
+
+def test_an_error_of_the_file_system_is_its_path_and_what_is_wrong(tmp_path, capsys):
+    missing = tmp_path / "missing"
+    for path, fault in ((tmp_path, "is a directory"), (missing, "no such file or directory")):
+        with pytest.raises(SystemExit) as stopped:
+            run_command(path.read_text)
+        assert stopped.value.code == 2 and capsys.readouterr().err == f"error: {path}: {fault}\n"
+    assert in_words(OSError("no path")) == "no path" and in_words(ValueError("x")) == "x"
