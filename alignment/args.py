@@ -17,7 +17,7 @@ import tyro
 from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
 from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.records import SamplingConfig
-from alignment.data.tasks import find_task, gsm8k
+from alignment.data.tasks import DataConfig, find_task, gsm8k
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.rewards.rules import CONTROLS as CONTROLS
 from alignment.rewards.rules import RULES as RULES
@@ -99,14 +99,19 @@ class Args:
     preset: str = "tiny"  # Named set of arguments (alignment/presets/*.toml) that the other flags override.
 
     task: str = "arithmetic"
-    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small, or your own `Task`, as package.module:name."""
+    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small; rows of your own, file:FILE (JSONL, JSON, CSV,
+    Parquet) or hf:NAME (a hub's data set or a folder, hf:NAME:SUBSET); or your own `Task`, as package.module:name."""
     reward: str = "r1_zero"
     """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, or
     countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
     language_consistency, signed_format, signed_accuracy, the negative controls random, format_only and inverted, and functions
     of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
-    prompt: str = ""  # Prompt template (alignment/data/prompts/), r1_zero, tiny, countdown_en, countdown_zh; empty: the task's.
+    prompt: str = ""  # Prompt template r1_zero, tiny, countdown_en or countdown_zh, or a file with {question}; empty: its own.
     dataset_path: str = ""  # Folder of the task's files; empty: where the task's download command puts them.
+    question_column: str = "question"  # Column of your rows' questions.
+    answer_column: str = "answer"  # Column of your rows' answers.
+    answer_pattern: str = ""  # Regular expression whose group is the final answer there; empty: what follows `#### `, else all.
+    test_split: str = ""  # File, or split of hf: data, of the test problems; empty: the split test, or one question in 8.
     model: str = "tiny"  # Base model: "tiny", "tiny_student" or "smollm2" (built here), a Hugging Face folder, or a hub name.
     sft_base: str = "checkpoints/tiny_sft"  # Folder of the warm start: `sft` writes, `train_rl` reads it; empty: --model.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -151,9 +156,14 @@ class Args:
             raise UserError(f"--lora_rank {self.lora_rank} needs peft: start with `uv run --extra lora ...`")
 
     @property
+    def data(self) -> DataConfig:
+        """What is in which column of the user's own data."""
+        return configuration(DataConfig, self)
+
+    @property
     def evaluation_rule(self) -> str:
         """Name of the rule that evaluations report. Raises `UserError` for an unknown --task."""
-        return evaluation_rule(self.reward, find_task(self.task).rules)
+        return evaluation_rule(self.reward, find_task(self.task, self.data).rules)
 
 
 @dataclass(frozen=True)
@@ -188,7 +198,7 @@ class SFTArgs(Args):
     micro_batch_tokens: int = 0
     """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
-    demonstrations: tuple[str, ...] = ()  # JSONL files of questions (or prompts) with responses; by default the task's own.
+    demonstrations: tuple[str, ...] = ()  # Files of questions (or prompts) with responses; by default the task's own.
     curriculum: bool = False  # Take the demonstrations in the task's own order instead of shuffling them.
     learning_rate: float = 3e-3  # Peak learning rate of AdamW.
     warmup_steps: int = 50  # Steps of linear rise of the learning rate, before a linear fall to a tenth of it.

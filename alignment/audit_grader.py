@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import parse
-from alignment.data.tasks.jsonl import text_rows
+from alignment.data.tasks.own_data import read_rows
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_jsonl
 from alignment.system.terminal import make_console, make_table, printable
@@ -46,7 +46,7 @@ def completion_files(location: str) -> list[Path]:
 
 def read_completions(file: Path) -> list[Pair]:
     """The (response, ground truth) of each line. Raises `UserError`, naming file and line, for a line without them."""
-    return [(row["text"], row["ground_truth"]) for _, row in text_rows(file, "text", "ground_truth")]
+    return [(row["text"], row["ground_truth"]) for _, row in read_rows(file, "text", "ground_truth")]
 
 
 def grade_all(pairs: Sequence[Pair]) -> list[dict]:
@@ -78,7 +78,7 @@ def error_rates(labelled: Sequence[Mapping]) -> dict[str, tuple[tuple[int, int],
 def read_labels(file: Path) -> dict[Pair, bool]:
     """The labels in a file of disagreements. Raises `UserError`, naming file and line, for a malformed line."""
     labels = {}
-    for location, row in text_rows(file, "answer", "ground_truth"):
+    for location, row in read_rows(file, "answer", "ground_truth"):
         label = row.get("label")
         if label not in (True, False, None):
             raise UserError(f'{location}: "label" must be true, false or null')

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from alignment.args import Args, RLArgs, SFTArgs, configuration, refuse_missing_warm_start
 from alignment.core.records import Endless, Problem
-from alignment.data.prompts import check_template
-from alignment.data.tasks import Task, find_task, jsonl
+from alignment.data.prompts import read_template
+from alignment.data.tasks import Task, find_task, own_data
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import RANKED, check_parallelism
 from alignment.rewards.rules import find_reward
@@ -28,8 +28,8 @@ EMBEDDED = ("tiny", "tiny_student", "smollm2")
 
 def check(args: Args) -> Task:
     """The task that --task names. Raises `UserError` for a task, template, sampler, output folder or policy that cannot be."""
-    task = find_task(args.task)
-    check_template(args.prompt or task.prompt)
+    task = find_task(args.task, args.data)
+    read_template(args.prompt or task.prompt)
     if args.sampler == "vllm_server":
         raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
     find_engine(args.sampler)
@@ -83,7 +83,7 @@ def check_training_split(task: Task, dataset_path: str) -> None:
 
 
 def _say_left_out(number: int, kept: int, noun: str) -> None:
-    if number and not kept:
+    if not kept:
         raise UserError(f"every one of {number} {noun} asks what a test problem asks: none is left to train on")
     if kept < number:
         print(f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out", file=sys.stderr)
@@ -99,14 +99,14 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
 
     def demonstrations(split: str) -> Sequence[tuple[Problem, str]]:
         if args.demonstrations:
-            return jsonl.demonstrations(args.demonstrations, split, args.seed, task.key)
+            return own_data.of_split(own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key)
         return task.demonstrations(split, args.dataset_path, args.seed)
 
     check_test_split(task, args.dataset_path, args.max_problems)
     shown = demonstrations("train")
     kept = task.untested(shown, args.dataset_path)
     _say_left_out(len(shown), len(kept), "demonstrations")
-    splits = {"train": kept, "test": demonstrations("test")}
+    splits = {"train": kept, "test": demonstrations("test") or kept}
     devices_of_ranks(args, roles_of(args).policy)
     return splits
 

@@ -96,13 +96,13 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
     """How evaluation samples are drawn. The same seed every time, so that two evaluations differ by their models alone."""
     sampling = (args.sampling_temperature, args.sampling_top_p, args.sampling_top_k)
     longest = getattr(args, "eval_max_new_tokens", 0) or args.max_new_tokens
-    return SamplingConfig(n, *sampling, longest, find_task(args.task).stop, args.seed)
+    return SamplingConfig(n, *sampling, longest, find_task(args.task, args.data).stop, args.seed)
 
 
 def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[[Sampler], Evaluation]]:
     """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by the task's
     rules."""
-    task, rule, sampling = find_task(args.task), find_rule(args.evaluation_rule), eval_sampling(args, n)
+    task, rule, sampling = find_task(args.task, args.data), find_rule(args.evaluation_rule), eval_sampling(args, n)
     problems = task.test_problems(args.dataset_path, args.max_problems)
     problems = prompted(problems, args.prompt or task.prompt, tokenizer)
     return problems, lambda sampler: evaluate_vllm(sampler, rule, problems, sampling, task.rules)
@@ -127,7 +127,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     # Says that a test problem is too long before it trains.
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
     policy = make_policy(args, base)
-    template = args.prompt or find_task(args.task).prompt
+    template = args.prompt or find_task(args.task, args.data).prompt
     pairs = (with_prompts(demonstrations[split], template, tokenizer) for split in ("train", "test"))
     data = SFTData(*(tokenise(of_split, tokenizer, context) for of_split in pairs), pad_token_id(tokenizer))
     try:

@@ -18,7 +18,7 @@ from alignment.checks import check, check_model_path, check_training_split, reso
 from alignment.core.records import Completion, Group, Problem
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.data.tasks.jsonl import read_demonstrations
+from alignment.data.tasks.own_data import read_demonstrations
 from alignment.rewards.rules import find_rule, language_consistency, score_groups
 from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
@@ -65,7 +65,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     from alignment.policy.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
-    task = find_task(args.task)
+    task = find_task(args.task, args.data)
     path = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(path)
     template = args.prompt or task.prompt
@@ -81,7 +81,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
 
 def read_examples(file: str) -> Demonstrations:
     """The worked examples of --few_shot. Raises `UserError` where there is none, or one has no question."""
-    examples = read_demonstrations(Path(file))
+    examples = read_demonstrations(file)
     if not examples or not all(problem.question for problem, _ in examples):
         raise UserError(f'--few_shot {file}: every example needs a "question" and a "response", and there must be one')
     return examples

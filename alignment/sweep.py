@@ -60,7 +60,7 @@ def make_design(args: SweepOptions) -> Design:
         for seed in seeds:
             dataclasses.replace(arm, seed=seed)  # refuses one that is out of range
         refuse_missing_warm_start(arm)
-        find_reward(arm.reward, find_task(arm.task).rules)
+        find_reward(arm.reward, find_task(arm.task, arm.data).rules)
     refuse_incomparable_arms(arms)
     warnings = tuple(lint(arms, seeds))
     if warnings and args.strict:
@@ -105,7 +105,7 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     from alignment.ablation.verdicts import factor_contrasts
 
     seeds, arm = len(design.seeds), next(iter(design.arms.values()))
-    questions = len(find_task(arm.task).test_problems(arm.dataset_path, arm.max_problems))
+    questions = len(find_task(arm.task, arm.data).test_problems(arm.dataset_path, arm.max_problems))
     after = range(seeds, seeds + looks(seeds, args))
     until = f", added until they decide, up to {after[-1]}," if len(after) > 1 else ""
     console.print(f"{seeds} seeds{until} and {questions} questions, a standard deviation of {SEED_STD} between seeds:")

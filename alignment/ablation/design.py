@@ -11,6 +11,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from alignment.args import CONTROLS, NOT_SWEPT, RLArgs, from_preset
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS
+from alignment.data.tasks import DataConfig
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 
@@ -139,7 +140,7 @@ def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
 
 def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
     """Raise `UserError` where arms would answer different questions, or share a warm start that fits one of them only."""
-    for field in ("max_problems", "dataset_path"):
+    for field in ("max_problems", "dataset_path", *vars(DataConfig())):
         values = sorted({str(getattr(args, field)) for args in arms.values()})
         if len(values) > 1:
             raise UserError(f"--{field} {' '.join(values)}: the arms would answer different questions; give one value")

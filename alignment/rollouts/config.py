@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from alignment.core.records import Endless, Problem, SamplingConfig
+from alignment.data.tasks.own_data import DataConfig
 from alignment.system.errors import UserError
 
 
@@ -18,6 +19,7 @@ class RolloutConfig:
     reward: str
     prompt: str = ""  # Prompt template; empty: the task's own
     dataset_path: str = ""
+    data: DataConfig = field(default_factory=DataConfig)
     prompts_per_rollout: int = 32
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """`n` is the group size; `stop` and `seed` are those of the task and of the step."""

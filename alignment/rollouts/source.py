@@ -49,7 +49,7 @@ class RolloutSource:
 
 def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
     """The source that a configuration names. Raises `UserError` where a name or a file is wrong, or no problem is left."""
-    task = find_task(config.task)
+    task = find_task(config.task, config.data)
     problems = prompted(task.training_problems(config.dataset_path), config.prompt or task.prompt, tokenizer)
     problems = training_problems(problems, config.max_prompt_tokens, config.num_problems, tokenizer)
     return RolloutSource(problems, find_reward(config.reward, task.rules), task, config)

@@ -203,13 +203,12 @@ def read_records(file: Path) -> list[dict]:
     return records
 
 
-def text_lines(file: Path) -> list[tuple[str, str]]:
-    """(place "file:number", line) of each line of a user's file that is not blank. Raises `UserError` if it is not text."""
+def read_text(file: Path) -> str:
+    """The text of a user's file. Raises `UserError` if it is not UTF-8."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    return [(f"{file}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def flush(path: Path) -> None:

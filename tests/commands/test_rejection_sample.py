@@ -6,7 +6,7 @@ import pytest
 
 from alignment import rejection_sample
 from alignment.core.records import Completion, Group, Problem
-from alignment.data.tasks import jsonl
+from alignment.data.tasks import own_data
 from alignment.rejection_sample import REASONS, read_examples, select, with_examples
 from alignment.rewards.rules import RULES
 from alignment.system.errors import UserError
@@ -59,7 +59,7 @@ def write(path, *rows):
 def test_demonstrations_are_read_shuffled_and_one_in_twenty_is_held_out(tmp_path):
     file = write(tmp_path / "rows.jsonl", *({"question": f"q{i}", "response": f"r{i}"} for i in range(40)))
     general = write(tmp_path / "general.jsonl", {"prompt": "Hello,", "response": " world"})
-    train, test = (jsonl.demonstrations([file, general], split, seed=0) for split in ("train", "test"))
+    train, test = (own_data.of_split(own_data.read_demonstrations(file, general), split, 0) for split in ("train", "test"))
     assert len(test) == 2 and len(train) == 39
     assert {response for _, response in (*train, *test)} == {*(f"r{i}" for i in range(40)), " world"}
     assert [response for _, response in train] != [f"r{i}" for i in range(39)]
@@ -69,12 +69,12 @@ def test_demonstrations_are_read_shuffled_and_one_in_twenty_is_held_out(tmp_path
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("[]", ":1: needs a"), ('{"response": "r"}', ':1: needs a "question"'), ('{"question": "q", "response": ""}', "response")],
+    [("[]", ":1: not a JSON object"), ('{"response": "r"}', ':1: "prompt" must'), ('{"question": "q", "response": ""}', "response")],
 )
 def test_rows_that_are_none_are_named(line, message, tmp_path):
     (tmp_path / "rows.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match=message):
-        jsonl.demonstrations([str(tmp_path / "rows.jsonl")], "train", 0)
+        own_data.read_demonstrations(str(tmp_path / "rows.jsonl"))
 
 
 def test_examples_come_before_each_question(tmp_path):

@@ -51,12 +51,12 @@ def test_line_separators_inside_text_do_not_split_a_row(tmp_path):
     ("content", "message"),
     [
         (GOOD + "\n{oops", r"train\.jsonl:2: not a JSON object"),
-        ('{"question": "?"}', r'train\.jsonl:1: needs the keys "question" and "answer"'),
-        ("[1]", r"train\.jsonl:1: needs the keys"),
-        ('{"question": 1, "answer": "#### 5"}', r"train\.jsonl:1: .* must be text"),
+        ('{"question": "?"}', r'train\.jsonl:1: "answer" must hold text or a number; the row has question'),
+        ("[1]", r"train\.jsonl:1: not a JSON object"),
+        ('{"question": [1], "answer": "#### 5"}', r'train\.jsonl:1: "question" must hold text'),
         ('{"question": "?", "answer": "5"}', r"train\.jsonl:1: .*#### "),
-        ('{"question": "?", "answer": "#### "}', r"train\.jsonl:1: .*final answer"),
-        ("\n \n", r"train\.jsonl holds no problem"),
+        ('{"question": "?", "answer": "#### "}', r"train\.jsonl:1: .*#### "),
+        ("\n \n", r"train\.jsonl holds no row"),
         (b"\xff\xfe", r"train\.jsonl: not UTF-8"),
     ],
 )

@@ -10,7 +10,7 @@ from alignment.args import RLArgs, SFTArgs
 from alignment.checks import check_sft, check_test_split, check_training_split
 from alignment.core.records import Endless, Problem
 from alignment.data.questions import distinct, question_text, without
-from alignment.data.tasks import TASKS, Task, arithmetic, countdown, jsonl
+from alignment.data.tasks import TASKS, Task, arithmetic, countdown, own_data
 from alignment.rollouts.config import problems_of_step, refill_problems
 from alignment.system.errors import UserError
 
@@ -141,5 +141,5 @@ def test_demonstrations_of_test_questions_are_left_out(tmp_path, capsys):
 def test_a_question_in_other_spacing_is_in_one_split_of_the_demonstrations(tmp_path):
     rows = [{"question": f"{space}Q {i}", "response": "r"} for i in range(20) for space in ("", " ", "  ")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train, test = (jsonl.demonstrations([str(tmp_path / "rows.jsonl")], split, 0) for split in ("train", "test"))
+    train, test = (own_data.of_split(own_data.read_demonstrations(str(tmp_path / "rows.jsonl")), split, 0) for split in ("train", "test"))
     assert (len(train), len(test)) == (57, 3)

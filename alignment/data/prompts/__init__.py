@@ -1,4 +1,4 @@
-"""Prompt templates with one `{question}`: NAME.prompt is the whole text, NAME.chat the turns of a chat.
+"""Prompt templates with one `{question}`: NAME.prompt, or a user's file, is the whole text; NAME.chat, the turns of a chat.
 
 A chat has the parts `### system`, `### user` and `### assistant`. The model's chat template joins the first two; the last is
 the beginning of the response.
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from alignment.core.records import Endless, Problem
 from alignment.system.errors import UserError
+from alignment.system.files import read_text
 
 PROMPTS, CHATS = (
     {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob(f"*.{kind}"))}
@@ -18,17 +19,24 @@ PROMPTS, CHATS = (
 )
 
 
-def check_template(name: str) -> None:
-    """Raise `UserError` where there is no template of that name."""
-    if name not in PROMPTS | CHATS:
-        raise UserError(f"--prompt {name}: there is no such template; choose one of {', '.join(sorted(PROMPTS | CHATS))}")
+def read_template(name: str) -> str:
+    """The template `name`, or the text of that file without its last line break. Raises `UserError` where there is neither, and
+    for a file without a place for the question."""
+    if name in PROMPTS | CHATS:
+        return (PROMPTS | CHATS)[name]
+    if not Path(name).is_file():
+        choices = ", ".join([*sorted(PROMPTS | CHATS), "a file"])
+        raise UserError(f"--prompt {name}: there is no such template; choose one of {choices}")
+    text = read_text(Path(name)).removesuffix("\n")
+    if "{question}" not in text:
+        raise UserError(f"--prompt {name}: the file has no place for the question; write {{question}} where it goes")
+    return text
 
 
 def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
     """The problems with their prompts filled in from the template `name`; `Endless` problems stay endless. Raises `UserError`
     for an unknown template, and for a chat if the tokenizer has no chat template."""
-    check_template(name)
-    template = _chat(name, tokenizer) if name in CHATS else PROMPTS[name]
+    template = _chat(name, tokenizer) if name in CHATS else read_template(name)
 
     def fill(problem: Problem) -> Problem:
         return dataclasses.replace(problem, prompt=template.replace("{question}", problem.question))

@@ -7,7 +7,9 @@ from typing import Literal
 
 from alignment.core.records import Problem
 from alignment.data.questions import Key, distinct, plain, question_text, without
-from alignment.data.tasks import arithmetic, countdown, gsm8k
+from alignment.data.tasks import arithmetic, countdown, gsm8k, own_data
+from alignment.data.tasks.own_data import DataConfig
+from alignment.system.errors import UserError
 from alignment.system.registry import find
 
 Split = Literal["train", "test"]
@@ -59,6 +61,11 @@ _ALL = (
 TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}
 
 
-def find_task(name: str) -> Task:
-    """The task `name` of `TASKS`, or the user's own, as package.module:name. Raises `UserError` for any other name."""
+def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008, it is frozen
+    """The task `name` of `TASKS`, the user's own, as package.module:name, or the one of the data that `data` describes, as
+    file:FILE or hf:NAME. Raises `UserError` for any other name."""
+    if name.startswith(("file:", "hf:")):
+        return Task(name, partial(own_data.problems, name, data), partial(own_data.demonstrations, name, data), "r1_zero")
+    if data != DataConfig():
+        raise UserError(f"--task {name} has rows of its own: --{', --'.join(vars(data))} go with file:FILE and hf:NAME")
     return find("--task", name, TASKS)

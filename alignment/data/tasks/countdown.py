@@ -24,6 +24,7 @@ from typing import NamedTuple
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import distinct, question_text, split_of
+from alignment.data.tasks.own_data import parquet_rows
 from alignment.system.errors import UserError
 
 TEST_PROBLEMS = 1024  # at most, from the first `TEST_DRAWS` draws: those of the small size have 212 distinct questions
@@ -164,18 +165,11 @@ def _read(split: str, folder: Path) -> list[Problem]:
 
 @lru_cache
 def _rows(file: Path) -> tuple[tuple[tuple[int, ...], int], ...]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise UserError("--dataset_path: reading Parquet needs pyarrow: run with `uv run --extra parquet ...`") from None
-    try:
-        columns = parquet.read_table(file, columns=["nums", "target"]).to_pydict()
-    except (ArrowException, OSError, KeyError) as error:
-        raise UserError(f"{file}: cannot be read as Parquet with the columns nums and target ({error})") from None
     rows = []
-    for number, (nums, target) in enumerate(zip(columns["nums"], columns["target"], strict=True), start=1):
+    for place, row in parquet_rows(file):
+        nums, target = row.get("nums"), row.get("target")
         whole = isinstance(nums, list) and nums and all(isinstance(n, int) for n in nums) and isinstance(target, int)
         if not whole or len(nums) > 10:
-            raise UserError(f"{file}: row {number}: nums must be whole numbers, ten at most, and target a whole number")
+            raise UserError(f"{place}: nums must be whole numbers, ten at most, and target a whole number")
         rows.append((tuple(nums), target))
     return tuple(rows)

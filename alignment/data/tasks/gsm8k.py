@@ -8,16 +8,15 @@ A row of `train.jsonl` or `test.jsonl`:
 """
 
 import random
-import re
 import ssl
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 from rich.progress import Progress
 
 from alignment.core.records import Problem
-from alignment.data.prompts import fill_prompt
-from alignment.data.tasks.jsonl import text_rows
+from alignment.data.tasks.own_data import DataConfig, read_rows, worked_problems
 from alignment.system.errors import UserError, os_error
 from alignment.system.files import sha256
 
@@ -27,7 +26,6 @@ SHA256 = {
     "train.jsonl": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
     "test.jsonl": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
 }
-ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
 def problems(split: str, dataset_path: str = "") -> list[Problem]:
@@ -39,7 +37,7 @@ def problems(split: str, dataset_path: str = "") -> list[Problem]:
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
     """(problem, response) pairs from the worked solutions, without their calculator annotations, shuffled by `seed`. Raises
     `UserError` as `problems` does."""
-    pairs = _pairs(split, dataset_path)
+    pairs = [pair for pair in _pairs(split, dataset_path) if pair[1]]
     random.Random(seed).shuffle(pairs)
     return pairs
 
@@ -51,17 +49,8 @@ def _pairs(split: str, dataset_path: str) -> list[tuple[Problem, str]]:
             f"{path} does not exist: download GSM8K with `uv run -m alignment.download`,"
             " or point --dataset_path at a folder with train.jsonl and test.jsonl"
         )
-    pairs = []
-    for index, (place, row) in enumerate(text_rows(path, "question", "answer")):
-        question, (solution, mark, answer) = row["question"].strip(), row["answer"].rpartition("#### ")
-        if not mark or not answer.strip():
-            raise UserError(f'{place}: "answer" must end with `#### ` and the final answer')
-        problem = Problem(f"gsm8k/{split}/{index}", question, fill_prompt("r1_zero", question), answer.strip())
-        steps = ANNOTATION.sub("", solution).strip()
-        pairs.append((problem, f" {steps} </think> <answer> {answer.strip()} </answer>"))
-    if not pairs:
-        raise UserError(f"{path} holds no problem: download it again or choose another --dataset_path")
-    return pairs
+    pairs = worked_problems(read_rows(path), DataConfig(answer_pattern="#### (.*)"))
+    return [(replace(problem, id=f"gsm8k/{split}/{index}"), response) for index, (problem, response) in enumerate(pairs)]
 
 
 def download(folder: Path, source: str = SOURCE) -> None:
