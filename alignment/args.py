@@ -22,11 +22,10 @@ from alignment.policy.optimizers import OPTIMIZERS
 from alignment.rewards.rules import CONTROLS as CONTROLS
 from alignment.rewards.rules import RULES as RULES
 from alignment.rewards.rules import evaluation_rule
-from alignment.rollouts.config import RolloutConfig, Schedule
+from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
 from alignment.system.registry import did_you_mean, find
-from alignment.training.config import UpdateConfig
 
 PRESETS = Path(__file__).parent / "presets"
 OTHER_NAMES = Path(__file__).parent / "other_names.toml"

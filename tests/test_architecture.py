@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "ablation": ("core", "system", "runs", "args", "data.tasks", "data.questions"),
     # Arguments are checked against tables and configurations, never against what loads a model.
     "args": (
-        "core", "system", "policy.optimizers", "rollouts.config", "training.config", "rewards.rules", "data.tasks",
+        "core", "system", "policy.optimizers", "rollouts.config", "rewards.rules", "data.tasks",
     ),
 }  # fmt: skip
 # Beside the commands and `args`: what builds objects from arguments, and the names of the field.

@@ -1,12 +1,16 @@
-"""What a step's rollout is sampled from, how, and with which version of the weights; and which prompts a step trains on."""
+"""What a step's rollout is sampled from, how, and with which version of the weights; which prompts a step trains on; and how a
+rollout becomes updates."""
 
 import dataclasses
 import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from alignment.core.records import Endless, Problem, SamplingConfig
+from alignment.core.advantages import AdvantageConfig
+from alignment.core.losses import LossConfig
+from alignment.core.records import Distribution, Endless, Problem, SamplingConfig
 from alignment.data.tasks.own_data import DataConfig
 from alignment.system.errors import UserError
 
@@ -32,11 +36,6 @@ class RolloutConfig:
     data_seed: int = 0
     sampling_seed: int = 0
 
-    @property
-    def group_size(self) -> int:
-        """Responses of each prompt."""
-        return self.sampling.n
-
     def sampling_of_step(self, stop: tuple[str, ...], step: int, refill: int = 0) -> SamplingConfig:
         """How a step's completions are drawn, or those of its `refill`-th refill."""
         seed = derived_seed("rollout", self.sampling_seed, step, *([refill] if refill else []))
@@ -55,9 +54,29 @@ class Schedule:
         """The version that samples a step: the oldest that `max_staleness` allows, of those that the sampler gets."""
         return max(0, -(-(step - 1 - self.max_staleness) // self.sync_every) * self.sync_every)
 
-    def steps_after(self, step: int) -> range:
-        """The steps whose rollouts may be drawn with the weights that `step` steps have made, or with older ones."""
-        return range(step + 1, min(step + self.max_staleness + 1, self.num_steps) + 1)
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """The optimiser updates made on each rollout. The fields are those of the flags of the same names, but for:
+
+    `distribution`, under which all log-probs are taken, and `old_log_probs`: "ratio_one" where the old policy is the policy
+    itself (one update a rollout) or plays no part, "policy" where a pass before the first update computes them, "sampler" where
+    those of the sampler serve."""
+
+    loss: LossConfig
+    advantage: AdvantageConfig
+    distribution: Distribution = field(default_factory=Distribution)
+    old_log_probs: Literal["ratio_one", "policy", "sampler"] = "ratio_one"
+    epochs_per_rollout: int = 1
+    train_mini_batch_size: int = 0
+    updates_per_rollout: int = 1
+    max_new_tokens: int = 256
+    learning_rate: float = 2e-4
+    warmup_steps: int = 5
+    max_grad_norm: float = 1.0
+    max_sampler_mismatch: float = 0.1
+    seed: int = 0
+    data_seed: int = 0
 
 
 def derived_seed(*parts: int | str) -> int:

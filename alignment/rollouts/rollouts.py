@@ -75,9 +75,9 @@ class AheadRollouts(SyncRollouts):
         super().__init__(source, sampler, clock)
         self._schedule, self._on_sampled = schedule, on_sampled
         self._steps = range(sampler.policy_version + 1 + len(sampled), schedule.num_steps + 1)
-        self._sampled: dict[int, Future[SampledStep]] = {step: Future() for step in self._steps}
+        steps = (*(rollout.step for rollout in sampled), *self._steps)
+        self._sampled: dict[int, Future[SampledStep]] = {step: Future() for step in steps}
         for rollout in sampled:
-            self._sampled[rollout.step] = Future()
             self._sampled[rollout.step].set_result(rollout)
         # Each version that the sampler gets: a copy of the weights in the host's memory.
         self._weights: dict[int, Future] = {schedule.version_for(step): Future() for step in self._steps}
@@ -101,7 +101,7 @@ class AheadRollouts(SyncRollouts):
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
         """See `SyncRollouts.sampled_ahead`: what a checkpoint must hold. Waits for the rollouts that are under way."""
-        later_steps = self._schedule.steps_after(step)
+        later_steps = range(step + 1, self._steps.stop)
         return [self._sampled[later].result() for later in later_steps if self._schedule.version_for(later) < step]
 
     def close(self) -> None:
@@ -112,23 +112,18 @@ class AheadRollouts(SyncRollouts):
         self._thread.join(GRACE_SECONDS)
 
     def _sample_ahead(self) -> None:
-        """Sample rollout after rollout. The first error is that of all later ones, too."""
+        """Sample rollout after rollout, each with its version of the weights. The first error is also that of all later ones."""
         for step in self._steps:
             try:
-                self._sampled[step].set_result(self._sample(step))
+                if self.sampler.policy_version < (version := self._schedule.version_for(step)):
+                    load_proven(self.sampler, self._weights[version].result(), version)
+                    del self._weights[version]
+                sampled = self.source.sample_step(step, self.sampler)
+                self._on_sampled(sampled)
+                self._sampled[step].set_result(sampled)
             except Exception as error:
                 reason = f"sampling ahead failed: {type(error).__name__}: {error}"
                 stop = error if isinstance(error, UserError) else RunStopped(reason)
                 for later in range(step, self._steps.stop):
                     self._sampled[later].set_exception(stop)
                 return
-
-    def _sample(self, step: int) -> SampledStep:
-        """One step's rollout, with its version of the weights."""
-        version = self._schedule.version_for(step)
-        if self.sampler.policy_version < version:
-            load_proven(self.sampler, self._weights[version].result(), version)
-            del self._weights[version]
-        sampled = self.source.sample_step(step, self.sampler)
-        self._on_sampled(sampled)
-        return sampled

@@ -93,7 +93,7 @@ def rollout_report(groups: Sequence[Group], config: RolloutConfig, rules: Sequen
     """Rewards by part and by rule, mean length, the share of finished responses, and the share of groups of equal rewards."""
     scores = [score for group in groups for score in group.scores]
     completions: list[Completion] = [completion for group in groups for completion in group.completions]
-    statistics = group_statistics(torch.tensor([[score["reward"]] for score in scores]), config.group_size)
+    statistics = group_statistics(torch.tensor([[score["reward"]] for score in scores]), config.sampling.n)
     penalties = [length_penalty(completion, config) for completion in completions] if config.overlong_buffer else []
     return {
         "reward": statistics["reward_mean"],

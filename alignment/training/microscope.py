@@ -12,10 +12,10 @@ import torch
 from alignment.core.losses import LOSSES, NORMALIZATIONS
 from alignment.core.records import Rollout
 from alignment.policy.policy import Policy
+from alignment.rollouts.config import UpdateConfig
 from alignment.rollouts.source import with_advantages
 from alignment.system.errors import UserError
 from alignment.system.signals import deliver_signals
-from alignment.training.config import UpdateConfig
 from alignment.training.update import rollout_objective, update
 
 

@@ -15,11 +15,10 @@ from alignment.core.records import Batch, Distribution, Rollout
 from alignment.policy.frozen import FrozenModel
 from alignment.policy.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, Policy
-from alignment.rollouts.config import derived_seed
+from alignment.rollouts.config import UpdateConfig, derived_seed
 from alignment.system.clock import Clock, start_in_background
 from alignment.system.errors import RunStopped
 from alignment.system.signals import defer_signals
-from alignment.training.config import UpdateConfig
 
 COMPARED = 16  # responses of an evaluation, to compare sampler and trainer on
 STALE_MISMATCH = 0.5  # limit in nats a token for a sampler some steps behind; one update changes log-probs by far less
@@ -194,19 +193,16 @@ def mismatch(
     return {"sampler_mismatch": mean, "sampler_mismatch_max": largest}
 
 
-ReferenceLogProbs = Callable[[Batch, Distribution, int], torch.Tensor]
-"""Log-probs [B, T] of a batch's responses, by the frozen model that training started from, wherever it runs: the KL penalty
-keeps the policy near it. Called with the batch, the distribution, and the tokens of a micro-batch."""
-
-
 class References:
     """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` is the policy as it was when the
-    rollout was sampled, on a device of its own; None where the policy itself serves, before its first update. A reference that
-    works `in_background`, in another process, is called in a thread."""
+    rollout was sampled, on a device of its own; None where the policy itself serves, before its first update. `reference`
+    returns the log-probs [B, T] of the frozen model that training started from, near which the KL penalty keeps the policy,
+    given the batch, the distribution and the tokens of a micro-batch. One that works `in_background`, in another process, is
+    called in a thread."""
 
     def __init__(
-        self, config: UpdateConfig, old_policy: FrozenModel | None, reference: ReferenceLogProbs | None, clock: Clock,
-        in_background: bool = False,
+        self, config: UpdateConfig, old_policy: FrozenModel | None,
+        reference: Callable[[Batch, Distribution, int], torch.Tensor] | None, clock: Clock, in_background: bool = False,
     ):  # fmt: skip
         self.config, self.old_policy, self.reference, self.clock = config, old_policy, reference, clock
         self.in_background = in_background

@@ -16,12 +16,11 @@ from alignment.core.tokens import collate
 from alignment.policy.packing import take_plain_path
 from alignment.policy.policy import Objective, Policy, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.rollouts.config import problems_of_step
+from alignment.rollouts.config import UpdateConfig, problems_of_step
 from alignment.rollouts.source import RolloutSource, collate_groups, with_advantages
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
-from alignment.training.config import UpdateConfig
 from alignment.training.update import rollout_loss, rollout_objective, rows_with_gradient, sampler_mismatch
 
 PROMPTS = 4
