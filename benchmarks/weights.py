@@ -20,7 +20,7 @@ from alignment.policy.loading import load_model, load_tokenizer
 from alignment.sampling.process import EngineProcess
 from alignment.sampling.sampler import SamplerConfig
 from alignment.sampling.vllm import VLLMSampler
-from alignment.sampling.weight_transfer import received_tensors
+from alignment.sampling.process import received_tensors
 from alignment.system.processes import ChildProcess, answer_requests
 
 

@@ -4,7 +4,7 @@ Everything crosses one pipe: requests and their answers, and weights one tensor 
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -13,7 +13,6 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held
 from alignment.sampling.sampler import Sampler, SamplerConfig, SamplerEngine, SamplerLost
-from alignment.sampling.weight_transfer import received_tensors, send_tensors
 from alignment.system.errors import UserError
 from alignment.system.processes import START_SECONDS, ChildProcess, answer_requests
 from alignment.system.registry import import_object
@@ -70,6 +69,21 @@ class SamplerProcess(EngineProcess):
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
         """See `Sampler.sample`."""
         return self._ask("sample", list(prompts), sampling)
+
+
+def send_tensors(connection: Connection, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """A header and the bytes of each tensor, then None: one tensor on its way at a time."""
+    for name, tensor in tensors:
+        local = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
+        connection.send((name, dtype, tuple(local.shape)))
+        connection.send_bytes(memoryview(local.flatten().view(torch.uint8).numpy()))
+    connection.send(None)
+
+
+def received_tensors(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `send_tensors` sends, on the other side."""
+    for name, dtype, shape in iter(connection.recv, None):
+        yield name, torch.frombuffer(bytearray(connection.recv_bytes()), dtype=dtype).view(shape)
 
 
 def serve(descriptor: int) -> None:

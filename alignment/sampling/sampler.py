@@ -72,6 +72,14 @@ class SamplerConfig:
         return (self.device, *self.further_devices)
 
     @property
+    def transfer_backend(self) -> str:
+        """vLLM's name of the way of weights from `policy_device` to an engine: NCCL to other GPUs than the policy's, since it
+        takes none twice, CUDA IPC to the policy's own, and the host's memory to all else."""
+        if {device.partition(":")[0] for device in (self.policy_device, *self.devices)} != {"cuda"}:
+            return "shared_memory"
+        return "nccl" if self.policy_device not in self.devices else "ipc" if len(self.devices) == 1 else "shared_memory"
+
+    @property
     def place(self) -> str:
         """Where the engines are, in messages."""
         return self.url or ",".join(self.devices) + (f" of {self.machines[0].name}" if self.machines[0] else "")

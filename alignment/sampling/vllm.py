@@ -18,9 +18,8 @@ from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, checked_columns, checked_part, checksum
-from alignment.sampling.process import EngineProcess
+from alignment.sampling.process import EngineProcess, received_tensors
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
-from alignment.sampling.weight_transfer import received_tensors, transfer_backend
 from alignment.system.errors import UserError
 from alignment.system.processes import answer_requests
 
@@ -44,7 +43,7 @@ class VLLMSampler(EngineProcess):
         self.tokenizer, self.context = tokenizer, context or context_length(load_config(model_path))
         options = {"model": str(model_path), "dtype": config.dtype, "max_model_len": self.context, "seed": seed}
         options |= {"gpu_memory_utilization": config.memory_share, "tensor_parallel_size": len(config.devices)}
-        options |= {"enable_sleep_mode": config.sleeps, "weight_transfer_config": {"backend": transfer_backend(config)}}
+        options |= {"enable_sleep_mode": config.sleeps, "weight_transfer_config": {"backend": config.transfer_backend}}
         options |= {"worker_extension_cls": "alignment.sampling.vllm_weights.WorkerExtension"}  # which names our backend
         self._sleeps, self._config = config.sleeps, config
         start = torch.device(device).type, options
@@ -232,9 +231,14 @@ def _transfer(engine, connection: Connection, phase: str, *arguments) -> None:
 
 
 def _reload(engine, connection: Connection, version: int) -> None:
-    """Take weights through the pipe, from a trainer that shares no memory with this process."""
-    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": received_tensors(connection)})
-    engine.collective_rpc(_repack_output_embedding)
+    """Take weights through the pipe, from a trainer that shares no memory with this process, and hand them on from here."""
+    from alignment.sampling.vllm_weights import EngineClient
+
+    def transfer(verb: str, *arguments) -> None:
+        _transfer(engine, connection, *arguments)
+
+    dtype = engine.llm_engine.vllm_config.model_config.dtype
+    EngineClient(transfer, SamplerConfig("", "cpu", ""), dtype).send(received_tensors(connection), version)
 
 
 def _repack_output_embedding(worker) -> None:
@@ -287,6 +291,5 @@ def _stop(engine) -> None:
     engine.llm_engine.engine_core.shutdown()
 
 
-REQUESTS = {"generate": _generate, "reload": _reload, "checksums": _checksums}
-VERBS = {"start": _start_engine, "stop": _stop, "transfer": _transfer}
-VERBS |= {name: while_awake(request) for name, request in REQUESTS.items()}
+VERBS = {"start": _start_engine, "stop": _stop, "transfer": _transfer, "reload": _reload}
+VERBS |= {name: while_awake(request) for name, request in {"generate": _generate, "checksums": _checksums}.items()}

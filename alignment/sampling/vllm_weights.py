@@ -16,7 +16,6 @@ from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 from vllm.utils.network_utils import get_open_port
 
 from alignment.sampling.sampler import SamplerConfig, SamplerLost
-from alignment.sampling.weight_transfer import transfer_backend
 
 BUCKET_BYTES = 2**27  # of tensors that travel together; more where one tensor is larger
 
@@ -44,7 +43,7 @@ class EngineClient:
     `ask("transfer", phase, *arguments)` asks its process, and raises `SamplerLost` where that takes too long."""
 
     def __init__(self, ask: Callable, config: SamplerConfig, dtype: torch.dtype):
-        self._ask, self._config, self._backend = ask, config, transfer_backend(config)
+        self._ask, self._config, self._backend = ask, config, config.transfer_backend
         self._device = torch.device("cpu" if self._backend == "shared_memory" else config.policy_device)
         self._source, self._version, self._lost, self._trainer = PolicySource(dtype, self._device), "", None, None
 

@@ -16,7 +16,6 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NC
 from alignment.sampling import vllm, vllm_weights
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import SamplerConfig, SamplerLost
-from alignment.sampling.weight_transfer import transfer_backend
 from tests.with_vllm.conftest import tiny_llama
 from tests.with_vllm.test_vllm_on_gpus import methods
 from tests.with_vllm.test_vllm_sampler import OPEN_END, PROMPTS
@@ -39,7 +38,7 @@ def config(policy_device: str, *devices: str) -> SamplerConfig:
     ],
 )
 def test_the_devices_decide_the_backend(policy_device, devices, backend):
-    assert transfer_backend(config(policy_device, *devices)) == backend
+    assert config(policy_device, *devices).transfer_backend == backend
 
 
 # --- a real engine --------------------------------------------------------------------------------------------------------
