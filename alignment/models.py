@@ -133,7 +133,8 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     try:
         with atomic_folder(target) as building:
             write_args(building, dataclasses.asdict(args), {"all": args.seed})
-            if message := policy.choose_micro_batch_tokens(data.longest):
+            longest = max(len(prompt) + len(response) for prompt, response in (*data.train, *data.validation))
+            if message := policy.choose_micro_batch_tokens(longest):
                 console.print(message)
             with closing(RunFolder(building)) as log, progress_line("SFT", args.num_steps, console) as progress:
                 fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)

@@ -42,7 +42,8 @@ def main() -> None:
     for share in sorted(placed, key=lambda share: share.device):
         first = next(name for name, parameters in shape.parameters.items() if parameters)
         ends = ("embeddings",) * (first in share.modules) + ("head",) * (shape.head in share.modules)
-        layers = (f"{share.layers[0]}-{share.layers[-1]}",) if share.layers else ()
+        indices = [name.rpartition(".")[2] for name in share.modules if name in shape.layers]
+        layers = (f"{indices[0]}-{indices[-1]}",) if indices else ()
         rows.append((share.device, share.role, ", ".join(layers + ends), f"{share.bytes / 1e9:.2f}"))
     gpus = "this machine" if args.num_gpus is None else f"{args.num_gpus} GPUs"
     title = f"{args.model} on {gpus}, policy {kind}" + f", on each of {args.machines} machines" * (args.machines > 1)

@@ -96,13 +96,9 @@ def _read_device(flag: str, text: str, gpus: Sequence[str]) -> str:
     if not gpus:
         raise UserError(f"{flag} {device}, but no GPU is visible; use cpu or leave the flag out")
     if device not in gpus:
-        visible = f"1 GPU is visible ({gpus[0]})" if len(gpus) == 1 else f"{len(gpus)} GPUs are visible ({_span(gpus)})"
+        visible = f"1 GPU is visible ({gpus[0]})" if len(gpus) == 1 else f"{len(gpus)} GPUs are visible ({gpus[0]}..{gpus[-1]})"
         raise UserError(f"{flag} {device}, but only {visible}; name one of these or leave the flag out")
     return device
-
-
-def _span(gpus: Sequence[str]) -> str:
-    return gpus[0] if len(gpus) == 1 else f"{gpus[0]}..{gpus[-1]}"
 
 
 def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
@@ -132,7 +128,8 @@ def _refuse_vllm_clashes(
     greedy = "but vLLM claims most of its GPU's memory at start"
     for role in ("sample", "eval"):
         if helpers[role] == "cpu":
-            remedy = f"name a GPU ({_span(gpus)}), leave the flag out, or sample without vLLM"
+            names = gpus[0] if len(gpus) == 1 else f"{gpus[0]}..{gpus[-1]}"
+            remedy = f"name a GPU ({names}), leave the flag out, or sample without vLLM"
             raise UserError(f"{FLAGS[role]} cpu, but vLLM's NVIDIA build cannot run there; {remedy}")
         if len(gpus) == 1 or helpers[role] not in policy:
             continue
@@ -310,11 +307,6 @@ class Share:
     modules: tuple[str, ...]
     bytes: int
     parts: int = 1  # Of which each of the modules' weights is one.
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The decoder layers held, by index."""
-        return tuple(int(end) for name in self.modules if (end := name.rpartition(".")[2]).isdigit())
 
 
 def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterator[tuple[str, int]]:

@@ -42,11 +42,6 @@ class SFTData:
     validation: Sequence[Example]
     pad_token_id: int
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest example."""
-        return max(len(prompt) + len(response) for prompt, response in (*self.train, *self.validation))
-
 
 def fine_tune(
     policy: Policy, data: SFTData, config: SFTConfig, log_step: Callable[[dict], None], progress: Callable[[int, str], None]
@@ -55,7 +50,9 @@ def fine_tune(
     record of each measurement of the validation loss, `progress` each step with words for the user."""
     words = ""
     for step, examples in zip(range(1, config.num_steps + 1), batches(data.train, config), strict=False):
-        rate = config.learning_rate * warmup_then_linear(step, config.warmup_steps, config.num_steps)
+        # A linear rise, then a linear fall to a tenth at the last step.
+        fall = 1 - 0.9 * (step - config.warmup_steps) / max(1, config.num_steps - config.warmup_steps)
+        rate = config.learning_rate * (step / config.warmup_steps if step <= config.warmup_steps else fall)
         batch, tokens = collate(*zip(*examples, strict=True), data.pad_token_id), sum(len(response) for _, response in examples)
         results = policy.accumulate(batch, range(len(examples)), Objective(partial(batch_loss, tokens), entropy=False))
         loss = sum(result.sums["loss"] for result in results)
@@ -93,13 +90,6 @@ def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Exa
             random.Random(f"sft {config.seed} {epoch}").shuffle(order)
         for start in range(0, len(order), config.batch_size):
             yield [examples[i] for i in order[start : start + config.batch_size]]
-
-
-def warmup_then_linear(step: int, warmup_steps: int, num_steps: int) -> float:
-    """Factor of the learning rate at a step (from 1): linear rise to 1, then linear fall to 0.1 at the last step."""
-    if step <= warmup_steps:
-        return step / warmup_steps
-    return 1 - 0.9 * (step - warmup_steps) / max(1, num_steps - warmup_steps)
 
 
 def batch_loss(tokens: int, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
