@@ -162,16 +162,14 @@ def attention(module, query, key, value, attention_mask, scaling=None, layout: L
         if soft_cap is not None or sinks is not None or (window is not None and key.shape[2] > window):
             raise ValueError("attention without a layout has no window, soft cap or sinks: use attention_named")
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    unknown = [name for name, told in kwargs.items() if isinstance(told, torch.Tensor | float) and name not in KNOWN]
+    # Of the numbers and tensors beside its scaling a layout knows positions, and it leaves out dropout.
+    known = {"sliding_window", "softcap", "s_aux", "dropout", "position_ids", "cache_position"}
+    unknown = [name for name, told in kwargs.items() if isinstance(told, torch.Tensor | float) and name not in known]
     if unknown:
         raise ValueError(f"attention is told {unknown[0]}, which is not supported")
     layout.applied.append(True)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attend(module, query, key, value, AttentionRule(scaling, window, soft_cap, sinks)), None
-
-
-KNOWN = {"sliding_window", "softcap", "s_aux", "dropout", "position_ids", "cache_position"}
-"""Numbers and tensors that attention may be told beside its scaling. A layout knows positions, and it leaves out dropout."""
 
 
 ATTENTION = "layout"  # without "sdpa" in it: transformers then refuses models whose attention torch's cannot compute

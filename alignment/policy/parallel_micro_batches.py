@@ -122,12 +122,9 @@ class OrderedAccumulation:
 
     def _wait_for_turn(self, number: int, gradient: torch.Tensor) -> None:
         worker = self.local.worker
-
-        def next_worker() -> int:
-            return min(self.running, key=lambda other: (self.additions[other, number], other), default=worker)
-
+        turn = lambda other: (self.additions[other, number], other)
         with self.changed:
-            self.changed.wait_for(lambda: next_worker() == worker)
+            self.changed.wait_for(lambda: min(self.running, key=turn, default=worker) == worker)
             if worker not in self.running:
                 raise RuntimeError("stopped, since another worker has failed or a signal has come")
 

@@ -37,21 +37,6 @@ def random_pieces(model: torch.nn.Module, lengths: Sequence[int]) -> list[Ids]:
     return [piece.tolist() for piece in ids.split(list(lengths))]
 
 
-@contextmanager
-def short_windows(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model's attention windows be `WINDOW` long."""
-    owners = {id(owner): owner for owner in (model.config, *model.modules())}.values()
-    found = [(owner, name, vars(owner).get(name)) for owner in owners for name in ("sliding_window", "attention_chunk_size")]
-    windows = [(owner, name, length) for owner, name, length in found if isinstance(length, int) and length > WINDOW]
-    try:
-        for owner, name, _ in windows:
-            setattr(owner, name, WINDOW)
-        yield
-    finally:
-        for owner, name, length in windows:
-            setattr(owner, name, length)
-
-
 class InFloat32(TorchFunctionMode):
     """Casts numbers of 16 bits to fp32 for each operation that reads them, and for that only. In 16 bits rounding alone makes
     tenths of a nat in a deep model. What an operation writes into a 16-bit tensor is lost; forward passes write into none."""
@@ -98,13 +83,20 @@ def disagreement(own: torch.Tensor, compute: Callable[[], torch.Tensor]) -> str:
 
 @contextmanager
 def checking(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model compute in fp32, its windows be short, its dropout be off, and no gradient be kept."""
+    """Have a model compute in fp32, its attention windows be `WINDOW` long, its dropout be off, and no gradient be kept."""
+    owners = {id(owner): owner for owner in (model.config, *model.modules())}.values()
+    found = [(owner, name, vars(owner).get(name)) for owner in owners for name in ("sliding_window", "attention_chunk_size")]
+    windows = [(owner, name, length) for owner, name, length in found if isinstance(length, int) and length > WINDOW]
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), short_windows(model), InFloat32():
+        for owner, name, _ in windows:
+            setattr(owner, name, WINDOW)
+        with torch.no_grad(), InFloat32():
             yield
     finally:
+        for owner, name, length in windows:
+            setattr(owner, name, length)
         model.train(was_training)
 
 

@@ -153,11 +153,12 @@ def on_rank_0(method: str) -> Callable:
     return lambda self, *arguments, **named: getattr(self._own, method)(*arguments, **named)
 
 
-class RankedPolicy:
-    """A `Policy` of several ranks, one for each of its devices. What each rank holds is a `Shard`, whose methods have the names
-    and arguments of `Policy`'s. Raises `RunStopped` where a rank is lost."""
+class ShardedPolicy:
+    """A `Policy` of several ranks, one for each of its devices. Every rank of a machine holds a part of the weights, gradient
+    and moments, a `Shard`, whose methods have the names and arguments of `Policy`'s; each machine holds all of them. Raises
+    `RunStopped` where a rank is lost."""
 
-    replicated: bool
+    replicated = False
 
     def __init__(self, config: PolicyConfig):
         self.ranks = lead(len(config.devices), config.rank_timeout)
@@ -180,14 +181,8 @@ class RankedPolicy:
     save, save_optimizer = on_all_ranks("save"), on_all_ranks("save_optimizer")
 
 
-class ReplicatedPolicy(RankedPolicy):
-    """Every rank holds the weights, gradient and moments; ranks share the rows, and sum their gradients."""
+class ReplicatedPolicy(ShardedPolicy):
+    """The same, but every rank holds the weights, gradient and moments; ranks share the rows, and sum their gradients."""
 
     replicated = True
     weights, save, save_optimizer = on_rank_0("weights"), on_rank_0("save"), on_rank_0("save_optimizer")
-
-
-class ShardedPolicy(RankedPolicy):
-    """Every rank of a machine holds a part of the weights, gradient and moments; each machine holds all of them."""
-
-    replicated = False
