@@ -20,7 +20,6 @@ from alignment.system.errors import UserError
 
 MANIFEST = "manifest.sha256.json"
 LOCK = ".lock"
-LOCK_OWNER = ".lock_owner"
 
 
 @contextmanager
@@ -142,7 +141,7 @@ def sha256(file: Path) -> str:
 def lock_run_folder(folder: Path) -> Iterator[None]:
     """Hold the folder's lock during the block. Raises `UserError` with host and process if another process holds it. The kernel
     releases the lock of a process that has ended in any way, so the files of a killed process lock nothing."""
-    owner = folder / LOCK_OWNER
+    owner = folder / ".lock_owner"
     lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
         held = lock.acquire()

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import pkgutil
+import resource
 import signal
 import threading
 from collections.abc import Sequence
@@ -142,9 +143,7 @@ def _answer_and_exit(sender: Connection, function: str, arguments: Sequence, sec
         # The kernel's timers end this process even if all of its parents are gone.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds * CLOCK_PER_CPU + 5)
-        with suppress(ImportError, ValueError, OSError):
-            import resource
-
+        with suppress(ValueError, OSError):
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
         sender.send_bytes(json.dumps([None, pkgutil.resolve_name(function)(*arguments)]).encode())

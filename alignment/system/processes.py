@@ -27,7 +27,6 @@ START_SECONDS = 1800  # lower bound of the time limit for an engine to load a mo
 GRACE_SECONDS = 10  # for an engine to free its device before it is killed
 
 ROOT = Path(__file__).parents[2]
-CHILD = Path(__file__).with_name("child.py")
 
 
 class ProcessLost(RunStopped):
@@ -61,14 +60,10 @@ class ChildProcess:
         """Whether `close` has not been called; the process may have died."""
         return self._end.alive
 
-    def has_ended(self) -> bool:
-        """Whether the process is dead and the pipe holds nothing more from it."""
-        return self.process.poll() is not None and not self.connection.poll()
-
     def receive(self) -> object:
         """The next message. Raises EOFError where the process has ended, even if a fork of it holds its end of the pipe."""
         while not self.connection.poll(POLL_SECONDS):
-            if self.has_ended():
+            if self.process.poll() is not None and not self.connection.poll():  # dead, and it has said nothing more
                 raise EOFError
         return self.connection.recv()
 
@@ -210,7 +205,7 @@ def _start(
     """Start child.py with these arguments and open descriptors, output and errors in one file, and this project importable."""
     path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
     return subprocess.Popen(
-        [sys.executable, "-P", str(CHILD), str(os.getpid()), *arguments],
+        [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(os.getpid()), *arguments],
         env={**environment, "PYTHONPATH": os.pathsep.join(path)}, cwd=folder, pass_fds=descriptors,
         stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
     )  # fmt: skip

@@ -34,7 +34,6 @@ from alignment.system.signals import SIGNALS, deferred_signals
 
 BEAT_SECONDS = 1.0  # between two signs of life, and between two looks for those of others
 EVIDENCE_SECONDS = 3.0  # for the rank that failed to say why, after the connection to it broke
-FOREVER = timedelta(days=365)
 
 
 @functools.cache
@@ -91,7 +90,7 @@ class Ranks:
         with self.faults():
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=count, timeout=limit)
             # The others wait for a call as long as rank 0 samples; it waits for nobody longer than the limit.
-            self.calls = dist.new_group(backend="gloo", timeout=FOREVER if self.rank else limit)
+            self.calls = dist.new_group(backend="gloo", timeout=timedelta(days=365) if self.rank else limit)
 
     @property
     def machines(self) -> list[Machine]:

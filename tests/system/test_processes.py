@@ -73,7 +73,7 @@ def test_a_child_answers_in_the_environment_it_is_given_and_ends_in_peace(child)
     made = child("echo")
     made.connection.send("hello")
     assert made.connection.recv() == ("hello", "yes", None)
-    assert made.is_open and not made.has_ended()
+    assert made.is_open and made.process.poll() is None
     made.close()
     assert not made.is_open and made.process.returncode == 0
     made.close()
