@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from alignment.sampling.sampler import SamplerLost
 from alignment.system.errors import UserError
 from tests.with_vllm.conftest import ROOT, happens_within, tiny_llama
 from tests.with_vllm.test_vllm_sampler import OPEN_END, PROMPTS
@@ -88,7 +89,7 @@ def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(restar
     before = set(psutil.Process().children(recursive=True)) - {worker_of(victim)}
     victim.sample(PROMPTS, OPEN_END)
     worker_of(victim).kill()
-    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+    with pytest.raises(SamplerLost, match="killed by SIGKILL"):
         victim.sample(PROMPTS, OPEN_END)
     with pytest.raises(RuntimeError, match="closed"):
         victim.sample(PROMPTS, OPEN_END)
