@@ -69,7 +69,11 @@ def test_demonstrations_are_read_shuffled_and_one_in_twenty_is_held_out(tmp_path
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("[]", ":1: not a JSON object"), ('{"response": "r"}', ':1: "prompt" must'), ('{"question": "q", "response": ""}', "response")],
+    [
+        ("[]", ":1: not a JSON object"),
+        ('{"response": "r"}', ':1: "prompt" must hold text'),
+        ('{"question": "q", "response": ""}', ':1: "response" must hold text'),
+    ],
 )
 def test_rows_that_are_none_are_named(line, message, tmp_path):
     (tmp_path / "rows.jsonl").write_text(line + "\n")

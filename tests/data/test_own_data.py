@@ -156,7 +156,7 @@ def test_what_is_wrong_is_said_with_its_place(name, text, flags, message, tmp_pa
 @pytest.mark.parametrize(
     ("task", "flags", "message"),
     [
-        ("gsm8k", {"question_column": "q"}, "^--task gsm8k has rows of its own: --question_column, .* go with file:FILE and hf:"),
+        ("gsm8k", {"question_column": "q"}, "^--task gsm8k has rows of its own: --question_column, .* go with file:"),
         ("file:{folder}", {}, "is a folder: name a file in it"),
         ("file:{folder}/none.csv", {}, "none.csv does not exist"),
         ("file:{folder}/a.jsonl", {}, "1 rows are too few to hold some out for tests"),

@@ -141,5 +141,6 @@ def test_demonstrations_of_test_questions_are_left_out(tmp_path, capsys):
 def test_a_question_in_other_spacing_is_in_one_split_of_the_demonstrations(tmp_path):
     rows = [{"question": f"{space}Q {i}", "response": "r"} for i in range(20) for space in ("", " ", "  ")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train, test = (own_data.of_split(own_data.read_demonstrations(str(tmp_path / "rows.jsonl")), split, 0) for split in ("train", "test"))
+    file = str(tmp_path / "rows.jsonl")
+    train, test = (own_data.of_split(own_data.read_demonstrations(file), split, 0) for split in ("train", "test"))
     assert (len(train), len(test)) == (57, 3)

@@ -280,7 +280,7 @@ CASES = [
     ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_binary"], "test.jsonl: not UTF-8 text"),
     ("evaluate", ["--task", "countdown", "--dataset_path", "{world}", "--prompt", "tiny"], "holds no .parquet file"),
     ("sft", ["--sft_base", "x", "--demonstrations", "nowhere"], "nowhere does not exist"),
-    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/data_keys/train.jsonl"], 'train.jsonl:1: "response" must hold text'),
+    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/data_keys/train.jsonl"], 'train.jsonl:1: "response" must hold'),
     ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_cut.jsonl"], "shown_cut.jsonl:2: not a JSON object"),
     ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_prompt.jsonl"], "1 rows are too few to train on"),
     # data of the user's own
