@@ -19,7 +19,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the command imports, as with `python -m`
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print(f"usage: alignment COMMAND [flags]; alignment COMMAND --help lists its flags. Commands: {', '.join(command_names())}")
+        print(
+            f"usage: alignment COMMAND [flags]; alignment COMMAND --help lists its flags. Commands: {', '.join(command_names())}"
+        )
         return
     if words[0] not in command_names():
         run_command(refuse)

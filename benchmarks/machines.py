@@ -32,7 +32,18 @@ HANG_SECONDS = 20  # --sampler_timeout where an engine hangs
 STEPS = 4
 HARMED_VERSION = 2  # of the weights with which the engine that is harmed samples
 COLUMNS = ("reward", "answer_reward", "format_reward", "response_length", "zero_variance_groups", "grad_norm")
-FLAGS = ["--preset", "tiny", "--prompts_per_rollout", "6", "--group_size", "4", "--max_problems", "16", "--num_steps", str(STEPS)]
+FLAGS = [
+    "--preset",
+    "tiny",
+    "--prompts_per_rollout",
+    "6",
+    "--group_size",
+    "4",
+    "--max_problems",
+    "16",
+    "--num_steps",
+    str(STEPS),
+]
 FLAGS += ["--train_mini_batch_size", "24", "--eval_interval", "2", "--save_interval", "1", "--keep_checkpoints", "0"]
 FLAGS += ["--run_name", "run", "--sampler", "benchmarks.machines:harmed_engine"]
 CASES = {
@@ -77,7 +88,9 @@ class Machines:
             for name in self.names:
                 self._ip("netns", "add", name)
                 self._ip("-n", name, "link", "set", "lo", "up")
-            self._ip("-n", self.names[0], "link", "add", links[0], "type", "veth", "peer", "name", links[1], "netns", self.names[1])
+            self._ip(
+                "-n", self.names[0], "link", "add", links[0], "type", "veth", "peer", "name", links[1], "netns", self.names[1]
+            )
             for name, link, address in zip(self.names, links, self.addresses, strict=True):
                 self._ip("-n", name, "address", "add", f"{address}/24", "dev", link)
                 # Names, as machines have them: torch looks up that of every address, and would wait for a name server.
@@ -108,14 +121,25 @@ class Machines:
             folder.mkdir()
             line = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
             line += ["--rdzv_endpoint", f"{self.addresses[0]}:{port}", "--rdzv_id", "machines", "--rdzv_conf"]
-            line += [f"is_host={1 - number}", "--local_addr", self.addresses[number], "-m", "alignment.train_rl", "--policy_parallelism", "sharded", *flags]
+            line += [
+                f"is_host={1 - number}",
+                "--local_addr",
+                self.addresses[number],
+                "-m",
+                "alignment.train_rl",
+                "--policy_parallelism",
+                "sharded",
+                *flags,
+            ]
             named = ["unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$0" "$@"']
             inside = ["ip", "netns", "exec", name, *named] if self.isolated else []
             network = {"GLOO_SOCKET_IFNAME": f"link{letter}"} if self.isolated else {}
             with (folder / "log").open("wb") as log:
                 output = {"stdout": log, "stderr": log}
                 command = [*inside, sys.executable, *line]
-                started.append(subprocess.Popen(command, cwd=folder, env=environment(shared, MACHINE=letter, **network), **output))
+                started.append(
+                    subprocess.Popen(command, cwd=folder, env=environment(shared, MACHINE=letter, **network), **output)
+                )
             time.sleep(0 if number else 2)  # so that the first one keeps the store
         return started
 

@@ -169,7 +169,7 @@ def outcome(folder: Path, fault: str, phase: str, ranks: int, port: int) -> Outc
     codes = [process.returncode for process in started if process.returncode != -signal.SIGKILL]
     lines = "".join((folder / f"log{number}").read_text(errors="replace") for number in range(len(started))).splitlines()
     words = ("error: ", "stopped after", "warning, step")
-    said = next((line[line.index(word):] for word in words for line in lines if word in line), lines[-1] if lines else "")
+    said = next((line[line.index(word) :] for word in words for line in lines if word in line), lines[-1] if lines else "")
     again = resumed(folder, ranks, len(started) == 1)
     found = Outcome(seconds, max(codes, key=abs), said.replace(str(folder), ""), again, len(left))
     print(f"{fault}, {phase}: {found}", flush=True)

@@ -95,7 +95,10 @@ def test_gradients_need_several_prompts_and_groups_that_divide(values):
         (["--group-sise", "3"], "--group-sise: there is no such flag (did you mean --group_size?)"),
         (["--zzz=3"], "--zzz: there is no such flag; --help lists all"),
         (["--no_group_size"], "--no_group_size: there is no such flag"),
-        (["--optimizer", "adamw_8it"], "--optimizer adamw_8it: choose one of adamw, adamw_cpu_offload, adamw_8bit (did you mean"),
+        (
+            ["--optimizer", "adamw_8it"],
+            "--optimizer adamw_8it: choose one of adamw, adamw_cpu_offload, adamw_8bit (did you mean",
+        ),
         (["--preset", "tinny"], "(did you mean tiny?)"),
         (["--lr", "1"], "--lr: there is no such flag; write --learning_rate"),
         (["--use-peft"], "--use-peft: there is no such flag; write --lora_rank 16"),
@@ -125,7 +128,9 @@ def test_what_other_libraries_flags_are_told_to_be_exists():
 
 
 def test_a_folder_after_resume_stands_for_the_flags_of_its_run(tmp_path, monkeypatch):
-    run = from_preset(RLArgs, "tiny", cliprange=0.3, sample_device=("cpu", "cpu"), normalize_by_std=False, output_dir="elsewhere")
+    run = from_preset(
+        RLArgs, "tiny", cliprange=0.3, sample_device=("cpu", "cpu"), normalize_by_std=False, output_dir="elsewhere"
+    )
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "args.json").write_text(json.dumps({"args": {**dataclasses.asdict(run), "of_an_older_version": 1}}))

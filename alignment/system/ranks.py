@@ -73,7 +73,10 @@ class Ranks:
         self.signs = {rank: (b"", time.monotonic()) for rank in others}  # each one's last sign of life, and when it came
         self.store.set(f"machine/{self.rank}", socket.gethostname())
         if self.rank and not self.local_rank:  # the first rank of another machine
-            name, store_at = f"{socket.gethostname()} (rank {self.rank})", (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+            name, store_at = (
+                f"{socket.gethostname()} (rank {self.rank})",
+                (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]),
+            )
             self.store.set(f"host/{self.rank}", json.dumps(host_processes(name, seconds, store_at)))
         self.store.set(f"facts/{self.rank}", json.dumps(facts(sys.argv[1:] if by_torchrun else [])))
         self.signals, tell = os.pipe()  # to `_watch`: the main thread may be in a collective, where Python's handlers wait

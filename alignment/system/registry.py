@@ -45,7 +45,7 @@ def find(
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """" (did you mean NAME?)" with the nearest of `names`; empty where none is near."""
+    """ " (did you mean NAME?)" with the nearest of `names`; empty where none is near."""
     nearest = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 

@@ -30,7 +30,11 @@ def progress_line(name: str, total: int, console: Console) -> Iterator[Callable[
     is no terminal, that function prints a plain line after every tenth of the steps."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("ETA"))
     columns += (TimeRemainingColumn(compact=True),)
-    options = {"console": console, "disable": not console.is_terminal, "speed_estimate_period": 3600}  # seconds; steps may be long
+    options = {
+        "console": console,
+        "disable": not console.is_terminal,
+        "speed_estimate_period": 3600,
+    }  # seconds; steps may be long
     with Progress(*columns, **options) as progress:
         bar = progress.add_task(name, total=total)
 

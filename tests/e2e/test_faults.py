@@ -275,7 +275,9 @@ def test_a_sampler_that_loses_a_tensor_stops_the_run_before_it_samples(rollouts,
     flags += ["--eval_interval", "100"]
     assert main(monkeypatch, warm, tmp_path, *flags) == 1
     said = capsys.readouterr().err
-    assert "after step 2 the sampler holds other weights than the trainer: 1 of 26 tensors differ, such as model.layers.1" in said
+    assert (
+        "after step 2 the sampler holds other weights than the trainer: 1 of 26 tensors differ, such as model.layers.1" in said
+    )
     last = read_jsonl(tmp_path / NAME / "metrics.jsonl")[-1]["step"]
     assert last in trained and last_whole_step(tmp_path / NAME)[0] in (last, last - 1)  # rollouts sampled ahead are lost
 

@@ -174,9 +174,7 @@ def by_sorting(logits: torch.Tensor, top_p: float, top_k: int) -> tuple[torch.Te
     return torch.zeros_like(logits, dtype=torch.bool).index_fill(0, order[before < top_p], True), before
 
 
-@given(
-    st.lists(st.integers(-12, 12), min_size=1, max_size=60), st.floats(0.01, 1.0), st.integers(0, 8), st.integers(1, 9)
-)
+@given(st.lists(st.integers(-12, 12), min_size=1, max_size=60), st.floats(0.01, 1.0), st.integers(0, 8), st.integers(1, 9))
 def test_truncation_keeps_what_a_sort_of_all_tokens_keeps(integers, top_p, top_k, sorted_first):
     """Integers make ties: of equally likely tokens the first ones stay."""
     logits = torch.tensor(integers).float() / 2

@@ -1,5 +1,6 @@
 """Micro-batches side by side: the same gradients as one after another, bit by bit the same in every run."""
 
+import functools
 import itertools
 import random
 import threading
@@ -17,10 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.records import Completion, Distribution, Group, Problem
-from alignment.core.tokens import packed_tokens
+from alignment.core.tokens import collate, packed_tokens
 from alignment.policy import parallel_micro_batches
 from alignment.policy.packing import ATTENTION
 from alignment.policy.parallel_micro_batches import OrderedAccumulation, cut_for_parallel, run_parallel
+from alignment.policy.policy import Objective
 from alignment.training import sft
 from alignment.training.update import rollout_objective
 
@@ -235,10 +237,11 @@ def test_supervised_gradients_and_losses_are_those_of_one_after_another(policy, 
     rng = random.Random(0)
     examples = [(tuple(rng.randrange(90) for _ in range(6)), (rng.randrange(90),) * (2 + i % 5)) for i in range(12)]
     policy.micro_batch_tokens = 1000
-    ends = []
+    batch, tokens = collate(*zip(*examples, strict=True), 0), sum(len(response) for _, response in examples)
+    objective, ends = Objective(functools.partial(sft.batch_loss, tokens), entropy=False), []
     for many in (1, 2):
         threads(many)
-        loss = sft.accumulate(policy, examples, 0).item()
+        loss = sum(result.sums["loss"] for result in policy.accumulate(batch, range(len(examples)), objective)).item()
         ends.append((loss, sft.validation_loss(policy, examples, 0), taken_gradient(policy)))
     assert hook_counts == [2 * len(list(policy.model.parameters())), 0]
     (loss, validation, one), (other_loss, other_validation, two) = ends

@@ -134,7 +134,10 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, r
 @pytest.mark.parametrize(
     "case",
     [
-        Case(1, 4), Case(1, 4, rows=2, dtype="float32"), Case(2, 2, rows=2), Case(1, 2, replicated=True),
+        Case(1, 4),
+        Case(1, 4, rows=2, dtype="float32"),
+        Case(2, 2, rows=2),
+        Case(1, 2, replicated=True),
         Case(1, 4, lora_rank=16),
     ],
     ids=["sharded", "float32", "hybrid", "replicated", "adapters"],  # fmt: skip

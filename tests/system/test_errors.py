@@ -14,7 +14,9 @@ def test_memory_that_runs_out_is_one_line_and_no_traceback(capsys):
         run_command(main)
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 1
-    assert line == "error: CUDA out of memory. Tried to allocate 20.00 GiB: docs/devices.md says what to do when memory is short"
+    assert (
+        line == "error: CUDA out of memory. Tried to allocate 20.00 GiB: docs/devices.md says what to do when memory is short"
+    )
 
 
 def test_an_error_of_the_file_system_is_its_path_and_what_is_wrong(tmp_path, capsys):

@@ -103,7 +103,10 @@ def test_what_is_sent_arrives_whole(number, engine):
 
 @pytest.mark.parametrize(
     ("verb", "words"),
-    [("fail", "failed: the process ended with exit code 3\nthe last line"), ("raise", "failed: ZeroDivisionError: division by zero")],
+    [
+        ("fail", "failed: the process ended with exit code 3\nthe last line"),
+        ("raise", "failed: ZeroDivisionError: division by zero"),
+    ],
 )
 def test_how_a_process_ends_is_told(verb, words, engine):
     with pytest.raises(ProcessLost, match=f"^the engine {words}"):
@@ -138,7 +141,9 @@ def test_a_lost_machine_is_named_and_ends_its_processes():
         with pytest.raises(ProcessLost, match=r"^the engine ended with exit code 1\nthe connection to b \(rank 2\) has ended"):
             engine.ask(60, "sleep")
         wait_for_end(process)
-        with pytest.raises(ProcessLost, match=r"^the engine ended with exit code 1\nb \(rank 2\) does not answer at 127.0.0.1, port \d+"):
+        with pytest.raises(
+            ProcessLost, match=r"^the engine ended with exit code 1\nb \(rank 2\) does not answer at 127.0.0.1, port \d+"
+        ):
             machine.start("engine", HERE, os.environ).ask(60, "start")
 
 
