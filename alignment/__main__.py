@@ -5,7 +5,6 @@ import signal
 import sys
 from pathlib import Path
 
-from alignment.system.errors import UserError, run_command
 from alignment.system.registry import did_you_mean
 
 
@@ -17,21 +16,16 @@ def command_names() -> list[str]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the command imports, as with `python -m`
-    words = sys.argv[1:]
+    names, words = command_names(), sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print(
-            f"usage: alignment COMMAND [flags]; alignment COMMAND --help lists its flags. Commands: {', '.join(command_names())}"
-        )
+        print(f"usage: alignment COMMAND [flags], or alignment COMMAND --help. Commands: {', '.join(names)}")
         return
-    if words[0] not in command_names():
-        run_command(refuse)
+    if words[0] not in names:
+        near = did_you_mean(words[0], names)
+        print(f"error: {words[0]}: there is no such command; choose one of {', '.join(names)}{near}", file=sys.stderr)
+        sys.exit(2)
     del sys.argv[0]
     runpy.run_module(f"alignment.{words[0]}", run_name="__main__", alter_sys=True)
-
-
-def refuse() -> None:
-    near = did_you_mean(sys.argv[1], command_names())
-    raise UserError(f"{sys.argv[1]}: there is no such command; choose one of {', '.join(command_names())}{near}")
 
 
 if __name__ == "__main__":

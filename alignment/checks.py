@@ -83,6 +83,8 @@ def check_training_split(task: Task, dataset_path: str) -> None:
 
 
 def _say_left_out(number: int, kept: int, noun: str) -> None:
+    if not number:
+        raise UserError(f"the task's data hold no {noun}")
     if not kept:
         raise UserError(f"every one of {number} {noun} asks what a test problem asks: none is left to train on")
     if kept < number:

@@ -120,8 +120,8 @@ class Shard(SingleDevicePolicy):
             tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        """See `Policy.save_optimizer`. Of the ranks that hold a part of a tensor the first writes it. Raises OSError on all ranks
-        where one cannot."""
+        """See `Policy.save_optimizer`. Of the ranks that hold a part of a tensor the first writes it. Raises OSError on all
+        ranks where one cannot."""
         if self.mesh_shape["parts"] == 1:
             if self.ranks.rank == 0:
                 super().save_optimizer(folder)

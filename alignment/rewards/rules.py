@@ -243,7 +243,7 @@ def _name_and_weight(item: str) -> tuple[str, float]:
 
 def _find_part(name: str, rules: Sequence[str]) -> Part:
     table = {**{key: part_of_function(key, function) for key, function in RULES.items()}, **CONTROLS, **PARTS}
-    part = find("--reward", name, table, partial(part_of_function, name), choose="choose of")
+    part = find("--reward", name, table, partial(part_of_function, name))
     for key in rules:
         if key in part.unfit:
             raise UserError(f"--reward {name}: {part.unfit[key]}")

@@ -112,7 +112,7 @@ class AheadRollouts(SyncRollouts):
         self._thread.join(GRACE_SECONDS)
 
     def _sample_ahead(self) -> None:
-        """Sample rollout after rollout, each with its version of the weights. The first error is also that of all later ones."""
+        """Sample rollout after rollout, each with its version of the weights. The first error is that of all later ones."""
         for step in self._steps:
             try:
                 if self.sampler.policy_version < (version := self._schedule.version_for(step)):

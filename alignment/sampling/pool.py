@@ -27,9 +27,9 @@ Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 def open_sampler(
     engine: SamplerEngine, config: SamplerConfig, tokenizer, policy: Policy | None = None, in_process: bool = True
 ) -> Sampler:
-    """Start a sampler: an engine for each of `config`'s devices, on each of its machines, or addresses. `policy` is the one whose
-    weights it will be given: an engine alone may read the policy's own model in place. Where it may not be `in_process`, so that
-    it can be ended while it draws, every engine has a process of its own."""
+    """Start a sampler: an engine for each of `config`'s devices, on each of its machines, or addresses. `policy` is the one
+    whose weights it will be given: an engine alone may read the policy's own model in place. Where it may not be `in_process`,
+    so that it can be ended while it draws, every engine has a process of its own."""
     release_memory()  # an engine refuses to start where less than its share of the GPU is free
     configs, start = engine_configs(config), engine.open
     if isinstance(start, str):

@@ -228,7 +228,7 @@ class Ranks:
         return f"rank {rank} of {self.count} on {self.store.get(f'machine/{rank}').decode() if known else 'a silent machine'}"
 
     def _end_if_cut_off(self) -> None:
-        """End this process where the store is silent for the time limit. Its client waits for ever behind a network that is cut."""
+        """End this process where the store is silent for the time limit: its client waits for ever behind a cut network."""
         while time.monotonic() - self.heard < self.seconds:
             time.sleep(BEAT_SECONDS)
         self._end_as_lost()

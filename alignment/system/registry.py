@@ -11,13 +11,7 @@ from alignment.system.errors import UserError
 Entry = TypeVar("Entry")
 
 
-def find(
-    flag: str,
-    name: str,
-    table: Mapping[str, Entry],
-    wrap: Callable[[Callable], Entry] | None = None,
-    choose: str = "choose one of",
-) -> Entry:
+def find(flag: str, name: str, table: Mapping[str, Entry], wrap: Callable[[Callable], Entry] | None = None) -> Entry:
     """The entry `name` of `table`, or the object that `name` imports, written as `package.module:name`.
 
     An imported object must be of the class of the table's entries; where these are functions, any callable will do. With
@@ -31,7 +25,7 @@ def find(
     if not module:
         own = "a function as package.module:function" if takes_functions else "one of your own as package.module:name"
         noun, hint = flag.lstrip("-").replace("_", " "), did_you_mean(name, table)
-        raise UserError(f"{flag} {name}: there is no such {noun}; {choose} {', '.join(table)}, or name {own}{hint}")
+        raise UserError(f"{flag} {name}: there is no such {noun}; choose one of {', '.join(table)}, or name {own}{hint}")
     found = import_object(flag, name)
     if isinstance(found, kind):
         return found

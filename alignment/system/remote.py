@@ -1,6 +1,6 @@
 """Child processes on other machines, where a rank starts them with the connection from rank 0's machine as their pipe.
 
-Here, a child process passes the bytes on, which is asked, closed and killed like any other: when it ends, so does the remote one.
+Here, a child process passes the bytes on, which is asked, closed and killed like any other; when it ends, so does the remote.
 Both sides prove that they know a key, which torchrun's store hands to rank 0; then they exchange pickles, unencrypted.
 """
 

@@ -30,12 +30,8 @@ def progress_line(name: str, total: int, console: Console) -> Iterator[Callable[
     is no terminal, that function prints a plain line after every tenth of the steps."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("ETA"))
     columns += (TimeRemainingColumn(compact=True),)
-    options = {
-        "console": console,
-        "disable": not console.is_terminal,
-        "speed_estimate_period": 3600,
-    }  # seconds; steps may be long
-    with Progress(*columns, **options) as progress:
+    hour = 3600.0  # of history: by rich's 30 seconds a long step would have no time left
+    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=hour) as progress:
         bar = progress.add_task(name, total=total)
 
         def advance(step: int, text: str) -> None:

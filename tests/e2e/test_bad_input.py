@@ -213,7 +213,7 @@ CASES = [
     ("train_rl", ["--run_name", "größe/ü"], "--run_name größe/ü: must be a plain folder name"),
     ("train_rl", ["--run_name", "n" * 300], "a plain folder name without slashes, of at most 150 bytes"),
     ("train_rl", ["--resume"], "--resume: there is no run"),
-    ("train_rl", ["--reward", "praise"], "--reward praise: there is no such reward; choose of"),
+    ("train_rl", ["--reward", "praise"], "--reward praise: there is no such reward; choose one of"),
     ("train_rl", ["--reward", "format:0.5,format:1"], "--reward format:0.5,format:1: a part is named twice"),
     ("train_rl", ["--reward", "no_module:f"], "--reward no_module:f: cannot be imported"),
     ("train_rl", ["--reward", "countdown"], "--reward countdown: it does not fit this --task"),
