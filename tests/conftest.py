@@ -12,6 +12,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 import alignment  # noqa: F401
+from alignment.system import signals
 
 # Tests start some hundred interpreters; where none may keep what it has compiled, half of each start is compiling torch again.
 sys.dont_write_bytecode = False
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(autouse=True)
+def no_signal_of_an_earlier_test():
+    """A command that a signal has ended remembers it for its exit code; the tests of one process are many commands."""
+    signals._deferred, signals._received = False, None
 
 
 @pytest.fixture(scope="session")
