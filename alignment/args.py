@@ -73,8 +73,6 @@ BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
         ("0 (one a device) or more", _not_negative, "policy_ranks"),
         ("0 (none) or more", _not_negative, "beta lora_rank kill_after"),
         ("0 (none) or above 1", lambda x: x == 0 or 1 < x < math.inf, "dual_clip"),
-        ("from 0 (any) to 65535", lambda x: 0 <= x < 65536, "port"),
-        ("from 1 to 65536", lambda x: 0 < x <= 1 << 16, "max_upload_mib max_pending"),
     )
     for name in names.split()
 }
@@ -136,7 +134,7 @@ class Args:
     lora_alpha: int = 32  # What adapters add to the weights counts alpha / rank times.
     lora_targets: str = ""  # Linear layers with adapters, such as q_proj,v_proj; empty: all but the output head.
     gpu_memory_utilization: float | None = None  # Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU.
-    sampler_timeout: float = 3600.0  # Seconds after which a vLLM engine, or a reference server, without an answer is hung.
+    sampler_timeout: float = 3600.0  # Seconds after which a process of an engine or of the reference model is hung.
 
     max_new_tokens: int = 48  # Longest response, in tokens.
     sampling_temperature: float = 1.0  # Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only).
@@ -244,7 +242,6 @@ class RLArgs(Args):
     advantage_eps: float = 1e-6  # Added to that standard deviation.
     beta: float = 0.0  # Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model.
     kl_estimator: KLEstimator = "k3"  # How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient.
-    reference_url: str = ""  # A reference server (`alignment.reference_server`) for the KL's other half, http://HOST:PORT.
     old_log_probs: Literal["policy", "sampler"] = "policy"
     """Whose log-probs the ratio is to, where a rollout has several updates: the policy's own, by a pass before the first
     of them, or the sampler's, which spares it. Stale rollouts always take the sampler's."""
@@ -288,7 +285,6 @@ class RLArgs(Args):
         _require(self, "overlong_buffer", fits, "from 0 (none) to --max_new_tokens")
         if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
             raise UserError(f"--optimizer {self.optimizer} needs {package}: start with `uv run --extra {package} ...`")
-        _require(self, "reference_url", not self.reference_url or self.beta > 0, "empty without --beta")
         asynchronous, most = self.rollouts == "async", self.staleness + 1
         _require(self, "max_staleness", asynchronous or not self.max_staleness, "0, or go with --rollouts async")
         works = f"at most {most}: later weights would come too late for --max_staleness {self.staleness}"
@@ -359,24 +355,6 @@ class RLArgs(Args):
             UpdateConfig, self, loss=configuration(LossConfig, self), advantage=configuration(AdvantageConfig, self),
             distribution=self.sampling.distribution, old_log_probs=old, data_seed=self.seeds["data"],
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ReferenceServerArgs:
-    """Serve the log-probs of a frozen reference model over HTTP, to trainers on other GPUs or other machines. With the
-    environment variable ALIGNMENT_REFERENCE_TOKEN set here and for them, only they can use it."""
-
-    model: str  # The model that training starts from: a Hugging Face folder, an embedded model, or a hub name.
-    device: str | None = None  # cpu, or a GPU such as cuda:1; by default the first GPU, where there is one.
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and matrix products; auto: bfloat16 on GPUs only.
-    host: str = "127.0.0.1"  # Address to listen on; one that other machines can reach needs the token.
-    port: int = 8765  # Port to listen on; 0: any that is free, which the line that is printed then tells.
-    max_upload_mib: int = 64  # Largest rollout, in MiB: 17 bytes for each of its places, padding included.
-    max_pending: int = 32  # Rollouts that may be uploaded, wait or be computed at a time; others are told to ask again.
-
-    def __post_init__(self) -> None:
-        _require(self, "host", self.host != "", "an address, such as 127.0.0.1")
-        _check_bounds(self)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
-from alignment.system.http import check_reference_url, reference_token
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE, may_have_started_before
 
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
@@ -44,9 +43,6 @@ def check_rl(args: RLArgs) -> None:
     addresses and tokens of servers; and for data that cannot be read."""
     task = check(args)
     find_reward(args.reward, task.rules)
-    if args.reference_url:
-        check_reference_url(args.reference_url)
-        reference_token()
     if args.sampler_url:
         for url in args.sampler_url.split(","):
             check_sampler_url(url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))

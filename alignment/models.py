@@ -19,13 +19,13 @@ from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
-from alignment.policy.frozen import FrozenModel, weights_digest
+from alignment.policy.frozen import FrozenModel
 from alignment.policy.loading import compute_dtype, context_length, load_config, load_tokenizer, make_deterministic
 from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
-from alignment.policy.reference_model import ReferenceProcess, RemoteReference
+from alignment.policy.reference_model import ReferenceProcess
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.rollouts import AheadRollouts, SyncRollouts
 from alignment.rollouts.source import RolloutSource, collate_groups, open_source
@@ -36,7 +36,6 @@ from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, find_engine
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, manifested, read_jsonl, write_json
-from alignment.system.http import reference_token
 from alignment.system.terminal import progress_line
 from alignment.system.torchrun import PROCESSES
 from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
@@ -265,24 +264,10 @@ def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> Refere
     references = partial(References, config, old_policy, clock=run.clock)
     if not args.beta:
         return references(None)
-    if args.lora_rank and not args.reference_url:
+    if args.lora_rank:
         return references(lambda batch, distribution, _: policy.base_log_probs(batch, distribution))
     start = warm_start(args, run.console) if run.step else base
-    if args.reference_url:
-        return references(checked_reference(args, start, dtype).log_probs, in_background=True)
     if args.rollouts == "sync":
         return references(FrozenModel(start, roles.reference, dtype).log_probs)
     process = ReferenceProcess(start, roles.reference, dtype, args.deterministic, args.sampler_timeout)
     return references(run.open(process).log_probs, in_background=True)
-
-
-def checked_reference(args: RLArgs, model_path: str, dtype: torch.dtype) -> RemoteReference:
-    """The reference model at --reference_url. Raises `UserError` if it is not `model_path`, computing in `dtype`."""
-    vocabulary = load_config(model_path).vocab_size
-    remote = RemoteReference(args.reference_url, reference_token(), vocabulary, args.sampler_timeout)
-    if weights_digest(FrozenModel(model_path, "cpu", dtype).model, dtype) != remote.info["weights"]:
-        raise UserError(
-            f"--reference_url {remote.url}: its model {remote.info['model']} has other weights, or another dtype"
-            f" than {dtype}, than {model_path}, from which training starts: serve that one"
-        )
-    return remote

@@ -74,13 +74,12 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool):
     prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
     longest = prompt + args.max_new_tokens, prompt + (args.eval_max_new_tokens or args.max_new_tokens)
     old_policy = args.needs_old_policy and args.policy_parallelism not in RANKED and roles.policy != (roles.reference,)
-    frozen = (args.beta > 0 and not args.reference_url) + old_policy
     return configuration(
         StepShape, args, card=int(card), prompt=prompt, rows=max(args.rollout_size, problems), vllm=vllm,
         itemsize=4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2,
         sampled=max(args.rollout_size * longest[0], problems * longest[1]),
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
-        frozen=0 if args.lora_rank else frozen,
+        frozen=0 if args.lora_rank else (args.beta > 0) + old_policy,
         engines=engines_on_shared_gpu(args, roles),
     )  # fmt: skip
 

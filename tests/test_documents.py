@@ -21,7 +21,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 OTHER_PROGRAMS = {"extra", "group", "logdir", "help", "middleware"}  # flags of uv, TensorBoard, every command, and vLLM
-OTHER_PROGRAMS |= {"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "max_restarts"}  # torchrun's
+OTHER_PROGRAMS |= {"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "max_restarts", "host", "port"}  # of torchrun, vLLM
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 

@@ -1,6 +1,5 @@
 """Models that only compute log-probs: the reference model, and the old policy on a device of its own."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -69,15 +68,6 @@ class FrozenModel:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy every weight over, in place."""
         copy_weights(self.model, weights)
-
-
-def weights_digest(model: torch.nn.Module, dtype: torch.dtype) -> str:
-    """What tells a model's weights, in `dtype`, from others: a hash of each one's name, shape and first 4,096 numbers."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().flatten()[:4096].to("cpu", dtype).view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
 
 
 def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int]) -> list[Row]:

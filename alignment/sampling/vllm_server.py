@@ -4,19 +4,19 @@ docs/asynchronous.md says how to start the server. New weights go through a fold
 """
 
 import asyncio
+import hmac
 import os
 import socket
 import ssl
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 
 import httpx
 import torch
 from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file, save_file
-from starlette.responses import Response
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config, load_weights
@@ -26,12 +26,15 @@ from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.files import full_disk_is_an_os_error, json_object
-from alignment.system.http import KEEPALIVE_OPTIONS, TokenCheck
 from alignment.system.processes import START_SECONDS
 
 CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
 RETRY_SECONDS = 0.1
+KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone is noticed in two minutes
+KEEPALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in KEEPALIVE.items() if hasattr(socket, name)
+]
 CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
 # What the server else takes from the model's generation_config.json.
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -264,8 +267,17 @@ def _read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from load_file(file).items()
 
 
-class Guard(TokenCheck):
-    """Has every path ask for the key of VLLM_API_KEY; vLLM itself asks under /v1 only, where nothing loads weights."""
+class Guard:
+    """ASGI middleware by which every path asks for the key of VLLM_API_KEY; vLLM itself asks under /v1 only, where nothing loads
+    weights."""
 
-    def __init__(self, app):
-        super().__init__(app, os.environ["VLLM_API_KEY"], Response(status_code=401))
+    def __init__(self, app: Callable):
+        self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope: MutableMapping, receive: Callable, send: Callable) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
+            return await self.app(scope, receive, send)
+        answer = "websocket.http.response" if scope["type"] == "websocket" else "http.response"
+        await send({"type": f"{answer}.start", "status": 401, "headers": []})
+        await send({"type": f"{answer}.body", "body": b""})
