@@ -5,6 +5,7 @@ arguments and data, decides, logs and writes. The others repeat its calls, each 
 nothing but a computation can differ between ranks.
 """
 
+import atexit
 import functools
 import hashlib
 import json
@@ -79,15 +80,20 @@ class Ranks:
             )
             self.store.set(f"host/{self.rank}", json.dumps(host_processes(name, seconds, store_at)))
         self.store.set(f"facts/{self.rank}", json.dumps(facts(sys.argv[1:] if by_torchrun else [])))
-        self.signals, tell = os.pipe()  # to `_watch`: the main thread may be in a collective, where Python's handlers wait
+        # Pipe to `_watch`, of signals: the main thread may be in a collective, where Python's handlers wait.
+        self.signals, tell = os.pipe()
         if self.rank:
             os.set_blocking(tell, False)
             signal.set_wakeup_fd(tell)
             for number in SIGNALS:
                 signal.signal(number, lambda *arguments: None)
         self.heard = time.monotonic()  # when the store answered last
-        for watch in (self._watch, *([self._end_if_cut_off] if self.rank else [])):
-            threading.Thread(target=watch, daemon=True).start()
+        watch = threading.Thread(target=self._watch, daemon=True)
+        watch.start()
+        if self.rank:
+            threading.Thread(target=self._end_if_cut_off, daemon=True).start()
+        else:  # A thread that is within the store when the interpreter ends aborts the process.
+            atexit.register(lambda: (os.write(tell, b"\0"), watch.join(self.seconds)))
         self._meet()
         backend, limit = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=seconds)
         with self.faults():
@@ -238,7 +244,7 @@ class Ranks:
         os._exit(1)
 
     def _watch(self) -> None:
-        """Give a sign of life, look for those of the others, and hand signals on to rank 0, until the process ends."""
+        """Give a sign of life, look for those of the others, and hand signals on to rank 0, until the pipe of signals says 0."""
         store = self.store.clone()
         for beat in range(sys.maxsize):
             try:
@@ -263,7 +269,9 @@ class Ranks:
                 for child in self.children if self.fault else ():
                     child.kill()  # so that a collective that waits for them fails
             if select.select([self.signals], [], [], BEAT_SECONDS)[0]:
-                store.set("signal", str(os.read(self.signals, 1)[0]))
+                if not (number := os.read(self.signals, 1)[0]):
+                    return
+                store.set("signal", str(number))
 
 
 def lost_connection(error: Exception) -> bool:

@@ -116,11 +116,19 @@ def test_two_machines_go_on_with_a_run_of_four_processes(sharded, warm, tmp_path
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", str(processes), "--rdzv_backend", "c10d"]
     torchrun += ["--rdzv_endpoint", f"127.0.0.1:{20000 + processes + os.getpid() % 10000}", "--rdzv_id", "test"]
     line = [*torchrun, *command(warm, "--policy_parallelism", "sharded")]
-    with subprocess.Popen(
-        [sys.executable, *line], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
-    ) as other:
-        run(tmp_path, *line)
-        assert other.wait(120) == 0
+    logs = [tmp_path / "machine0.log", tmp_path / "machine1.log"]
+    machines = []
+    for log in logs:
+        with log.open("w") as said:
+            options = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": said, "stderr": subprocess.STDOUT}
+            machines.append(subprocess.Popen([sys.executable, *line], **options))
+    try:
+        codes = [machine.wait(300) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+        print(*(log.read_text() for log in logs), sep="\n--- the other machine ---\n")
+    assert codes == [0, 0]
     assert_near(cut, sharded)
     assert last_whole_step(cut) == (STEPS, [])
 

@@ -1,8 +1,10 @@
 """What the ranks of test_ranks.py hold: python -m ranked_object WHAT prints what rank 0 sees when rank 1 is done that harm."""
 
+import atexit
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -45,6 +47,8 @@ class Held:
 
 
 def main(what):
+    if what == "none":
+        atexit.register(lambda: print("threads at the end:", threading.active_count()))
     ranks = lead(3, seconds=5)
     held = ranks.open("ranked_object:Held", 10)
     if what == "none":

@@ -24,9 +24,10 @@ def run(what: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_every_rank_makes_the_calls_of_rank_0():
-    lines = run("none").stdout.splitlines()
+    *lines, end = run("none").stdout.splitlines()
     torch.manual_seed(7)
     assert lines == [f"3 33.0 [99.0, 297.0] {torch.rand(1).item()}", "3.0"]  # 10 + 11 + 12; then 3 x 33, 3 x 99; 0 + 1 + 2
+    assert end == "threads at the end: 1"  # one that is within the store would abort the process
 
 
 @pytest.mark.parametrize(
