@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from alignment.rewards.grading.compare import Comparison
 from alignment.rewards.grading.expressions import CAPITALS, FUNCTIONS, GREEK
-from alignment.rewards.grading.text import TABLES, normalise, split, squeeze, unbox
+from alignment.rewards.grading.text import PATTERNS, TABLES, normalise, split, squeeze, unbox
 from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
@@ -79,12 +79,9 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
     return Verdict(bool(equal), "unread" if equal is None else comparison.stage)
 
 
-_DECIMAL = re.compile(r"([-+]?)\$?([0-9]{1,80}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20})(?:\.([0-9]{1,60}))?\.?")
-
-
 def _plain_numbers(answer: str, truth: str) -> bool | None:
     """Whether a decimal number equals a whole number, the most frequent case; None for any other pair of texts."""
-    whole, decimal = _DECIMAL.fullmatch(truth), _DECIMAL.fullmatch(answer)
+    whole, decimal = PATTERNS.decimal.fullmatch(truth), PATTERNS.decimal.fullmatch(answer)
     if whole is None or whole[3] or decimal is None:
         return None
     wanted, given = (int(match[1] + match[2].replace(",", "")) for match in (whole, decimal))
@@ -106,18 +103,13 @@ def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool 
 # --- math-verify ------------------------------------------------------------------------------------------
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
-_NOTATION = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")  # our own grammar reads these in some places only, or never
-_MISSING = re.compile(
-    r"\{ ?\}|[-+*/^_=<≤∪∩∖] ?$|^ ?[*/^_=<>≤≥∪∩∖]|"
-    r"\\(?:frac|binom)(?! ?(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\} ?){2})|\\(?:sqrt|sum|prod|int|lim|begin)(?! ?[\[{_A-Za-z0-9])"
-)
 _TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"})
 
 
 def ask_math_verify(answer: str, truth: str) -> Verdict:
     """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get. Raises `CallFailed`."""
     # Only where one of the texts has notation that math-verify alone reads, and both are harmless.
-    if not _NOTATION.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
+    if not PATTERNS.for_math_verify.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
         return Verdict(False, "unread")
     pair = answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)
     return Verdict(WORKERS.submit(_READING, pair, SECONDS).result()[0], "math-verify")
@@ -144,7 +136,7 @@ def _harmless(text: str) -> bool:
         return False
     # Brackets match and nothing is missing: no \frac without its two parts, no sign at an end.
     ended = re.findall(r"\\begin ?\{(\w+)\}", text) == re.findall(r"\\end ?\{(\w+)\}", text)
-    if not split(text) or not ended or _MISSING.search(text):
+    if not split(text) or not ended or PATTERNS.incomplete.search(text):
         return False
     bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
     signs = re.sub(r"\\[A-Za-z]+", " ", bare)

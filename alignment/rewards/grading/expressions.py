@@ -8,13 +8,11 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from alignment.rewards.grading.text import TABLES
+from alignment.rewards.grading.text import PATTERNS, TABLES
 
 MAX_TOKENS = 200  # of an expression, hence also of the nodes of its tree
 MAX_DEPTH = 30  # of brackets, powers and signs inside each other
 MAX_DIGITS = 80  # of one number in the text
-
-NUMBER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 
 
 class Refused(ValueError):
@@ -51,7 +49,8 @@ NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
 _LETTERS = re.compile(r"\\[A-Za-z]+|([A-Za-z]+)")
 _TOKEN = re.compile(
-    rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|(?P<other>{NUMBER}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
+    rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|"
+    rf"(?P<other>{PATTERNS.number.pattern}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
 )
 _BRACKETS = ("(", "[", "{")
 # Each opening sign with the closing one, and the function of what stands between them.

@@ -5,10 +5,8 @@ from collections import Counter
 from fractions import Fraction
 
 from alignment.rewards.grading.answers import About, Answer, Clock, Listing, Quantity
-from alignment.rewards.grading.expressions import (
-    NAMES, NUMBER, TRIGONOMETRIC, NoAnswer, Node, Refused, fraction, parse_expression,
-)  # fmt: skip
-from alignment.rewards.grading.text import TABLES, split
+from alignment.rewards.grading.expressions import NAMES, TRIGONOMETRIC, NoAnswer, Node, Refused, fraction, parse_expression
+from alignment.rewards.grading.text import PATTERNS, TABLES, split
 
 # --- units and numbers in words ---------------------------------------------------------------------------
 
@@ -20,28 +18,17 @@ _UNIT_NAMES = {
 }
 _POWER_WORDS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3, "squared": 2, "cubed": 3}
 SYMBOLS = {name for name in _UNIT_NAMES if len(name) == 1}  # algebra uses these too: 5m
-_NOT_UNITS = set(TABLES["no_units"].split())
-_NUMBER_NOUNS = re.compile(  # used as nouns, so no units: 5 sixteenths, 5 twenties, 5 quadrillion
-    r"\w*(?:teen(?:th)?|tieth|(?:twen|thir|for|fif|six|seven|eigh|nine)tie|dredth|sandth|ll?ion|ll?ionth)s?|"
-    r"(?:eleven|twel[fv]e?)(?:th)?s?|(?:four|fif|six|seven|eigh|nin|ten)ths?"
-)
-_PLURAL = re.compile(r"[a-z]{2,}(?<!s)s|[a-z]{2,}(?:sse|e)s")
-_TRAILING_WORDS = re.compile(
-    r" (?:old|long|tall|wide|high|deep|away|left|remaining|total|in total|in all|altogether|each|apiece"
-    r"|of (?:the|a|an|all|his|her|their|its)(?: [a-z]+){1,3})$"
-)
+_NOT_UNITS, _QUALIFYING = (frozenset(TABLES[name].split()) for name in ("no_units", "qualifying_words"))
+_BELOW_HUNDRED = dict(zip(TABLES["cardinals"].split(), (*range(20), *range(20, 100, 10)), strict=True))
+SCALES = TABLES["scales"]
 
 
 def without_trailing_words(text: str) -> str:
     """The text without a trailing "in total", "of the apples" or the like; keeps them if they hold a number or `_NOT_UNITS`."""
-    match = _TRAILING_WORDS.search(text)
+    match = PATTERNS.trailing_words.search(text)
     words = match[0].split() if match else []
     removable = _NOT_UNITS.isdisjoint(words) and not any(number_in_words(word) is not None for word in words)
     return text[: match.start()] if match and removable else text
-
-
-_WORD = r"[A-Za-zµΩ°¢£Å\u4e00-\u9fff]+\.?"
-_FACTOR = re.compile(rf" ?({_WORD})(?: ?\^ ?\{{? ?(-?[0-9]) ?\}}?)?(?: ?[*-])?")
 
 
 def read_unit(text: str) -> str:
@@ -65,7 +52,7 @@ def _product(text: str) -> Counter[str]:
     """{factor: power} of a unit; {noun: 1} of a plural noun with its adjectives; {} of anything else."""
     head, of, _ = text.strip().partition(" of ")  # 5 cups of flour are 5 cups
     text = head if of and re.fullmatch("[a-z ]+", text) else text.strip()
-    factors = list(_FACTOR.finditer(text))
+    factors = list(PATTERNS.factor.finditer(text))
     powers: Counter[str] = Counter()
     last, pending_power = "", 1
     for factor in factors:
@@ -89,10 +76,10 @@ def _plural_noun(text: str) -> str:
         return ""
     if not _NOT_UNITS.isdisjoint(words) or any(word.endswith(("ed", "ly")) and len(words) == 1 for word in words):
         return ""
-    if any(number_in_words(word) is not None or _NUMBER_NOUNS.fullmatch(word) for word in words):
+    if any(number_in_words(word) is not None or PATTERNS.number_noun.fullmatch(word) for word in words):
         return ""
     known = words[-1] in _UNIT_NAMES and len(words[-1]) > 2
-    return " ".join(words) if known or _PLURAL.fullmatch(words[-1]) and not words[-1].endswith(("eds", "lys")) else ""
+    return " ".join(words) if known or PATTERNS.plural.fullmatch(words[-1]) and not words[-1].endswith(("eds", "lys")) else ""
 
 
 def same_unit(a: str, b: str) -> bool:
@@ -100,10 +87,6 @@ def same_unit(a: str, b: str) -> bool:
     if a == b or a.endswith(f" {b}") or b.endswith(f" {a}"):
         return True
     return (a + b).isalpha() and min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1])
-
-
-_BELOW_HUNDRED = dict(zip(TABLES["cardinals"].split(), (*range(20), *range(20, 100, 10)), strict=True))
-SCALES = TABLES["scales"]
 
 
 def number_in_words(text: str) -> Fraction | None:
@@ -165,24 +148,14 @@ def _cardinal(words: list[str]) -> Fraction | None:
 
 # --- words, options and sentences ----------------------------------------------------------------------
 
-_ARTICLES = re.compile(r"\b(?:the|an?) (?=\w)")
-_LETTERS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
-_NO_WORD = re.compile(r"[b-df-hj-np-tv-z]{2,3}|a?b?c?d?|x?y?z?")  # ab, xy, pqr: products
-
 
 def plain_words(text: str) -> str:
     """A text of nothing but words, in one spelling; "" for any other text."""
-    if not _LETTERS.fullmatch(text) or len(text) < 2 or not NAMES.isdisjoint(re.findall("[A-Za-z]+", text)):
+    if not PATTERNS.words.fullmatch(text) or len(text) < 2 or not NAMES.isdisjoint(re.findall("[A-Za-z]+", text)):
         return ""
-    if _NO_WORD.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text) or quantity_in_words(text) is not None:
+    if PATTERNS.no_word.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text) or quantity_in_words(text) is not None:
         return ""
-    return " ".join(_ARTICLES.sub("", text.casefold().replace("-", " ").replace("'", "")).split())
-
-
-_OPTION = re.compile(r"(?i:(?:the )?(?:correct |right |best )?(?:option|choice|answer) (?:is )?)?\(?([A-Ja-j])\)?[.):]?")
-_SET_OF_LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
-_OPTION_TEXT = re.compile(r"(?:(?i:option|choice) )?(?:\(([A-J])\)[:.]?|([A-J])[).:]) ?(?=\S)(.*)")
-_OTHER_OPTION = re.compile(r"\([A-J]\)|\b[A-J][).:]|\b[B-J]\b|\band\b")
+    return " ".join(PATTERNS.article.sub("", text.casefold().replace("-", " ").replace("'", "")).split())
 
 
 def same_options(answer: str, truth: str) -> bool:
@@ -190,25 +163,18 @@ def same_options(answer: str, truth: str) -> bool:
     options = option_letters(truth)
     if not options or options == option_letters(answer):
         return bool(options)
-    named = _OPTION_TEXT.fullmatch(answer)
-    several = named is None or _OTHER_OPTION.search(named[3]) or qualified(named[3])
+    named = PATTERNS.option_text.fullmatch(answer)
+    several = named is None or PATTERNS.other_option.search(named[3]) or qualified(named[3])
     return not several and options == {(named[1] or named[2]).lower()}
 
 
 def option_letters(text: str) -> frozenset[str]:
     """The letter of "(A)", "A." or "option A", or those of `A, C`, `AC` or `A and C`, in lower case; empty if none."""
-    if one := _OPTION.fullmatch(text):
+    if one := PATTERNS.option.fullmatch(text):
         return frozenset(one[1].lower())
     letters = re.findall("[A-J]", text)
-    several = _SET_OF_LETTERS.fullmatch(text) and len(set(letters)) == len(letters)
+    several = PATTERNS.options.fullmatch(text) and len(set(letters)) == len(letters)
     return frozenset(map(str.lower, letters)) if several else frozenset()
-
-
-_SENTENCE = re.compile(
-    rf"(?:[A-Za-z']+,? ){{0,10}}(?:{'|'.join(TABLES['verbs'].split())}|equal to|there (?:are|were)|total of|left with)"
-    r"(?: (?:him|her|them|it|us|me|you))?(?: (?:now|still|exactly|only|just|all|a total of|equal to))? (?=[-0-9$£€¥\\(\[{])(.*)"
-)
-_QUALIFYING = frozenset(TABLES["qualifying_words"].split())
 
 
 def qualified(text: str) -> bool:
@@ -219,41 +185,29 @@ def qualified(text: str) -> bool:
 
 def answer_in_sentence(text: str) -> str:
     """The answer in a plain sentence, 15 in "So there are 15 ways"; "" if the sentence denies, hedges or offers a choice."""
-    match = _SENTENCE.fullmatch(text)
+    match = PATTERNS.sentence.fullmatch(text)
     if match is None or qualified(text):
         return ""
     answer, _, rest = re.fullmatch(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?", match[1]).groups()
     return "" if any(number_in_words(word) is not None for word in (rest or "").split()) else answer
 
 
-_WORDS_IN_SENTENCE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
-
-
 def words_in_sentence(words: str) -> str:
     """The predicate of a plain sentence, "odd" in "the function is odd"; "" if the sentence denies or hedges."""
-    match = _WORDS_IN_SENTENCE.fullmatch(words)
+    match = PATTERNS.words_in_sentence.fullmatch(words)
     return "" if match is None or qualified(words) else match[1]
-
-
-_SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
 
 
 def two_forms(text: str) -> tuple[str, str] | None:
     """The two forms of an answer with a second form in brackets, `1/4 (or 0.25)`; None for anything else."""
-    match = _SAME_AGAIN.fullmatch(text)
-    return None if match is None or any(map(_SAME_AGAIN.fullmatch, match.groups())) else (match[1], match[2])
-
-
-_CLAUSE = re.compile(
-    r"(?:,| )? ?(?:(?:where|for|with|and) )?(?:(?:all|any|every|some) )?"
-    r"(?:integers? ([a-z])|([a-z])(?: is)?(?: ?∈ ?[ℤℕ]| an?(?:y|ll)? integer| integer))"
-)
+    match = PATTERNS.same_again.fullmatch(text)
+    return None if match is None or any(map(PATTERNS.same_again.fullmatch, match.groups())) else (match[1], match[2])
 
 
 def without_clause(text: str) -> str:
     """The text without a closing "k ∈ ℤ", which a free parameter implies; the parameter is renamed to n."""
     match = re.search(r"(?:, ?| )(?:where |for |with )", text) or re.search(r", ?(?=[a-z] ?∈)| (?=for integers?\b)", text)
-    clause = match and _CLAUSE.fullmatch(text[match.start() :])
+    clause = match and PATTERNS.clause.fullmatch(text[match.start() :])
     if not clause:
         return text
     whole, text, name = text, text[: match.start()], clause[1] or clause[2]
@@ -267,11 +221,9 @@ def without_clause(text: str) -> str:
 
 # --- quantities ------------------------------------------------------------------------------------------
 
-_TIME = re.compile(r"(?i)([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))? ?(a\.?m\.?|p\.?m\.?|o'clock|noon|midnight)?(?: (am|pm))?")
-
 
 def read_clock(text: str, levels: int) -> Answer | None:
-    match = _TIME.fullmatch(f"12 {text}" if text.casefold() in ("noon", "midnight") else text)
+    match = PATTERNS.time.fullmatch(f"12 {text}" if text.casefold() in ("noon", "midnight") else text)
     if match is None or not (match[2] or match[4] or match[5]):
         return None
     hour, minute, second = (int(part or 0) for part in match.groups()[:3])
@@ -308,44 +260,24 @@ def read_two_units(text: str, levels: int) -> Answer | None:
     return Listing("+", parts) if units and parts[0].unit != parts[1].unit else None
 
 
-_MONEY = re.compile(r"([-+]?) ?(?:US|USD|CA|AU|C|A)?([$£€¥₹]) ?(?=[-0-9.\\])([^$£€¥₹]*)|([^$£€¥₹]*[0-9]) ?([$£€¥₹])")
-_AMOUNT_PER = re.compile(r"([-+]? ?[0-9.,]*(?: ?(?:hundred|thousand|million|billion|trillion)\b)?)(.*)")
-_MONEY_CODE = re.compile(r"(USD|EUR|GBP|INR|Rs\.?) ?([0-9].*)")
-_PERCENT = re.compile(r"([-+]?[^%+*-]*[0-9)}]) ?(?:%|percent(?:age points?)?|per cent|pct)( [a-z ]{1,30})?")
-_OF_WHAT = re.compile(r" (?:chance|probability|interest|of (?:the|all|his|her|their|its|these)(?: [a-z]+){1,3})")
-_AMOUNT = re.compile(r"(.*?(?:[0-9)}\]]|\\pi|[0-9 ]pi))( ?)((?:\\degree|\\Omega|\\mu |[A-Za-zµΩ°¢£$Å\u4e00-\u9fff]).*)")
-_SCALED = re.compile(rf"(.*(?:{NUMBER})) ?({'|'.join(SCALES)})s?(?: ([A-Za-z].*))?")
-_SCALAR = re.compile(
-    rf"([-+]?) ?({NUMBER})(?: ?(?:[eE]|\* ?10 ?\^) ?([-+]?[0-9]{{1,3}}|\{{ ?-?[0-9]{{1,3}} ?\}})| ?(?:st|nd|rd|th))?"
-)
-_ENDLESS = re.compile(r"([-+]?)([0-9]*)\.([0-9]{1,60}) ?\.\.\.")
-_BASE = re.compile(
-    r"\(? ?([0-9A-Fa-fG-Z][0-9A-Fa-fG-Z ]{0,60}?) ?\)? ?"
-    r"(?:_ ?\{? ?\(?(?:base ?)?([0-9]{1,2}|[a-z]+)\)? ?\}?| \(?base[ -]([0-9]{1,2}|[a-z]+)\)?)"
-    r"(?: \(?base (?:\2)\)?)?|0([xXbo])([0-9A-Fa-f]{1,60})"
-)
-_MINUTES = re.compile(r"""([0-9]+) ?\\degree ?([0-9]+(?:\.[0-9]+)?) ?'(?: ?([0-9]+(?:\.[0-9]+)?) ?(?:"|''))?""")
-_MODULO = re.compile(r"(.*[0-9]) ?\\?\(?(?:\\pmod|\\bmod|\\mod|mod) ?\{? ?([0-9]+) ?\}?\)?")
-
-
 def read_quantity(text: str) -> Answer:
     """The quantity of a text: its currency, percent sign or unit, and the rest as a number or an expression."""
     text, unit = without_trailing_words(text), ""
-    if match := _BASE.fullmatch(text):
+    if match := PATTERNS.base.fullmatch(text):
         base = match[2] or match[3] or f"0{match[4].lower()}"
         return Quantity(_in_base(match[1] or match[5], base))
-    if match := _MINUTES.fullmatch(text):
+    if match := PATTERNS.minutes.fullmatch(text):
         degrees, minutes, seconds = (fraction("", part or "0") for part in match.groups())
         return Quantity(degrees + minutes / 60 + seconds / 3600, "degree")
-    if match := _ENDLESS.fullmatch(text):
+    if match := PATTERNS.endless.fullmatch(text):
         return _endless(match[1], match[2], match[3])
-    if match := _MODULO.fullmatch(text):
+    if match := PATTERNS.modulo.fullmatch(text):
         return Quantity(parse_expression(match[1]), f"mod {int(match[2])}")
-    if match := _MONEY_CODE.fullmatch(text):
+    if match := PATTERNS.money_code.fullmatch(text):
         text = f"{match[2]} {match[1].rstrip('.')}"
-    if match := _MONEY.fullmatch(text):  # $18 per day is 18 dollars per day
+    if match := PATTERNS.money.fullmatch(text):  # $18 per day is 18 dollars per day
         sign, text, currency = match[1] or "", match[3] or match[4], match[2] or match[5]
-        unit, (amount, per) = TABLES["currencies"][currency], _AMOUNT_PER.fullmatch(text).groups()
+        unit, (amount, per) = TABLES["currencies"][currency], PATTERNS.amount_per.fullmatch(text).groups()
         if re.match(r" *(?:[\\^*(+-]|/ ?[^a-z])", per):
             amount, per = text, ""
         text = sign + amount
@@ -354,11 +286,11 @@ def read_quantity(text: str) -> Answer:
             if not per_unit:
                 raise Refused("not an amount of money")
             unit = per_unit if per_unit.startswith(unit) or per_unit != "cent" else ""
-    if match := _PERCENT.fullmatch(text):
-        if match[2] and (qualified(match[2]) or not _OF_WHAT.fullmatch(match[2])):
+    if match := PATTERNS.percent.fullmatch(text):
+        if match[2] and (qualified(match[2]) or not PATTERNS.of_what.fullmatch(match[2])):
             raise Refused("words that may change a percentage")
         return Quantity(_number(match[1]).value, "%")
-    if match := _SCALED.fullmatch(text):
+    if match := PATTERNS.scaled.fullmatch(text):
         unit = unit or (read_unit(match[3]) if match[3] else "")
         if match[3] and not unit:
             raise Refused("not a unit")
@@ -366,7 +298,7 @@ def read_quantity(text: str) -> Answer:
         if not isinstance(number, Fraction):
             raise Refused("an expression before a word")
         return Quantity(number * SCALES[match[2]], unit)
-    if not unit and (match := _AMOUNT.fullmatch(text)) and (suffix := _unit_after(*match.groups())):
+    if not unit and (match := PATTERNS.amount.fullmatch(text)) and (suffix := _unit_after(*match.groups())):
         text, unit = match[1], suffix
     return _number(text)._replace(unit=unit)
 
@@ -386,7 +318,7 @@ def _unit_after(amount: str, gap: str, words: str) -> str:
 
 
 def _number(text: str) -> Quantity:
-    scalar = _SCALAR.fullmatch(text)
+    scalar = PATTERNS.scalar.fullmatch(text)
     if scalar is None:
         return Quantity(parse_expression(text))
     sign, number, exponent = scalar.groups("")

@@ -11,11 +11,11 @@ from flint import arb
 
 from alignment.rewards.grading import answers
 from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
-from alignment.rewards.grading.expressions import FUNCTIONS, GREEK, NoAnswer, Node, Refused, parse_expression, variables
+from alignment.rewards.grading.expressions import FUNCTIONS, NoAnswer, Node, Refused, parse_expression, variables
 from alignment.rewards.grading.quantities import (
     plain_words, qualified, quantity_in_words, read_clock, read_quantity, read_ratio, read_two_units, without_clause,
 )  # fmt: skip
-from alignment.rewards.grading.text import RELATIONS, TABLES, split, split_with_signs, squeeze
+from alignment.rewards.grading.text import PATTERNS, RELATIONS, TABLES, split, split_with_signs, squeeze
 from alignment.rewards.grading.values import equal_values, is_narrow, real_value, rounds_to, substitute
 
 MAX_PARTS = 20  # of a listing
@@ -119,14 +119,6 @@ def _plus_minus(text: str, levels: int) -> Answer | None:
     return _collect("or", parts)
 
 
-_VARIABLE = re.compile(rf"(?:[A-Za-z]|\\(?:{'|'.join(GREEK)}))(?:_\{{?\w{{1,3}}\}}?)?'*")
-_LABEL = re.compile(
-    rf"{_VARIABLE.pattern}|[fgh](?:\^ ?(?:\{{ ?-1 ?\}}|-1))?'*(?: ?\([^()=]{{1,12}}\))?|[PE] ?\([^()=]{{1,12}}\)|"
-    rf"{_VARIABLE.pattern} ?\((?:[a-z]|[0-9]{{1,4}})(?:, ?(?:[a-z]|[0-9]{{1,4}})){{0,2}}\)|"
-    r"(?:m ?)?\\(?:angle|overline) ?\{?[A-Za-z]{1,3}\}?|[A-Z]{2,3}|\|?[A-Z]{2}\|?|[A-Z](?: ?[∪∩∖] ?[A-Z]){1,3}|"
-    r"[A-Za-z]{3,}(?: [A-Za-z]+){0,6}|\([a-z](?: ?, ?[a-z]){1,3}\)|[A-Za-z]+-(?:coordinate|intercept)|d[a-z]/d[a-z]|"
-    r"\\frac\{d[a-z]\}\{d[a-z]\}"
-)
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
 
 
@@ -136,7 +128,7 @@ def _relation(text: str, levels: int) -> Answer | None:
     if not signs:
         return None
     if "∈" in signs:
-        if len(signs) == 1 and _LABEL.fullmatch(sides[0]):
+        if len(signs) == 1 and PATTERNS.label.fullmatch(sides[0]):
             return _with_label(sides[0], read(sides[1], levels - 1))
         raise NoAnswer("a membership that is no answer")
     if "≈" in signs:
@@ -164,7 +156,7 @@ def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
 
 def _is_label(text: str) -> bool:
     """Whether a text can be the left side of `label = answer`: a symbol, f(x), or words that compute and deny nothing."""
-    if not _LABEL.fullmatch(text) or text in ("e", "i", r"\pi") or re.match(r"[xyz] ?\([0-9]", text):
+    if not PATTERNS.label.fullmatch(text) or text in ("e", "i", r"\pi") or re.match(r"[xyz] ?\([0-9]", text):
         return False
     return not qualified(text) and not set(re.findall("[A-Za-z]+", text)) & {*FUNCTIONS}
 
@@ -174,7 +166,7 @@ def _equation(sides: list[str], levels: int) -> Answer:
         raise Refused("no chain of equations")
     if _is_label(sides[0]):
         return _with_label(sides[0], _chain(sides[1:], levels))
-    if len(sides) == 2 and _VARIABLE.fullmatch(sides[1]) and sides[1] not in ("e", "i"):
+    if len(sides) == 2 and PATTERNS.variable.fullmatch(sides[1]) and sides[1] not in ("e", "i"):
         return _with_label(sides[1], read(sides[0], levels - 1))
     return _chain(sides, levels)
 
@@ -212,12 +204,12 @@ def _chain(sides: list[str], levels: int) -> Answer:
 def _inequality(sides: list[str], signs: list[str]) -> Answer:
     backwards = set(signs) <= {">", "≥"}
     if len(sides) == 2:
-        backwards = _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0])
+        backwards = PATTERNS.variable.fullmatch(sides[1]) and not PATTERNS.variable.fullmatch(sides[0])
     if backwards:
         sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
-    if len(sides) == 2 and _VARIABLE.fullmatch(sides[0]) and (end := _end(sides[1])) is not None:
+    if len(sides) == 2 and PATTERNS.variable.fullmatch(sides[0]) and (end := _end(sides[1])) is not None:
         return Labelled(_label(sides[0]), answers.half_line(signs[0], end))
-    if len(sides) == 3 and set(signs) <= {"<", "≤"} and _VARIABLE.fullmatch(sides[1]):
+    if len(sides) == 3 and set(signs) <= {"<", "≤"} and PATTERNS.variable.fullmatch(sides[1]):
         low, high = _end(sides[0]), _end(sides[2])
         if low is not None and high is not None:
             return Labelled(_label(sides[1]), answers.interval(low, signs[0] == "≤", high, signs[1] == "≤"))
@@ -265,9 +257,6 @@ def _set_operation(text: str, levels: int) -> Answer | None:
     return None
 
 
-_BUILDER = re.compile(r"\{ ?([a-z])(?: ?∈ ?ℝ)? ?[|:] ?(.*)\}")
-
-
 def _whole_bracket(text: str) -> bool:
     """Whether the first bracket is closed by the last character."""
     return text[0] in "([{⟨" and text[-1] in ")]}⟩" and bool(split(text[1:-1]))
@@ -278,7 +267,7 @@ def _bracketed(text: str, levels: int) -> Answer | None:
         return Labelled(text[0], _bracketed(point, levels))  # P(2, 3)
     if not _whole_bracket(text):
         return None
-    if builder := _BUILDER.fullmatch(text):
+    if builder := PATTERNS.set_builder.fullmatch(text):
         condition = read(builder[2], levels - 1)
         if not isinstance(condition, Labelled | Relation | Region | Listing):
             raise NoAnswer("a set without a condition")
@@ -294,11 +283,8 @@ def _bracketed(text: str, levels: int) -> Answer | None:
     return read(text[1:-1], levels - 1) if kind in ("()", "[]") else None
 
 
-_MATRIX = re.compile(r"\\begin ?\{([pbvBV]?matrix|smallmatrix|array)\}(?: ?\{[lcr| ]+\})?(.*)\\end ?\{\1\}")
-
-
 def _matrix(text: str, levels: int) -> Answer | None:
-    match = _MATRIX.fullmatch(text.strip("()[] ") if "{array}" in text or "{smallmatrix}" in text else text)
+    match = PATTERNS.matrix.fullmatch(text.strip("()[] ") if "{array}" in text or "{smallmatrix}" in text else text)
     if match is None:
         return None
     lines = [line for line in re.split(r"\\\\(?:\[[^\]]{0,8}\])?", match[2]) if line.strip()]
@@ -309,16 +295,13 @@ def _matrix(text: str, levels: int) -> Answer | None:
     return Quantity(_determinant(cells)) if match[1] == "vmatrix" else Matrix(cells)
 
 
-_CASES = re.compile(r"(?:([A-Za-z][^=&]{0,12})= ?)?\\begin ?\{cases\}(.*)\\end ?\{cases\}")
-_CONDITION = re.compile(r" *(?:(?:if|when|for|where) )?(.*?)[ ,.]*")
-
-
 def _cases(text: str, levels: int) -> Answer | None:
     """Values with their conditions, in any order; without conditions, a system of equations."""
-    match = _CASES.fullmatch(text)
+    match = PATTERNS.cases.fullmatch(text)
     if match is None:
         return None
-    rows = [[_CONDITION.fullmatch(cell)[1] for cell in line.split("&")] for line in match[2].split("\\\\") if line.strip()]
+    lines = [line.split("&") for line in match[2].split("\\\\") if line.strip()]
+    rows = [[PATTERNS.condition.fullmatch(cell)[1] for cell in line] for line in lines]
     if not 1 <= len(rows) <= MAX_PARTS or len({len(row) for row in rows}) > 1:
         raise NoAnswer("rows that are no cases, or too many")
     if len(rows[0]) == 1:
@@ -340,13 +323,8 @@ def _determinant(rows: Sequence[Sequence[Answer]]) -> Node:
     return total
 
 
-_ABOUT = re.compile(
-    r"(?i)(?:is )?(?:about|approximately|approx\.?|around|roughly|nearly|almost|≈) (.*)|(.*) \(?(?:approximately|approx\.?)\)?"
-)
-
-
 def _approximation(text: str, levels: int) -> Answer | None:
-    match = _ABOUT.fullmatch(text)
+    match = PATTERNS.about.fullmatch(text)
     return About(read(match[1] or match[2], levels - 1)) if match else None
 
 

@@ -1,6 +1,7 @@
 r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, one sign for each relation, no sizing.
 
-`TABLES` holds those of `notation.toml`: signs, LaTeX commands, units and words.
+`TABLES` holds those of `notation.toml`: signs, LaTeX commands, units and words. `PATTERNS` has the regular expressions of
+`patterns.toml` as attributes.
 """
 
 import itertools
@@ -9,8 +10,11 @@ import tomllib
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
-TABLES = tomllib.loads(Path(__file__).with_name("notation.toml").read_text("utf-8"))
+TABLES, _PATTERNS = (
+    tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text("utf-8")) for name in ("notation", "patterns")
+)
 RELATIONS = "=<>≤≥≠≈∈"
 _SIGN_OF = {name: sign for sign, names in TABLES["signs"].items() for name in names.split()}
 _VULGAR_FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
@@ -29,6 +33,17 @@ _REPLACEMENTS: dict[str, Callable[[re.Match[str]], str]] = {
     "JOINED": lambda match: match[0].replace(" ", ""),
 }
 _REWRITES = [(re.compile(pattern), _REPLACEMENTS.get(text, text)) for pattern, text in TABLES["rewrites"]]
+
+
+def _whole_patterns() -> dict[str, str]:
+    """Each pattern by name, with those that it names filled in."""
+    whole = {"verbs": "|".join(TABLES["verbs"].split()), **{name: "|".join(TABLES[name]) for name in ("scales", "greek")}}
+    for name, parts in _PATTERNS.items():
+        whole[name] = re.sub(r"\(\?&(\w+)\)", lambda named: whole[named[1]], "".join(parts))
+    return whole
+
+
+PATTERNS = SimpleNamespace(**{name: re.compile(pattern) for name, pattern in _whole_patterns().items()})
 
 
 def normalise(text: str) -> str:
