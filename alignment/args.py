@@ -2,10 +2,10 @@
 
 import argparse
 import dataclasses
-import math
+import operator
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -38,45 +38,10 @@ KLEstimator = Literal[tuple(KL_ESTIMATORS)]
 OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
-def _not_negative(number: float) -> bool:
-    return 0 <= number < math.inf
-
-
-BOUNDS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    name: (words, holds)
-    for words, holds, names in (
-        ("from 0 to 2147483647", lambda x: 0 <= x < 2**31, "seed data_seed sampling_seed"),
-        (
-            "a number above 0",
-            lambda x: 0 < x < math.inf,
-            "group_size prompts_per_rollout num_steps epochs_per_rollout batch_size learning_rate max_grad_norm advantage_eps"
-            " correction_cap max_sampler_mismatch eval_interval save_interval max_bad_steps sampler_timeout rank_timeout"
-            " cliprange_high machines",
-        ),
-        (
-            "at least 1",
-            lambda x: x >= 1,
-            "lora_alpha max_new_tokens num_samples sync_every cpus_per_run gpu_memory sampler_tensor_parallel",
-        ),
-        ("at least 2", lambda x: x >= 2, "max_seeds"),
-        ("at least 2, to have a variance", lambda x: x >= 2, "prompts"),
-        ("from 0 to 1", lambda x: 0 <= x <= 1, "max_grader_failures min_consistency"),
-        ("above 0 and at most 1", lambda x: 0 < x <= 1, "sampling_top_p gpu_memory_utilization cliprange"),
-        ("between 0 and 1", lambda x: 0 < x < 1, "tie"),
-        ("0 or more", _not_negative, "warmup_steps weight_decay num_gpus gpus_per_run max_staleness"),
-        ("0 (all) or more", _not_negative, "sampling_top_k max_problems num_problems train_mini_batch_size keep_checkpoints"),
-        ("0 (what fits) or more", _not_negative, "micro_batch_tokens"),
-        ("0 (greedy) or more", _not_negative, "sampling_temperature"),
-        ("0 (as in training) or more", _not_negative, "eval_max_new_tokens"),
-        ("0 (any length) or more", _not_negative, "max_prompt_tokens"),
-        ("0 (never) or more", _not_negative, "max_refills"),
-        ("0 (one a device) or more", _not_negative, "policy_ranks"),
-        ("0 (none) or more", _not_negative, "beta lora_rank kill_after"),
-        ("0 (none) or above 1", lambda x: x == 0 or 1 < x < math.inf, "dual_clip"),
-    )
-    for name in names.split()
-}
-"""Argument -> the numbers that will do, in words and as a test; a flag has the same bound in every command."""
+COMPARISONS = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
+_BOUNDS = tomllib.loads(Path(__file__).with_name("bounds.toml").read_text())
+BOUNDS = {name: (words, bound) for words, bound in _BOUNDS.items() for name in bound["arguments"].split()}
+"""Argument -> the numbers that will do, in words and by limits; a flag has the same bound in every command."""
 
 
 def _check_bounds(args) -> None:
@@ -84,9 +49,10 @@ def _check_bounds(args) -> None:
     for f in dataclasses.fields(args):
         value = getattr(args, f.name)
         if f.name in BOUNDS and value is not None and not isinstance(value, tuple):
-            words, holds = BOUNDS[f.name]
+            words, bound = BOUNDS[f.name]
             words = words.replace("a number", "a whole number") if isinstance(value, int) else words
-            _require(args, f.name, holds(value), words)
+            holds = all(holds(value, bound[name]) for name, holds in COMPARISONS.items() if name in bound)
+            _require(args, f.name, holds or value == bound.get("or"), words)
 
 
 @dataclass(frozen=True)
