@@ -16,7 +16,7 @@ from rich.console import Console
 
 from alignment.args import EvaluateArgs, parse
 from alignment.checks import check, check_model_path, check_test_split, resolve_model, roles_of
-from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, write_args
+from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name
 from alignment.system.errors import run_command
 from alignment.system.files import write_json
 from alignment.system.terminal import make_console
@@ -50,9 +50,7 @@ def main() -> None:
         resolve_model(model, args.output_dir)  # says what is wrong with the second before an hour is spent on the first
     evaluations = [evaluate_model(args, model, console) for model in models]
     default = "_".join(["compare" if args.compare else "evaluate", *map(label, models), args.task.replace(":", ".")])[:150]
-    path = claim_run_folder(
-        args.output_dir, args.run_name, default, lambda folder: write_args(folder, dataclasses.asdict(args), {"all": args.seed})
-    )
+    path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})
     report(path, models, evaluations, console)
     console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
 

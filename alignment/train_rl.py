@@ -3,10 +3,9 @@
 uv run -m alignment.train_rl --loss_type grpo_clip
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from alignment.args import RLArgs, parse
 from alignment.checks import check_rl, resumed_if_restarted, run_config
@@ -14,9 +13,6 @@ from alignment.runs.run import open_run
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import followed
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def train(args: RLArgs, console: Console) -> Path:

@@ -6,7 +6,6 @@ uv run -m alignment.verify --preset tiny
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -21,7 +20,7 @@ from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
 from alignment.checks import check_rl, roles_of
-from alignment.runs.run_folder import claim_run_folder, write_args
+from alignment.runs.run_folder import claim_run_folder
 from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import read_jsonl, sha256, write_json
 from alignment.system.processes import end_command, last_line, start_command
@@ -158,8 +157,8 @@ def main() -> None:
     if args.kill_after and not PROCESSES:
         resumed = Check("killed, resumed: parts with other bits", 0.0, lambda: differing_parts(args, console))
         records += report([resumed], console)
-    fill = functools.partial(write_args, arguments=dataclasses.asdict(args), seeds=args.seeds)
-    folder = claim_run_folder(args.output_dir, args.run_name, f"verify_{args.preset}", fill)
+    name = f"verify_{args.preset}"
+    folder = claim_run_folder(args.output_dir, args.run_name, name, dataclasses.asdict(args), args.seeds)
     write_json(folder / "summary.json", {"checks": records})
     console.print(f"all of it: {folder}/summary.json", markup=False, soft_wrap=True)
     if failed := sum(not record["passed"] for record in records):

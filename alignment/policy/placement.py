@@ -105,17 +105,12 @@ def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence
     """Fill in the helpers that were not named: the highest spare GPU each, then sharing. One that finds no spare GPU joins the
     helper just before it (eval the reference, the reference the sampler), else one after it, and goes among the policy's GPUs
     only when the policy has them all."""
-    placed = dict(named)
-    left = list(spare)
+    placed, left = dict(named), list(spare)
     for index, role in enumerate(HELPERS):
-        if role in named:
-            continue
-        if left:
-            placed[role] = left.pop()
-            continue
-        neighbours = [placed.get(other) for other in (*reversed(HELPERS[:index]), *HELPERS[index + 1 :])]
-        shareable = [device for device in neighbours if device in gpus and device not in policy]
-        placed[role] = shareable[0] if shareable else gpus[-1]
+        if role not in named:
+            neighbours = [placed.get(other) for other in (*reversed(HELPERS[:index]), *HELPERS[index + 1 :])]
+            shareable = [device for device in neighbours if device in gpus and device not in policy]
+            placed[role] = left.pop() if left else next(iter(shareable), gpus[-1])
     return placed
 
 

@@ -1,6 +1,5 @@
 """One training run: its folder, lock, checkpoints and log, and the save when it is stopped."""
 
-import functools
 import json
 import shlex
 import shutil
@@ -94,12 +93,12 @@ class Run:
     def start(self, policy, tokenizer, rollouts) -> None:
         """Create the folder and open its log."""
         config = self.config
-        write = functools.partial(run_folder.write_args, arguments=config.arguments, seeds=config.seeds)
         if self.path is None:
-            self.path = run_folder.claim_run_folder(config.output_dir, config.run_name, config.default_name, write)
+            names = config.output_dir, config.run_name, config.default_name
+            self.path = run_folder.claim_run_folder(*names, config.arguments, config.seeds)
             self.closing.enter_context(lock_run_folder(self.path))
         else:
-            write(self.path)
+            run_folder.write_args(self.path, config.arguments, config.seeds)
         self.folder = run_folder.RunFolder(self.path, self.step)
         self.closing.callback(self.folder.close)
         limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -137,16 +137,18 @@ def _is_taken(path: Path) -> bool:
     return path.is_dir() and any(path.iterdir())
 
 
-def claim_run_folder(output_dir: str, run_name: str, default: str, fill: Callable[[Path], None]) -> Path:
-    """Make a folder named `run_name`, or `default` with the first free number, and call `fill` to write its args.json. Two
-    commands never get the same folder, and every folder has an args.json. Raises `UserError` where `run_name` is taken."""
+def claim_run_folder(
+    output_dir: str, run_name: str, default: str, arguments: Mapping[str, object], seeds: Mapping[str, int]
+) -> Path:
+    """Make a folder named `run_name`, or `default` with the first free number, that has an args.json (`write_args`). Two
+    commands never get the same folder. Raises `UserError` where `run_name` is taken."""
     numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
     for name in [run_name] if run_name else numbered:
         path = Path(output_dir) / name
         try:
             if not _is_taken(path):
                 with files.atomic_folder(path) as building:
-                    fill(building)
+                    write_args(building, arguments, seeds)
                 return path
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command has just made it

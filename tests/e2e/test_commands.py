@@ -289,7 +289,7 @@ def test_a_longer_run_replaces_what_the_shorter_one_ended_with(warm, tmp_path, m
 
 def test_two_commands_never_share_a_folder(tmp_path):
     def claim(_) -> Path:
-        return claim_run_folder(str(tmp_path), "", "run", lambda folder: (folder / "args.json").write_text("{}"))
+        return claim_run_folder(str(tmp_path), "", "run", {}, {})
 
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(claim, range(8)))
