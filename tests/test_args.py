@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import sys
 import tomllib
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alignment import args as args_module
 from alignment.args import (
+    BOUNDS,
+    COMPARISONS,
     OTHER_NAMES,
     PRESETS,
     EvaluateArgs,
@@ -117,6 +121,19 @@ def test_choices_of_several_values_and_of_optional_ones_are_checked_too():
     with pytest.raises(UserError, match="--optimizer adam: .*did you mean adamw"):
         parse(PlanArgs, ["--optimizer", "adam"])
     assert parse(SweepArgs, ["--std_of", "batch", "group"]).std_of == ("batch", "group")
+
+
+def test_every_bound_is_of_an_argument_and_has_limits_that_are_compared():
+    commands = (kind for kind in vars(args_module).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind))
+    assert BOUNDS.keys() <= {f.name for kind in commands for f in dataclasses.fields(kind)}
+    assert {limit for _, bound in BOUNDS.values() for limit in bound} == {*COMPARISONS, "or", "arguments"}
+
+
+@pytest.mark.parametrize("dual_clip", [0.5, 1.0, -1.0, math.inf, math.nan])
+def test_a_number_beside_its_bound_s_exception_is_refused(dual_clip):
+    assert RLArgs(dual_clip=0).dual_clip == 0 and RLArgs(dual_clip=1.5).dual_clip == 1.5
+    with pytest.raises(UserError, match=f"^--dual_clip {dual_clip}: must be 0 .none. or above 1$"):
+        RLArgs(dual_clip=dual_clip)
 
 
 def test_what_other_libraries_flags_are_told_to_be_exists():

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from alignment.policy.optimizers import OPTIMIZERS
@@ -314,12 +314,9 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
     first ends on that device too."""
     for start in range(0, micro_batches, in_flight):
         block = range(start, min(start + in_flight, micro_batches))
-        yield from (("forward", number) for number in block)
-        if heads_first:
-            yield from (("head", number) for number in block)
-        for number in block:
-            yield from () if heads_first else (("head", number),)
-            yield "backward", number
+        forwards, heads, backwards = ([(action, number) for number in block] for action in ("forward", "head", "backward"))
+        yield from forwards
+        yield from heads + backwards if heads_first else chain(*zip(heads, backwards, strict=True))
 
 
 def policy_shares(shape: ModelShape, devices: Sequence[str], kind: str, optimizer: str) -> list[Share]:

@@ -2,8 +2,10 @@
 
 import re
 from itertools import chain
+from pathlib import Path
 
-from alignment.rewards.grading.text import TABLES
+from alignment.rewards.grading import text
+from alignment.rewards.grading.text import PATTERNS, TABLES
 
 
 def occurs_once(names) -> bool:
@@ -37,3 +39,15 @@ def test_every_rewrite_is_a_pattern_and_a_replacement_for_its_groups():
         pattern, replacement = map(str, rule)
         groups = [int(group) for group in re.findall(r"(?<!\\)(?:\\\\)*\\([0-9])", replacement)]
         assert max(groups, default=0) <= re.compile(pattern).groups, rule
+
+
+def test_a_pattern_holds_those_that_it_names():
+    assert PATTERNS.scaled.fullmatch("1,500.5 millions of euros").groups() == ("1,500.5", "million", "of euros")
+    assert PATTERNS.variable.pattern in PATTERNS.label.pattern and "(?&" not in "".join(p.pattern for p in vars(PATTERNS).values())
+
+
+def test_every_pattern_is_used():
+    package = Path(text.__file__).parents[1]
+    used = "".join(file.read_text("utf-8") for file in (*package.rglob("*.py"), package / "grading" / "patterns.toml"))
+    words = {"verbs", "scales", "greek"}  # tables that patterns are made of
+    assert [name for name in vars(PATTERNS).keys() - words if not re.search(rf"(PATTERNS\.|\(\?&){name}\b", used)] == []
