@@ -3,7 +3,6 @@ r"""The R1-Zero rewards: the format of a response, and whether its final answer 
 Model text is hostile input: it is never evaluated as Python, and every size is bounded before anything is computed.
 """
 
-import re
 from contextlib import suppress
 from fractions import Fraction
 
@@ -12,7 +11,7 @@ from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, Verdict, _nor
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.quantities import answer_in_sentence
 from alignment.rewards.grading.reading import read
-from alignment.rewards.grading.text import last_box, unbox
+from alignment.rewards.grading.text import PATTERNS, last_box, unbox
 
 
 def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:
@@ -57,13 +56,10 @@ def extract_answer(response: str) -> str | None:
     return unbox(answer).strip() if end else None
 
 
-_SHOWN = re.compile(r" (?:<answer>(?P<last>(?:(?!</?(?i:answer|think)>).)*)</answer>\s*)+", re.DOTALL)
-
-
 def strict_answer(response: str) -> str | None:
     r"""The text of the last answer block, with its boxes opened in place; None where the strict format rule fails."""
     thinking, end, shown = response.partition("</think>")
-    match = _SHOWN.fullmatch(shown)
+    match = PATTERNS.answer_blocks.fullmatch(shown)
     if not end or match is None or "<think>" in thinking.removeprefix("<think>"):
         return None
     content = match["last"][: 2 * MAX_CHARS]  # a longer answer is wrong anyway

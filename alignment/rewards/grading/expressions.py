@@ -47,7 +47,6 @@ _COMMANDS |= set("pi frac binom degree overline lfloor rfloor lceil rceil ihat j
 # Names that need no backslash.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
-_LETTERS = re.compile(r"\\[A-Za-z]+|([A-Za-z]+)")
 _TOKEN = re.compile(
     rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|"
     rf"(?P<other>{PATTERNS.number.pattern}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
@@ -67,7 +66,7 @@ def _tokens(text: str) -> list[str]:
         raise Refused("not an expression")
     if {match["command"] for match in matches} - _COMMANDS - {None}:
         raise Refused("unknown command")
-    if any(len(_NAME.sub("", letters)) > 3 for letters in _LETTERS.findall(text)):  # four that are in no name
+    if any(len(_NAME.sub("", letters)) > 3 for letters in PATTERNS.bare_letters.findall(text)):  # four that are in no name
         raise Refused("a word")
     if len(matches) > MAX_TOKENS:
         raise Refused("too long an expression")
