@@ -38,7 +38,7 @@ from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, manifested, read_jsonl, write_json
 from alignment.system.terminal import progress_line
 from alignment.system.torchrun import PROCESSES
-from alignment.training.sft import SFTConfig, SFTData, fine_tune, tokenise
+from alignment.training.sft import Example, SFTConfig, SFTData, fine_tune, tokenise
 from alignment.training.update import References, sampler_mismatch
 
 PROBED = 8  # test problems that samplers are asked with random adapters
@@ -125,10 +125,9 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     problems, evaluate = evaluation(args, tokenizer)
     # Says that a test problem is too long before it trains.
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
+    splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
+    data = SFTData(*splits, pad_token_id(tokenizer))
     policy = make_policy(args, base)
-    template = args.prompt or find_task(args.task, args.data).prompt
-    pairs = (with_prompts(demonstrations[split], template, tokenizer) for split in ("train", "test"))
-    data = SFTData(*(tokenise(of_split, tokenizer, context) for of_split in pairs), pad_token_id(tokenizer))
     try:
         with atomic_folder(target) as building:
             write_args(building, dataclasses.asdict(args), {"all": args.seed})
@@ -153,11 +152,11 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     return result
 
 
-def with_prompts(demonstrations: Sequence[tuple[Problem, str]], template: str, tokenizer) -> list[tuple[str, str]]:
-    """(prompt, response) pairs; a demonstration without a question has its prompt already."""
-    filled = iter(prompted([problem for problem, _ in demonstrations if problem.question], template, tokenizer))
-    problems = [next(filled) if problem.question else problem for problem, _ in demonstrations]
-    return [(problem.prompt, response) for problem, (_, response) in zip(problems, demonstrations, strict=True)]
+def examples(args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]], tokenizer, context: int) -> list[Example]:
+    """The demonstrations' prompts and responses as token ids."""
+    problems, responses = zip(*demonstrations, strict=True)
+    prompts = [p.prompt for p in prompted(problems, args.prompt or find_task(args.task, args.data).prompt, tokenizer)]
+    return tokenise(list(zip(prompts, responses, strict=True)), tokenizer, context)
 
 
 class MadeMeanwhile(UserError):

@@ -82,7 +82,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
 def read_examples(file: str) -> Demonstrations:
     """The worked examples of --few_shot. Raises `UserError` where there is none, or one has no question."""
     examples = read_demonstrations(file)
-    if not examples or not all(problem.question for problem, _ in examples):
+    if not examples or not all(problem.question and not problem.turns for problem, _ in examples):
         raise UserError(f'--few_shot {file}: every example needs a "question" and a "response", and there must be one')
     return examples
 

@@ -15,12 +15,14 @@ Score = dict[str, float]
 
 @dataclass(frozen=True)
 class Problem:
-    """One verifiable question. `prompt` is the whole text that the policy continues."""
+    """One verifiable question. `prompt` is the whole text that the policy continues; of a conversation, the (role, text)
+    `turns` before a response, a chat template makes it."""
 
     id: str
     question: str
     prompt: str
     ground_truth: str
+    turns: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

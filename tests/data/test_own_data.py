@@ -229,6 +229,49 @@ def test_the_shapes_of_demonstrations(row, question, prompt, response, tmp_path)
     assert read_demonstrations(file) == [(Problem(f"{file}:1", question, prompt, ""), response)]
 
 
+QUESTIONED = [{"role": "system", "content": "S"}, *turns("Q", "R", "Q2", "R2")]
+TOLD = tuple((turn["role"], turn["content"]) for turn in QUESTIONED)
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"messages": QUESTIONED}, [("Q", TOLD[:2], "R"), ("Q2", TOLD[:4], "R2")]),
+        ({"messages": QUESTIONED[:3]}, [("Q", TOLD[:2], "R")]),
+        ({"prompt": QUESTIONED[:4], "completion": QUESTIONED[4:]}, [("Q2", TOLD[:4], "R2")]),
+        ({"prompt": turns("Q"), "completion": turns("", "R")[1:]}, [("Q", (("user", "Q"),), "R")]),
+    ],
+)
+def test_each_turn_of_the_assistant_that_is_no_prompt_is_a_demonstration(row, shown, tmp_path):
+    file = str(write(tmp_path / "rows.jsonl", row))
+    expected = [(Problem(f"{file}:1", question, "", "", before), response) for question, before, response in shown]
+    assert read_demonstrations(file) == expected
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def test_the_chat_template_makes_the_prompt_of_a_conversation(tiny_folder, tmp_path):
+    """The tokens of its prompt are not trained; those of the response are, and EOS."""
+    from alignment.models import examples
+    from alignment.policy.loading import load_tokenizer
+
+    file, tokenizer = str(write(tmp_path / "rows.jsonl", {"messages": QUESTIONED})), load_tokenizer(str(tiny_folder))
+    demonstrations = [*read_demonstrations(file), (Problem("2", "Why?", "", ""), " So."), (Problem("3", "", "P:", ""), " 7")]
+    with pytest.raises(UserError, match=f"^{file}:1: it is a chat, and the tokenizer of this model has no chat template$"):
+        examples(SFTArgs(), demonstrations, tokenizer, 256)
+    tokenizer.chat_template = TEMPLATE
+    texts = [tuple(map(tokenizer.decode, example)) for example in examples(SFTArgs(), demonstrations, tokenizer, 256)]
+    end = "<|endoftext|>"
+    first = f"[system]S{end}[user]Q{end}[assistant]"
+    assert texts == [
+        (first, f"R{end}"),
+        (f"{first}R{end}[user]Q2{end}[assistant]", f"R2{end}"),
+        ("User: Why?\nAssistant: <think>", f" So.{end}"),
+        ("P:", f" 7{end}"),
+    ]
+
+
 def test_a_conversation_that_asks_a_test_question_is_left_out(tmp_path, capsys):
     tested = find_task("arithmetic").problems("test", "")[0].question
     rows = [{"messages": turns(text, "R")} for text in (tested, "Why?", "How?")]
@@ -242,13 +285,17 @@ def test_a_conversation_that_asks_a_test_question_is_left_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": turns("Q")}, '"messages" must be one of the user and one of the assistant'),
-        ({"messages": turns("Q", "R", "Q2", "R2")}, '"messages" must be one of the user'),
-        ({"messages": [{"role": "system", "content": "S"}, *turns("Q", "R")]}, '"messages" must be one of the user'),
-        ({"messages": ["Q", "R"]}, '"messages" must be one of the user'),
-        ({"messages": []}, '"messages" must be one of the user'),
-        ({"messages": turns("Q", "")}, '"response" must hold'),
-        ({"messages": [{"role": "user", "content": ["parts"]}, turns("", "R")[1]]}, '"question" must hold'),
+        ({"messages": turns("Q")}, "turns must be of user and assistant in turn, after one of system or none, not ..user"),
+        ({"messages": turns("Q", "R", "Q2")}, "turns must be of user and assistant in turn"),
+        ({"messages": [*turns("Q", "R"), {"role": "system", "content": "S"}]}, "turns must be of user and assistant in turn"),
+        ({"messages": [*turns("Q", "R"), {"role": "tool", "content": "S"}]}, "turns must be of .* 'tool'"),
+        ({"messages": ["Q", "R"]}, "turns must be of user and assistant in turn"),
+        ({"messages": []}, '"response" must hold text or a number; the row has messages; a demonstration has'),
+        ({"messages": turns("Q", "")}, '"content" must hold'),
+        ({"messages": [{"role": "user", "content": ["parts"]}, turns("", "R")[1]]}, '"content" must hold'),
+        ({"prompt": turns("Q", "R"), "completion": []}, '"completion" must hold'),
+        ({"prompt": turns("Q"), "completion": turns("Q")}, "turns must be of user and assistant in turn"),
+        ({"prompt": turns("Q"), "completion": "R"}, '"prompt" must hold'),
         ({"prompt": "P"}, '"response" must hold text or a number; the row has prompt; a demonstration has a "question" or'),
         ({"prompt": ["P"], "completion": "R"}, '"prompt" must hold'),
     ],

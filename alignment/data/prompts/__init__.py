@@ -6,7 +6,7 @@ the beginning of the response.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from alignment.core.records import Endless, Problem
@@ -34,17 +34,20 @@ def read_template(name: str) -> str:
 
 
 def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
-    """The problems with their prompts filled in from the template `name`; `Endless` problems stay endless. Raises `UserError`
-    for an unknown template, and for a chat if the tokenizer has no chat template."""
+    """The problems with their prompts filled in from the template `name`, of conversations by the tokenizer's chat template;
+    those without a question have theirs. `Endless` problems stay endless. Raises `UserError` for an unknown template, and for
+    a chat if the tokenizer has no chat template."""
     template = _chat(name, tokenizer) if name in CHATS else read_template(name)
 
     def fill(problem: Problem) -> Problem:
+        if problem.turns:
+            return dataclasses.replace(problem, prompt=_chat_text(problem.id, problem.turns, tokenizer))
+        if not problem.question:
+            return problem
         return dataclasses.replace(problem, prompt=template.replace("{question}", problem.question))
 
     if isinstance(problems, Endless):
         return Endless(lambda i: fill(problems[i]))
-    if problems and fill(problems[0]) == problems[0]:  # the task fills in this template itself
-        return problems
     return [fill(problem) for problem in problems]
 
 
@@ -55,18 +58,22 @@ def fill_prompt(name: str, question: str) -> str:
 
 def _chat(name: str, tokenizer) -> str:
     """The chat `name` as one text that still contains `{question}`."""
-    if not getattr(tokenizer, "chat_template", None):
-        kind = "it is a chat, and the tokenizer of this model has no chat template"
-        raise UserError(f"--prompt {name}: {kind}; choose one of {', '.join(PROMPTS)}")
     parts = re.split(r"^### (\w+)\n", CHATS[name], flags=re.MULTILINE)[1:]
     turns = {role: text.removesuffix("\n") for role, text in zip(parts[::2], parts[1::2], strict=True)}
     beginning = turns.pop("assistant")
-    messages = [{"role": role, "content": text} for role, text in turns.items()]
+    return _chat_text(f"--prompt {name}", turns.items(), tokenizer, f"; choose one of {', '.join(PROMPTS)}") + beginning
+
+
+def _chat_text(place: str, turns: Iterable[tuple[str, str]], tokenizer, remedy: str = "") -> str:
+    """The turns as one text, up to where the assistant's next one begins. Errors name the `place`, and one the `remedy`."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(f"{place}: it is a chat, and the tokenizer of this model has no chat template{remedy}")
+    messages = [{"role": role, "content": text} for role, text in turns]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # the model's template may refuse a system turn
-        raise UserError(f"--prompt {name}: the chat template of this model refuses it ({error})") from None
+        raise UserError(f"{place}: the chat template of this model refuses it ({error})") from None
     first = tokenizer("a")["input_ids"][:1]
     if first and first[0] == tokenizer.bos_token_id:  # encoding the prompt adds it again
         text = text.removeprefix(tokenizer.bos_token)
-    return text + beginning
+    return text

@@ -1,7 +1,8 @@
 """Problems and demonstrations from rows of the user's own, in files or in data sets that the library `datasets` loads.
 
 A problem is a question and an answer, in the columns that `DataConfig` names. A demonstration is a "question", which goes into
-the run's prompt template, or a whole "prompt", with a "response" or "completion"; or a question and its response as "messages":
+the run's prompt template, or a whole "prompt", with a "response" or "completion"; or a question and its response as "messages".
+Longer "messages", and a "prompt" and "completion" of messages, are conversations, for the tokenizer's chat template:
 
     {"question": "What is 2 + 3?", "response": " 2 + 3 = 5 </think> <answer> 5 </answer>"}
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]}
@@ -111,19 +112,26 @@ def of_split(rows: list[Demonstration], split: str, seed: int, key: Key = questi
 
 def read_demonstrations(*files: str) -> list[Demonstration]:
     """The demonstrations of the files. Raises `UserError`, naming file and line, for a malformed row."""
-    return [_demonstration(place, row) for file in files for place, row in read_rows(Path(file))]
+    return [shown for file in files for place, row in read_rows(Path(file)) for shown in _demonstrations(place, row)]
 
 
-def _demonstration(place: str, row: Mapping[str, object]) -> Demonstration:
+def _demonstrations(place: str, row: Mapping[str, object]) -> list[Demonstration]:
+    """A row's demonstration; of a conversation one for each turn of the assistant after those that are a "prompt"."""
     remedy = '; a demonstration has a "question" or "prompt" and a "response" or "completion", or "messages"'
-    if isinstance(turns := row.get("messages"), list):
-        if [isinstance(turn, dict) and turn.get("role") for turn in turns] != ["user", "assistant"]:
-            raise UserError(f'{place}: "messages" must be one of the user and one of the assistant')
-        row = {"question": turns[0].get("content"), "response": turns[1].get("content")}
+    given, shown = ([], row["messages"]) if "messages" in row else (row.get("prompt"), row.get("completion"))
+    if isinstance(given, list) and isinstance(shown, list) and shown:
+        roles = [str(isinstance(turn, dict) and turn.get("role")) for turn in given + shown]
+        if not re.fullmatch("(system,)?(user,assistant,)+", "".join(f"{role}," for role in roles)):
+            raise UserError(f"{place}: turns must be of user and assistant in turn, after one of system or none, not {roles}")
+        turns = tuple((role, cell_text(place, turn, "content")) for role, turn in zip(roles, given + shown, strict=True))
+        if given or len(turns) > 2:
+            answers = [i for i in range(len(given), len(turns)) if roles[i] == "assistant"]
+            return [(Problem(place, turns[i - 1][1], "", "", turns[:i]), turns[i][1]) for i in answers]
+        row = {"question": turns[0][1], "response": turns[1][1]}
     response = cell_text(place, row, "completion" if "completion" in row else "response", remedy)
     if row.get("question"):
-        return Problem(place, cell_text(place, row, "question", remedy), "", ""), response
-    return Problem(place, "", cell_text(place, row, "prompt", remedy), ""), response
+        return [(Problem(place, cell_text(place, row, "question", remedy), "", ""), response)]
+    return [(Problem(place, "", cell_text(place, row, "prompt", remedy), ""), response)]
 
 
 def read_rows(file: Path, *texts: str) -> list[tuple[str, dict]]:
