@@ -47,7 +47,7 @@ def _unsupported(config) -> str:
         return "nests its text model in a larger one (text_config); save that part as a folder of its own and name it"
     if type(config) not in AutoModelForCausalLM._model_mapping:
         return "is of no family that transformers loads as a causal language model"
-    if not isinstance(getattr(config, "max_position_embeddings", None), int):
+    if not isinstance(longest := getattr(config, "max_position_embeddings", None), int) or longest < 1:
         return "does not say how many tokens it takes; add max_position_embeddings to its config.json"
     return ""
 

@@ -44,8 +44,9 @@ def checkpointed_activation_bytes(config, itemsize: int = 4) -> int:
 
 def key_value_bytes(config, itemsize: int) -> int:
     """Bytes of one token's keys and values in all layers."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    query_heads = getattr(config, "num_attention_heads", 1)  # a model without attention keeps less, whatever the length
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    heads = getattr(config, "num_key_value_heads", None) or query_heads
     return 2 * config.num_hidden_layers * heads * head_dim * itemsize
 
 
@@ -190,7 +191,7 @@ def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: S
 def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence[str], tokens: int) -> dict[str, int]:
     """Bytes of the layers held: autocast's casts, which backward keeps, activations, and what attention keeps beside them."""
     layers = [name for name in shape.layers if name in held]
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     # Rows of one prompt need a bias, which each layer casts for itself, and keeps where one piece has all of a row's queries;
     # keys and values of other rows are repeated.

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma3Config, XLNetConfig
 
 from alignment import __main__ as alignment_main
 from alignment import (
@@ -67,6 +67,8 @@ def world(tiny_folder, tmp_path_factory):
     break_model(folder, "no_config", lambda f: (f / "config.json").unlink())
     break_model(folder, "bad_config", lambda f: (f / "config.json").write_text("{"))
     break_model(folder, "unknown_kind", lambda f: (f / "config.json").write_text('{"model_type": "abacus"}'))
+    for name, config in {"nested": Gemma3Config(), "any_length": XLNetConfig()}.items():
+        break_model(folder, name, config.save_pretrained)
     break_model(folder, "no_weights", lambda f: (f / "model.safetensors").unlink())
     break_model(folder, "cut_weights", lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100))
     break_model(folder, "no_tokenizer", lambda f: [file.unlink() for file in f.glob("*token*")])
@@ -117,6 +119,9 @@ def world(tiny_folder, tmp_path_factory):
         (folder / f"stages_{name}.toml").write_text(f"[stages.a]\n{stage}\n")
     shown = '{"prompt": "2 + 3 =", "response": " 5"}\n'
     (folder / "shown_prompt.jsonl").write_text(shown)
+    turn = '{"role": "%s", "content": "x"}'
+    shown_turns = ", ".join(turn % role for role in ("system", "user", "assistant"))
+    (folder / "shown_chat.jsonl").write_text(f'{{"messages": [{shown_turns}]}}\n' * 2)
     (folder / "shown_cut.jsonl").write_text(shown + '{"prompt": ')
     (folder / "completions.jsonl").write_text('{"text": 7}\n')
     return folder
@@ -261,6 +266,9 @@ CASES = [
     ("evaluate", ["--run_name", "a_run", "--output_dir", "{world}"], "--run_name a_run: it exists in {world}; name another"),
     ("evaluate", ["--model", "{world}/no_eos"], "its tokenizer has no EOS token"),
     ("evaluate", ["--model", "{world}/changed"], "config.json has"),
+    ("train_rl", ["--sft_base", "{world}/nested"], "nested (gemma3) nests its text model in a larger one (text_config)"),
+    ("sft", ["--model", "{world}/nested", "--sft_base", "x"], "nested (gemma3) nests its text model in a larger one (text_config)"),
+    ("evaluate", ["--model", "{world}/any_length"], "any_length (xlnet) does not say how many tokens it takes"),
     ("train_rl", ["--sft_base", "{world}/no_eos"], "its tokenizer has no EOS token"),
     # data
     ("evaluate", [*GSM8K, "--dataset_path", "nowhere"], "nowhere/test.jsonl does not exist"),
@@ -276,6 +284,8 @@ CASES = [
     ("sft", ["--sft_base", "x", "--demonstrations", "nowhere"], "nowhere does not exist"),
     ("sft", ["--sft_base", "x", "--demonstrations", "{world}/data_keys/train.jsonl"], 'train.jsonl:1: "response" must hold'),
     ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_cut.jsonl"], "shown_cut.jsonl:2: not a JSON object"),
+    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_chat.jsonl"], "it is a chat, and the tokenizer of this model has"),
+    ("rejection_sample", ["--output", "x", "--few_shot", "{world}/shown_chat.jsonl"], 'every example needs a "question"'),
     ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_prompt.jsonl"], "1 rows are too few to train on"),
     # data of the user's own
     ("evaluate", ["--task", "file:nowhere.csv"], "nowhere.csv does not exist"),
