@@ -135,6 +135,7 @@ class EvaluateArgs(Args):
 
     num_samples: int = 1  # Samples a problem; above 1 adds pass@k and maj@k.
     compare: tuple[str, ...] = ()  # Two models, instead of --model: the same problems, and the second's paired difference.
+    preview: int = 0  # Print so many problems as the model would see them, and the rewards of their answers, and end; 0: none.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,6 +169,7 @@ class SFTArgs(Args):
     weight_decay: float = 0.0  # AdamW weight decay.
     max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
     eval_interval: int = 250  # Steps between measurements of the validation loss.
+    preview: int = 0  # Print so many demonstrations, with the tokens that would be trained, and end; 0: none.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,6 +237,7 @@ class RLArgs(Args):
     sampling_seed: int | None = None  # Seed of the rollouts' samples; by default --seed.
     deterministic: bool = False  # On GPUs, use torch's deterministic kernels, where there are any; slower. A CPU needs none.
     auto_sft: bool = False  # Run `sft` with the same preset first where --sft_base does not exist yet.
+    preview: int = 0  # Print so many problems as the model would see them, and the rewards of their answers, and end; 0: none.
     resume: bool = False
     """Continue the run of this name from its last checkpoint; `--resume FOLDER`, the run's, with the flags of its args.json."""
 
@@ -357,7 +360,7 @@ class SweepOptions:
 
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
 NOT_SWEPT = frozenset(
-    """preset output_dir run_name resume auto_sft policy_devices sample_device reference_model_device eval_device
+    """preset output_dir run_name resume preview auto_sft policy_devices sample_device reference_model_device eval_device
     gpu_memory_utilization sampler_tensor_parallel""".split()
 )
 

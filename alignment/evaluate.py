@@ -48,6 +48,10 @@ def main() -> None:
         console.print("warning: --sampling_temperature 0 makes all samples alike: pass@k is pass@1", style="yellow")
     for model in models:
         resolve_model(model, args.output_dir)  # says what is wrong with the second before an hour is spent on the first
+    if args.preview:
+        from alignment.preview import preview_problems
+
+        return preview_problems(args, models[0])
     evaluations = [evaluate_model(args, model, console) for model in models]
     default = "_".join(["compare" if args.compare else "evaluate", *map(label, models), args.task.replace(":", ".")])[:150]
     path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})

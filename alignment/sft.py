@@ -17,7 +17,10 @@ def main() -> None:
     demonstrations = check_sft(args)
     from alignment.evaluation.accuracy import print_evaluation
     from alignment.models import run_sft
+    from alignment.preview import preview_demonstrations
 
+    if args.preview:
+        return preview_demonstrations(args, demonstrations["train"])
     console = make_console()
     print_evaluation(run_sft(args, demonstrations, console), console)
     console.print(f"model: {args.sft_base}", markup=False)

@@ -47,6 +47,10 @@ def main() -> None:
     if followed(args.rank_timeout):
         return
     check_rl(args)
+    if args.preview:
+        from alignment.preview import preview_problems
+
+        return preview_problems(args, args.sft_base if Path(args.sft_base or "-").exists() else args.model)
     train(args, make_console())
 
 

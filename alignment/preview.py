@@ -1,0 +1,43 @@
+"""What --preview prints: prompts, gold answers and their rewards, or the tokens that SFT trains. Only a tokenizer is loaded."""
+
+from collections.abc import Sequence
+
+from alignment.args import EvaluateArgs, RLArgs, SFTArgs
+from alignment.checks import resolve_model
+from alignment.core.records import Completion, Problem
+from alignment.models import evaluation, examples
+from alignment.policy.loading import context_length, load_config, load_tokenizer
+from alignment.rewards.rules import Reward, find_rule
+from alignment.rollouts.config import problems_of_step
+from alignment.rollouts.source import open_source
+from alignment.system.terminal import printable
+
+
+def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
+    """Print a run's first prompts, or the first test problems, each with the rewards of responses that hold its gold answer."""
+    shapes = (" </think> <answer> {} </answer>", r" \boxed{{{}}}", " {}")  # in which a response may hold it
+    tokenizer = load_tokenizer(resolve_model(model, args.output_dir))
+    if isinstance(args, RLArgs):
+        source = open_source(args.rollout_config, tokenizer)
+        problems, reward = problems_of_step(source.problems, args.preview, args.seeds["data"], 1), source.reward
+    else:
+        problems, reward = evaluation(args, tokenizer)[0][: args.preview], Reward(find_rule(args.evaluation_rule))
+    for problem in problems:
+        ids = tokenizer(problem.prompt)["input_ids"]
+        print(f"{problem.id}: the prompt, {len(ids)} tokens:", printable(tokenizer.decode(ids)), sep="\n")
+        print("the gold answer:", printable(problem.ground_truth))
+        texts = [shape.format(answer) for shape in shapes for answer in (problem.ground_truth, "")]
+        [group] = reward.score([problem], [[Completion((), (), (), text, "stop", 0) for text in texts]])
+        for text, score in zip(texts[::2], group.scores[::2], strict=True):
+            print(f"  {text!r} gets", ", ".join(f"{name} {value:g}" for name, value in score.items()))
+        if not any(gold["reward"] > empty["reward"] for gold, empty in zip(group.scores[::2], group.scores[1::2], strict=True)):
+            print("  warning: none is paid more than without the answer: is this --reward, column or --answer_pattern right?")
+
+
+def preview_demonstrations(args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]]) -> None:
+    """Print the first demonstrations, their prompts and their trained tokens apart."""
+    model = resolve_model(args.model, args.output_dir)
+    tokenizer, shown = load_tokenizer(model), demonstrations[: args.preview]
+    for prompt, response in examples(args, shown, tokenizer, context_length(load_config(model))):
+        print(f"the prompt, {len(prompt)} tokens, not trained:", printable(tokenizer.decode(prompt)), sep="\n")
+        print(f"the response, {len(response)} tokens, all trained:", printable(tokenizer.decode(response)), sep="\n")
