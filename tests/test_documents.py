@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,12 @@ from pathlib import Path
 import pytest
 
 from alignment.__main__ import command_names
+from alignment.args import EvaluateArgs, RLArgs, parse
+from alignment.checks import check_rl
 from alignment.core.records import Completion
+from alignment.data.prompts import prompted
+from alignment.data.tasks import find_task
+from alignment.rewards.rules import find_reward
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -21,7 +27,15 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 OTHER_PROGRAMS = {"extra", "group", "logdir", "help", "middleware"}  # flags of uv, TensorBoard, every command, and vLLM
-OTHER_PROGRAMS |= {"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "max_restarts", "host", "port"}  # of torchrun, vLLM
+OTHER_PROGRAMS |= {
+    "nnodes",
+    "nproc_per_node",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "max_restarts",
+    "host",
+    "port",
+}  # of torchrun, vLLM
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -189,6 +203,24 @@ def test_every_field_of_a_run_is_listed(recorded, files, heading, also):
     assert not [name for name in fields if not listed(heading).fullmatch(name)]
 
 
+def test_every_field_of_metrics_that_is_listed_is_one_of_a_run(recorded):
+    """But for those of asynchronous rollouts."""
+    fields = fields_of(recorded / "metrics.jsonl") | {"staleness", "seconds_wait"}
+    text = (ROOT / "docs/files.md").read_text().partition("## metrics.jsonl")[2].partition("\n## ")[0]
+    names = [name for cell in re.findall(r"^\| (`[^|]*) \|", text, re.M) for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(names) > 45
+    assert [n for n in names if not any(re.fullmatch(re.sub("[A-Z]+", r"[\\w.:]+", n), field) for field in fields)] == []
+
+
+def test_the_names_that_trl_logs_are_trls():
+    text = (ROOT / "docs/files.md").read_text().partition("## metrics.jsonl")[2].partition("\n## ")[0]
+    names = set(re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\|.*\| ([^|]*) \|$", text, re.M)))) - {"rewards/NAME/mean"}
+    folders = [Path(importlib.util.find_spec(name).origin).parent for name in ("trl", "transformers")]
+    source = (folders[0] / "trainer/grpo_trainer.py").read_text() + (folders[1] / "trainer.py").read_text()
+    assert len(names) >= 14 and "rewards/{reward_func_name}/mean" in source
+    assert [name for name in names if f'"{name}"' not in source] == []
+
+
 def test_the_recorded_run_has_the_fields_that_few_runs_have(recorded):
     rare = {"kl", "correction_mean", "fine", "prompts_asked", "reward_asked", "ratio_mean", "part_random", "seconds_reference"}
     assert rare <= fields_of(recorded / "metrics.jsonl")
@@ -198,3 +230,89 @@ def test_every_file_of_a_run_is_listed(recorded):
     tree = (ROOT / "docs/files.md").read_text().split("\n## ")[0]
     for path in recorded.iterdir():
         assert re.sub(r"\d{6}", "NNNNNN", path.name) in tree
+
+
+# --- what TRL calls it -------------------------------------------------------------------------------------------------
+
+
+def annotated_fields(package: str, file: str, *classes: str) -> set[str]:
+    """The annotated fields of a package's classes, read from their source: importing TRL would take longer than the test."""
+    tree = ast.parse((Path(importlib.util.find_spec(package).origin).parent / file).read_text())
+    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
+    assert len(bodies) == len(classes)
+    return {part.target.id for body in bodies for part in body if isinstance(part, ast.AnnAssign)}
+
+
+def page_of_trl() -> tuple[str, list[list[str]]]:
+    """The part of the page that is about TRL, and the cells of its tables."""
+    text = (ROOT / "docs/coming_from.md").read_text().partition("## TRL: ")[2].partition("## TRL's first")[0]
+    rows = [row for row in re.findall(r"^\| (.*) \|$", text, re.M) if not row.startswith(("TRL |", "---"))]
+    return text, [row.split(" | ") for row in rows]
+
+
+def test_every_setting_of_trls_grpo_is_on_the_page_under_its_name():
+    own = annotated_fields("trl", "trainer/grpo_config.py", "GRPOConfig")
+    inherited = annotated_fields("trl", "trainer/base_config.py", "_BaseConfig")
+    inherited |= annotated_fields("transformers", "training_args.py", "TrainingArguments")
+    source = Path(importlib.util.find_spec("trl").origin).parent / "trainer/grpo_trainer.py"
+    trainer = next(n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "GRPOTrainer")
+    start = next(n for n in trainer.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    settings = own | inherited | {argument.arg for argument in start.args.args}
+    text, rows = page_of_trl()
+    assert own <= set(re.findall(r"\w+", text))
+    values = {"sapo", "vespo", "luspo", "batch", "none"}  # of `loss_type` and `scale_rewards`
+    named = {name for first, *_ in rows for cell in re.findall(r"`([^`]+)`", first) for name in re.findall(r"^\w+", cell)}
+    assert len(named) > 90 and named - values <= settings
+
+
+def test_what_trls_settings_become_is_a_flag_of_train_rl_or_of_evaluate():
+    _, rows = page_of_trl()
+    own = {f.name for cls in (RLArgs, EvaluateArgs) for f in dataclasses.fields(cls)}
+    flags_named = re.findall(r"--(?:no_)?(\w+)", " ".join(second for _, second, *_ in rows))
+    assert len(flags_named) > 40 and set(flags_named) <= own
+
+
+def test_the_first_run_of_trl_goes_as_the_page_says(tmp_path, monkeypatch):
+    text = (ROOT / "docs/coming_from.md").read_text()
+    function, template = text.split("```python\n")[2].split("```")[0], re.search(r"```\n(<\|im_start.*?)```", text, re.S)[1]
+    (tmp_path / "my_rewards.py").write_text(function)
+    (tmp_path / "chat.txt").write_text(template)
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "What is {n} + 2?"}}\n' for n in range(40)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = next(line for line in text.splitlines() if "reward_num_unique_letters --prompts" in line)
+    args = parse(RLArgs, shlex.split(command.partition("alignment.train_rl")[2]))
+    check_rl(args)
+    problem = find_task(args.task, args.data).training_problems("")[0]
+    [prompted_problem] = prompted([problem], args.prompt, None)
+    assert prompted_problem.prompt == f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n"
+    texts = ["abab", "abc"]
+    completions = [[Completion((), (), (), text, "stop", 0) for text in texts]]
+    [group] = find_reward(args.reward, ("r1_zero",)).score([problem], completions)
+    assert [score["reward"] for score in group.scores] == [2, 3]
+
+
+# --- what the program prints ------------------------------------------------------------------------------------------
+
+
+def printed_lines() -> list[re.Pattern]:
+    """Every text in the package with 20 letters of its own or more; what it fills in stands for anything."""
+    patterns = []
+    for file in (ROOT / "alignment").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
+                if len("".join(part or "" for part in parts)) >= 20:
+                    patterns.append("".join(".*" if part is None else re.escape(part) for part in parts))
+    return [re.compile(pattern) for pattern in patterns]
+
+
+def test_the_lines_under_troubleshooting_are_the_programs():
+    lines = re.findall(r"^    (.+)$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    lines = [re.sub(r"^warning, step \d+: ", "", line) for line in lines if not line.strip().startswith("uv run")]
+    lines.remove("RL, step 5 of 8, reward 0.00, format 0.00")  # put together of two short texts
+    patterns = printed_lines()
+    assert len(lines) >= 13
+    assert [
+        line for line in lines if not any(p.fullmatch(line) or p.fullmatch(line.removeprefix("error: ")) for p in patterns)
+    ] == []
