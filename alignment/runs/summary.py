@@ -11,9 +11,9 @@ from alignment.system.files import read_jsonl, write_json
 from alignment.system.terminal import make_table, printable
 
 
-def write_summary(path: Path, title: str, console: Console) -> None:
+def write_summary(path: Path, title: str, console: Console, seconds_beside_steps: float) -> None:
     """Draw the learning curve, print the run's before and after, and write summary.json. `title` says how the evaluations were
-    sampled."""
+    sampled, `seconds_beside_steps` what the run took from its start on for all but its steps."""
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after, total = evals[0], evals[-1], sum(m["seconds"] for m in metrics)
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
@@ -43,6 +43,7 @@ def write_summary(path: Path, title: str, console: Console) -> None:
         "after": after,
         "steps": len(metrics),
         "seconds": total,
+        "seconds_beside_steps": seconds_beside_steps,
         "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }

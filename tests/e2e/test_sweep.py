@@ -23,7 +23,9 @@ from alignment.ablation.schedule import (
     LOST,
     LocalExecutor,
     RayExecutor,
+    SlurmExecutor,
     State,
+    expected_seconds,
     make_executor,
     next_runs,
     run_all,
@@ -139,6 +141,10 @@ def test_another_design_is_not_mixed_in(done, warm, monkeypatch, capsys):
         (["--max_seeds", "1"], "--max_seeds 1"),
         (["--cpus_per_run", "0"], "--cpus_per_run 0"),
         (["--ray_address", "127.0.0.1:1"], "--ray_address 127.0.0.1:1"),
+        (["--ray_address", "auto", "--executor", "local"], "--ray_address auto: must be with --executor ray"),
+        (["--slurm", "time=9"], "--slurm time=9: must be name=value, time in minutes, and go with --executor slurm"),
+        (["--slurm", "time=1:00", "--executor", "slurm"], "--slurm time=1:00: must be name=value, time in minutes"),
+        (["--executor", "slurm"], '--executor slurm: Could not detect "srun"'),
     ],
 )
 def test_mistakes_are_one_clear_line(flags, message, tmp_path, monkeypatch, capsys):
@@ -166,10 +172,11 @@ def test_a_run_that_fails_is_said(warm, tmp_path, capsys):
 
 
 def test_without_ray_a_cluster_is_refused(monkeypatch):
-    monkeypatch.setattr("alignment.ablation.schedule.find_spec", lambda name: None)
-    assert isinstance(make_executor("", None, None), LocalExecutor)
-    with pytest.raises(UserError, match="Ray is not installed"):
-        make_executor("auto", None, None)
+    monkeypatch.setattr("alignment.ablation.schedule.find_spec", lambda name: name == "alignment")
+    assert isinstance(make_executor(parse(SweepArgs, []), Path()), LocalExecutor)
+    for flags, extra in (["--ray_address", "auto"], "ray"), (["--executor", "slurm"], "slurm"):
+        with pytest.raises(UserError, match=f"not installed: start with `uv run --extra {extra} ...`"):
+            make_executor(parse(SweepArgs, flags), Path())
 
 
 # --- with Ray ---------------------------------------------------------------------------------------------
@@ -299,6 +306,106 @@ def test_a_run_gets_whole_gpus_of_its_own(tmp_path):
 def test_more_than_a_machine_has_is_refused():
     with pytest.raises(UserError, match="--cpus_per_run 1 --gpus_per_run 99: no machine has them"):
         RayExecutor("", None, 99)
+
+
+# --- as SLURM jobs, by submitit's own processes instead of a cluster's ---------------------------------------
+
+
+def test_a_slurm_job_that_is_preempted_or_killed_goes_on(warm, tmp_path, monkeypatch, capsys, wait_for):
+    """A preempted run saves its last step, and its job goes on by itself; a killed one is submitted again. Both end as
+    undisturbed runs do."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "8"]
+    design = make_design(arguments(warm, Path("on_a_cluster"), *flags, "--executor", "slurm"))
+    states = preempted, killed = [State(arm, 0) for arm in design.arms]
+    executor = SlurmExecutor(design.folder, {"time": 10, "partition": "gpu"}, 1, cluster="local")
+
+    def end(state: State, number: signal.Signals) -> None:
+        wait_for(lambda: (design.folder / state.name / "step_000002").exists())
+        (task,) = psutil.Process(int(executor.under_way[state.name].job_id)).children()
+        task.send_signal(number)
+
+    endings = (preempted, signal.SIGUSR2), (killed, signal.SIGKILL)
+    threads = [threading.Thread(target=end, args=ending, daemon=True) for ending in endings]
+    for thread in threads:
+        thread.start()
+    try:
+        run_all(design, executor, states, Console(width=200))
+    finally:
+        executor.close()
+    assert [(state.status, state.attempts) for state in states] == [("done", 1), ("done", 2)]
+    said = capsys.readouterr().out
+    assert f"{killed.name}: its worker or machine is gone; trying again" in said and preempted.name + ":" not in said
+    assert "stopped after step" in (design.folder / "logs" / f"{preempted.name}.log").read_text()
+    plain = make_design(arguments(warm, Path("undisturbed"), *flags))
+    executor = LocalExecutor(cpus=1)
+    try:
+        run_all(plain, executor, [State(state.arm, 0) for state in states], Console(width=200))
+    finally:
+        executor.close()
+    for state in states:
+        assert [r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")] == list(range(1, 9))
+        assert weights_of(design.folder / state.name) == weights_of(plain.folder / state.name)
+
+
+def test_a_sweep_that_stops_cancels_its_slurm_jobs(tmp_path, wait_for):
+    executor = SlurmExecutor(tmp_path, {}, None, cluster="local")
+    for name in "ab":
+        code = f"import time; open({str(tmp_path / name)!r}, 'w'); time.sleep(600)"
+        executor.submit(name, partial(start_command, "timeit", ("-n1", "-r1", code), tmp_path / f"{name}.log"))
+    assert executor.finished(0.0) == {}
+    wait_for(lambda: all((tmp_path / name).exists() for name in "ab"), 60)
+    executor.close()
+    wait_for(lambda: runs_under(tmp_path) == [], 20)
+
+
+def test_runs_that_wait_together_are_one_job_array(tmp_path, monkeypatch):
+    """SLURM's commands are stand-ins here, which keep the script that they are given."""
+    for name, body in {
+        "srun": "",
+        "sacct": "",
+        "scancel": "",
+        "sbatch": f"cp $1 {tmp_path}/script; echo Submitted batch job 7",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    executor = SlurmExecutor(tmp_path / "sweep", {"time": 30, "partition": "gpu", "gpus_per_node": 1}, None)
+    for name in ("a", "b", "c"):
+        executor.submit(name, partial(start_command, "platform", (), tmp_path / "log"))
+    assert executor.finished(0.0) == {}
+    assert {name: job.job_id for name, job in executor.under_way.items()} == {"a": "7_0", "b": "7_1", "c": "7_2"}
+    script = (tmp_path / "script").read_text()
+    options = "--array=0-2%3 --gpus-per-node=1 --job-name=sweep --open-mode=append --partition=gpu --signal=USR2@90 --time=30"
+    assert [option for option in options.split() if f"#SBATCH {option}\n" not in script] == []
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho invalid partition specified: gpu >&2; exit 1\n")
+    executor.submit("d", partial(start_command, "platform", (), tmp_path / "log"))
+    with pytest.raises(UserError, match="--slurm: sbatch refused the jobs: .*invalid partition specified: gpu"):
+        executor.finished(0.0)
+
+
+def test_an_unknown_option_of_sbatch_is_refused(tmp_path):
+    with pytest.raises(UserError, match="--executor slurm: Unknown argument 'partitoin'"):
+        SlurmExecutor(tmp_path, {"partitoin": "gpu"}, None, cluster="local")
+
+
+def test_options_of_sbatch_are_flags(warm, tmp_path):
+    flags = ["--executor", "slurm", "--gpus_per_run", "2", "--slurm", "partition=gpu", "mem=8G", "time=30"]
+    parameters = arguments(warm, tmp_path, *flags).slurm_parameters
+    assert parameters == {"gpus_per_node": 2, "partition": "gpu", "mem": "8G", "time": 30}
+
+
+def test_the_time_of_a_sweep_counts_what_runs_take_beside_their_steps(warm, tmp_path):
+    """An earlier run of 2 x 8 responses a step took 4 s a step: 0.25 s a response, and 30 s beside its steps."""
+    (run := tmp_path / "earlier").mkdir()
+    facts = {"args": {"preset": "tiny", "prompts_per_rollout": 2, "group_size": 8}}
+    (run / "args.json").write_text(json.dumps(facts))
+    (run / "metrics.jsonl").write_text('{"seconds": 3.0}\n{"seconds": 4.0}\n{"seconds": 9.0}\n')
+    design = make_design(arguments(warm, tmp_path, "--num_steps", "5", "--seed", "0", "1"))
+    assert expected_seconds(design, str(tmp_path)) == 2 * 5 * 16 * 0.25
+    (run / "summary.json").write_text('{"seconds_beside_steps": 30.0}')
+    assert expected_seconds(design, str(tmp_path)) == 2 * (5 * 16 * 0.25 + 30)
 
 
 # --- until it is decided ----------------------------------------------------------------------------------
