@@ -349,8 +349,7 @@ class SweepOptions:
     """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
     max_seeds: int = 10  # Seeds an arm may get.
     executor: Literal["auto", "local", "ray", "slurm"] = "auto"
-    """What starts the runs: local, one after another here; ray (extra "ray"), side by side on the free cores or GPUs; slurm
-    (extra "slurm"), as jobs of a SLURM cluster; auto: ray where it is installed, else local."""
+    """local: runs one by one; ray: side by side; slurm: as a cluster's jobs; auto: ray if that is installed (extra), or local."""
     ray_address: str = ""  # Ray cluster to run on; empty: this machine.
     slurm: tuple[str, ...] = ()  # sbatch's options for each run, such as partition=gpu time=240 (minutes; 60) mem=64G.
     cpus_per_run: int | None = None  # Cores and threads of a run; by default 1 where runs share a machine, all without Ray.
@@ -368,11 +367,9 @@ class SweepOptions:
     @property
     def slurm_parameters(self) -> dict[str, int | str]:
         """sbatch's options for each run."""
-        own = {"cpus_per_task": self.cpus_per_run, "gpus_per_node": self.gpus_per_run}
-        given = {
-            name: int(value) if value.isdigit() else value for name, _, value in (pair.partition("=") for pair in self.slurm)
-        }
-        return {"time": 60, **{name: value for name, value in own.items() if value is not None}, **given}
+        own = {"time": 60, "cpus_per_task": self.cpus_per_run, "gpus_per_node": self.gpus_per_run}
+        given = own | dict(pair.split("=", 1) for pair in self.slurm)
+        return {name: int(value) if str(value).isdigit() else value for name, value in given.items() if value is not None}
 
 
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
@@ -572,11 +569,12 @@ class GradientsArgs:
 
 @dataclass(frozen=True)
 class ReportArgs:
-    """Write report.html and report.md from a sweep's folder, or from folders of runs."""
+    """Write a report from a sweep's folder, or from folders of runs: report.html, report.md, and figures and tables as files."""
 
-    runs: tuple[str, ...]  # A sweep's folder, or the folders of two or more runs.
+    runs: tuple[str, ...]  # A sweep's folder, or the folders of runs; a single run may still be training.
     output: str = ""  # Folder to write to; empty: the first of --runs.
     tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own.
+    follow: bool = False  # Write the report again, every 30 s, until all runs are finished.
 
 
 @dataclass(frozen=True)

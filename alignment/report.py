@@ -1,8 +1,9 @@
-"""Write the report of a sweep, or of several runs: verdicts first, then the curves, samples and commands behind them.
+"""Write the report of a sweep, or of runs: verdicts first, then the curves, samples and commands behind them.
 
 uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
 """
 
+import time
 from pathlib import Path
 
 from alignment.args import ReportArgs, parse
@@ -14,13 +15,17 @@ def main() -> None:
     args = parse(ReportArgs)
     from alignment.ablation.study import read_study
 
-    folders = [Path(run) for run in args.runs]
-    study = read_study(folders, args.tie)
-    if not study.runs:
-        raise UserError(f"--runs {' '.join(args.runs)}: no finished run there")
-    from alignment.ablation.report import report
+    folders, console = [Path(run) for run in args.runs], make_console()
+    while True:
+        study = read_study(folders, args.tie)
+        if not study.runs:
+            raise UserError(f"--runs {' '.join(args.runs)}: no finished run there, and no single run with an evaluation")
+        from alignment.ablation.report import report
 
-    report(study, Path(args.output) if args.output else folders[0], make_console())
+        report(study, Path(args.output) if args.output else folders[0], console)
+        if not args.follow or not study.missing:
+            break
+        time.sleep(30)  # the page of an unfinished study loads itself again as often
 
 
 if __name__ == "__main__":

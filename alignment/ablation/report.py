@@ -1,16 +1,17 @@
-"""The report of a study: verdicts in the terminal, and as one page of verdicts, curves, samples and commands."""
+"""The report of a study: verdicts in the terminal, and as a page of verdicts, curves, samples and commands, beside its figures
+and tables as files for a paper."""
 
 import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
-import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib import colormaps
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from alignment.ablation import verdicts
@@ -18,11 +19,13 @@ from alignment.ablation.statistics import Comparison, Scores, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.runs.summary import first_change
-from alignment.system.files import write_atomically
+from alignment.system.files import read_jsonl, write_atomically
 from alignment.system.terminal import make_table, printable
 
-SHOWN_PAIRS = 15  # in the Markdown summary; the page has all
+SHOWN_PAIRS = 30  # in the Markdown summary and the figure; the page has all
 WINNERS = 4  # differences that the headline names
+PAGES = ("report.html", "report.md", "report.tex", "comparisons.csv", "arms.csv")
+INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, light or dark
 
 
 def report(study: Study, folder: Path, console: Console) -> None:
@@ -41,31 +44,39 @@ def report(study: Study, folder: Path, console: Console) -> None:
         console.print(f"report: {file}", markup=False, soft_wrap=True)
 
 
-def write_report(study: Study, folder: Path) -> tuple[Path, Path]:
-    """Write report.html, one page without other files, and report.md. Returns both paths."""
-    facts = {**contents(study), "figures": figures(study), "shown": SHOWN_PAIRS}
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    html, markdown = folder / "report.html", folder / "report.md"
-    for file in (html, markdown):
-        options = {"autoescape": file == html, "trim_blocks": True, "lstrip_blocks": True}
-        environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
-        environment.filters["p"] = lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}"
-        write_atomically(file, environment.get_template(f"{file.name}.j2").render(facts))
-    return html, markdown
+def write_report(study: Study, folder: Path) -> list[Path]:
+    """Write report.html, one page without other files, and the same for a paper: report.md, the tables as report.tex and CSV,
+    the figures as SVG and PDF. Returns the paths of the `PAGES`."""
+    facts = contents(study)
+    drawn = figures(study, [c for rows in facts["factors"].values() for c in rows] or facts["pairs"])
+    (folder / "figures").mkdir(exist_ok=True)
+    facts |= {"figures": {title: _save(figure, folder / "figures", title) for title, figure in drawn.items()}}
+    options = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": lambda name: name.endswith(".html.j2")}
+    options |= {"loader": jinja2.FileSystemLoader(Path(__file__).parent), "undefined": jinja2.StrictUndefined}
+    environment = jinja2.Environment(**options)
+    environment.filters["p"] = lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+    environment.filters["printable"] = printable
+    for page in PAGES:
+        write_atomically(folder / page, environment.get_template(f"{page}.j2").render(facts, shown=SHOWN_PAIRS))
+    return [folder / page for page in PAGES]
 
 
 def contents(study: Study) -> dict[str, object]:
-    """The values that the templates of both pages use."""
+    """The values that the templates use. `run` is the only run of a study without a comparison, else None."""
     factors, pairs, arms = decide_factors(study), decide(study), arm_rows(study)
     any_run, varied = study.runs[0] if study.runs else None, choices(study.varied)
     question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?" if varied else "What did training change?"
+    run = any_run if len(arms) == len(study.runs) == 1 else None
     return {
+        "run": run,
+        "completions": read_jsonl(run.path / "completions" / f"eval_{run.evals[-1]['step']:06d}.jsonl") if run else [],
         "question": question,
         "headline": headline(factors, pairs),
         "factors": factors,
         "pairs": _ranked(pairs),
         "pairs_area": _ranked(decide(study, verdicts.areas(study))),
         "over_tasks": verdicts.over_tasks(study),
+        "fewest": min((len(runs) for runs in study.arms.values() if runs), default=0),
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "study": study,
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
@@ -124,72 +135,108 @@ def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:
     return {key: printable(text)[:600] for key, text in texts.items()}
 
 
+ACCURACY = "avg_all_rewards"
 CURVES = {
+    ACCURACY: "held-out accuracy",
+    "reward": "training reward",
     "response_length": "response tokens",
     "entropy": "entropy, nats a token",
     "clip_fraction": "share of clipped tokens",
     "grad_norm": "gradient norm",
 }
+COSTS = {
+    "rollout steps": lambda record: 1,
+    "sampled tokens": lambda record: record.get("responses", 0) * record.get("response_length", 0),
+    "seconds of training": lambda record: record.get("seconds", 0),
+}
+KINDS = {"greater": "tab:green", "tie": "tab:blue", "undecided": "tab:orange"}
+DASHES = ("-", "--", ":", "-.")
 
 
-def figures(study: Study) -> dict[str, Markup]:
+def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure]:
     """The figures by title."""
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "alignment", "svg.fonttype": "none", "font.size": 9})
-    drawn = {"Held-out accuracy over training": _svg(_draw_learning, study)}
-    drawn["Final held-out accuracy"] = _svg(_draw_final, study)
+    plt.switch_backend("svg")
+    plt.style.use(Path(__file__).with_name("report.mplstyle"))
+    drawn = {"Differences of final accuracy": _draw(_draw_differences, study, comparisons)} if comparisons else {}
     for key, label in CURVES.items():
-        if any(key in record for run in study.runs for record in run.metrics):
-            drawn[label[0].upper() + label[1:]] = _svg(_draw_metric, study, key, label)
-    return drawn
+        for cost in list(COSTS)[: None if key == ACCURACY else 1]:
+            if any(x for run in study.runs for x, _ in _points(run, key, cost).values()):
+                drawn[f"{label[0].upper()}{label[1:]} by {cost}"] = _draw(_draw_curves, study, key, cost)
+    return drawn | ({"Final held-out accuracy": _draw(_draw_final, study)} if comparisons else {})
 
 
-def _svg(draw: Callable, study: Study, *args) -> Markup:
-    figure, axes = plt.subplots(figsize=(9.5, 3.8), layout="constrained")
-    turbo, most = colormaps["turbo"], max(1, len(study.arms) - 1)
-    draw(axes, {arm: turbo(0.05 + 0.9 * i / most) for i, arm in enumerate(study.arms)}, study, *args)
+def _draw(draw: Callable, study: Study, *args) -> Figure:
+    figure, axes = plt.subplots(layout="constrained")
+    draw(axes, _styles(study), study, *args)
     if axes.get_legend_handles_labels()[0]:
-        figure.legend(fontsize=8, loc="outside right upper", frameon=False)
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
+        figure.legend(loc="outside right upper")
+    return figure
+
+
+def _styles(study: Study) -> dict[str, dict]:
+    """The line of each arm. Where two arguments vary, the colour says the value of the one, the dash that of the other."""
+    names = sorted(choices(study.varied), key=lambda name: -len({str(values[name]) for values in study.varied.values()}))
+    keys = [[str(of_arm[name]) for name in names] if len(names) == 2 else (arm, "") for arm, of_arm in study.varied.items()]
+    colours, dashes = (list(dict.fromkeys(values)) for values in zip(*keys, strict=True))
+    places = [(colours.index(a), dashes.index(b) % len(DASHES)) for a, b in keys]
+    return {arm: {"color": f"C{i}", "linestyle": DASHES[j]} for arm, (i, j) in zip(study.varied, places, strict=True)}
+
+
+def _save(figure: Figure, folder: Path, title: str) -> Markup:
+    """Write the figure as SVG and PDF. Returns the SVG for the page."""
+    svg, file = io.StringIO(), folder / re.sub(r"\W+", "_", title.lower())
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.savefig(f"{file}.pdf", metadata={"CreationDate": None})
     plt.close(figure)
-    svg = text.getvalue()
-    return Markup(svg[svg.index("<svg") :])
+    text = svg.getvalue().replace(INK, "currentColor")
+    write_atomically(file.with_suffix(".svg"), text)
+    return Markup(text[text.index("<svg") :])
 
 
-def _draw_learning(axes, colours: dict, study: Study) -> None:
-    """Draw each arm's mean over seeds at each evaluation, with its 95 % interval."""
+def _draw_differences(axes, styles: dict, study: Study, comparisons: Sequence[Comparison]) -> None:
+    """Draw each difference with its interval, and the margin of a tie as a band."""
+    rows = list(enumerate(reversed(comparisons[:SHOWN_PAIRS])))
+    axes.figure.set_figheight(1.2 + 0.25 * len(rows))
+    axes.axvspan(-study.tie, study.tie, color="tab:gray", alpha=0.2, lw=0, label=f"tie: below {study.tie:g}")
+    axes.axvline(0, color="tab:gray", lw=0.8)
+    for kind, colour in KINDS.items():
+        if mine := [(c.difference, y, c.difference - c.low, c.high - c.difference) for y, c in rows if c.kind == kind]:
+            x, y, *reach = zip(*mine, strict=True)
+            axes.errorbar(x, y, xerr=reach, fmt="o", color=colour, label=kind)
+    axes.set_yticks(range(len(rows)), [f"{c.a} − {c.b}" for _, c in rows])
+    axes.set(xlabel="difference of final accuracy, with its 95 % interval")
+
+
+def _draw_curves(axes, styles: dict, study: Study, key: str, cost: str) -> None:
+    """Draw a thin line for each seed, and each arm's mean over seeds, of accuracies with its 95 % interval, against its cost."""
     for arm, runs in study.arms.items():
-        at: dict[int, Scores] = {}  # by step: arms may be evaluated at different steps
-        for run in runs.values():
-            for step, scores in zip(run.scores.steps, run.scores.rewards_EQ, strict=True):
-                at.setdefault(step, {})[run.seed] = scores
-        if runs:
-            steps = [step for step in sorted(at) if len(at[step]) == len(runs)]
-            means = [np.mean([scores.mean() for scores in at[step].values()]) for step in steps]
-            margins = [half_width(study, arm, at[step]) for step in steps]
-            axes.errorbar(steps, means, yerr=margins, color=colours[arm], label=arm, capsize=2, lw=1.2)
-    axes.set(xlabel="rollout step", ylabel="accuracy", ylim=(0, None))
-    axes.grid(alpha=0.3)
+        curves = {seed: _points(run, key, cost) for seed, run in runs.items()}
+        for curve in curves.values():
+            axes.plot(*zip(*curve.values(), strict=True), **styles[arm], lw=0.5, alpha=0.5)
+        if steps := sorted(set.intersection(*map(set, curves.values()))) if curves else []:
+            x, y = np.mean([[curve[step] for step in steps] for curve in curves.values()], axis=0).T
+            places = [{seed: run.scores.steps.index(step) for seed, run in runs.items()} for step in steps if key == ACCURACY]
+            scores = [{seed: runs[seed].scores.rewards_EQ[place] for seed, place in at.items()} for at in places]
+            margins = [half_width(study, arm, at) for at in scores] or None
+            axes.errorbar(x, y, yerr=margins, **styles[arm], label=arm)
+    axes.set(xlabel=cost, ylabel=CURVES[key])
 
 
-def _draw_final(axes, colours: dict, study: Study) -> None:
+def _points(run: Run, key: str, cost: str) -> dict[int, tuple[float, float]]:
+    """By step: what the run had cost, and the value of `key`, where there is one."""
+    records = [r for r in (run.evals if key == ACCURACY else run.metrics) if r.get(key) is not None]
+    total = np.cumsum([0, *map(COSTS[cost], run.metrics)])
+    costs = np.interp([r["step"] for r in records], [0, *(r["step"] for r in run.metrics)], total)
+    return {r["step"]: (float(x), r[key]) for r, x in zip(records, costs, strict=True)}
+
+
+def _draw_final(axes, styles: dict, study: Study) -> None:
     """Draw a point for each seed, and each arm's mean with its interval."""
     scores = {arm: by_seed for arm, by_seed in reversed(final_scores(study).items()) if by_seed}
+    axes.figure.set_figheight(1.2 + 0.25 * len(scores))
     for y, (arm, by_seed) in enumerate(scores.items()):
-        values, margin = [s.mean() for s in by_seed.values()], half_width(study, arm, by_seed)
-        axes.plot(values, [y] * len(values), "o", color=colours[arm], alpha=0.45, ms=4)
-        axes.errorbar(np.mean(values), y, xerr=margin, color=colours[arm], marker="D", ms=5, capsize=3)
+        values, margin, colour = [s.mean() for s in by_seed.values()], half_width(study, arm, by_seed), styles[arm]["color"]
+        axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.45)
+        axes.errorbar(np.mean(values), y, xerr=margin, color=colour, marker="D")
     axes.set_yticks(range(len(scores)), list(scores))
     axes.set(xlabel="accuracy")
-    axes.grid(axis="x", alpha=0.3)
-
-
-def _draw_metric(axes, colours: dict, study: Study, key: str, label: str) -> None:
-    for arm, runs in study.arms.items():
-        curves = [{r["step"]: r[key] for r in run.metrics if r.get(key) is not None} for run in runs.values()]
-        steps = sorted(set.intersection(*map(set, curves))) if curves else []
-        if steps:
-            axes.plot(steps, [np.mean([c[step] for c in curves]) for step in steps], color=colours[arm], label=arm, lw=1)
-    axes.set(xlabel="rollout step", ylabel=label)
-    axes.grid(alpha=0.3)

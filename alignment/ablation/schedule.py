@@ -131,11 +131,9 @@ def submit(design: Design, executor: Executor, state: State) -> None:
     """Give a run to the executor."""
     state.status = "running"
     state.attempts += 1
-    args = dataclasses.replace(design.arms[state.arm], seed=state.seed, run_name=state.name)
-    here = Path.cwd()
-    executor.submit(
-        state.name, partial(start_run, command_line(args), here / design.folder / state.name, here / _log(design, state), here)
-    )
+    flags = command_line(dataclasses.replace(design.arms[state.arm], seed=state.seed, run_name=state.name))
+    run, log = (Path.cwd() / path for path in (design.folder / state.name, _log(design, state)))
+    executor.submit(state.name, partial(start_run, flags, run, log, Path.cwd()))
 
 
 def start_run(flags: Sequence[str], run: Path, log: Path, folder: Path, threads: int | None = None) -> subprocess.Popen:
@@ -342,7 +340,6 @@ class SlurmExecutor:
         import submitit
 
         self.cpus, self.waiting, self.under_way = cpus, {}, {}
-        self.lost = submitit.core.utils.UncompletedJobError
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         given = {f"slurm_{name}": value for name, value in {"job_name": folder.name, **parameters}.items()}
         try:
@@ -359,17 +356,13 @@ class SlurmExecutor:
         if self.waiting:
             try:
                 self.under_way |= zip(self.waiting, self.slurm.submit_array(list(self.waiting.values())), strict=True)
-            except self.lost as error:
+            except RuntimeError as error:
                 raise UserError(f"--slurm: sbatch refused the jobs: {str(error).strip().splitlines()[-1]}") from None
             self.waiting = {}
         time.sleep(seconds)
-        codes = {}
-        for name in [name for name, job in self.under_way.items() if job.done()]:
-            try:
-                codes[name] = self.under_way.pop(name).result()
-            except self.lost:
-                codes[name] = LOST
-        return codes
+        done = {name: job for name, job in self.under_way.items() if job.done()}
+        self.under_way = {name: job for name, job in self.under_way.items() if name not in done}
+        return {name: LOST if job.exception() else job.result() for name, job in done.items()}
 
     def close(self) -> None:
         """Cancel the jobs under way."""

@@ -98,8 +98,8 @@ def read_run(path: Path) -> Run:
 
 
 def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
-    """Read a sweep's folder, or group run folders into arms by their arguments. Raises `UserError` for a folder that is
-    neither, for damaged files, and for two runs of equal arguments and seed."""
+    """Read a sweep's folder, or group run folders into arms by their arguments; a single run may still be training. Raises
+    `UserError` for a folder that is neither, for damaged files, and for two runs of equal arguments and seed."""
     if len(folders) == 1 and (folders[0] / "sweep.json").exists():
         return _read_sweep(folders[0])
     runs = [read_run(folder) for folder in folders]
@@ -113,7 +113,7 @@ def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
         if run.seed in arms.setdefault(arm, {}):
             raise UserError(f"{run.path} and {arms[arm][run.seed].path} have the same arguments and seed")
         varied[arm] = values
-        if run.finished:
+        if run.finished or (len(runs) == 1 and run.evals):
             arms[arm][run.seed] = run
     missing = tuple(run.path.name for run in runs if not run.finished)
     return Study(arms, varied, missing, tie, "", (), "")

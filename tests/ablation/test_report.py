@@ -1,5 +1,6 @@
 """The report of a study: what it reads, says and draws, from run folders made by hand."""
 
+import csv
 import json
 import re
 from html.parser import HTMLParser
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from alignment import report
-from alignment.ablation.report import headline, write_report
+from alignment.ablation.report import _points, _styles, headline, write_report
 from alignment.ablation.statistics import half_width, half_width_of_mean
 from alignment.ablation.study import read_run, read_study, shell_command
 from alignment.ablation.verdicts import decide, decide_factors, over_tasks, question_groups, split_of_gain
@@ -31,7 +32,9 @@ def make_run(folder: Path, seed: int, accuracy: float, questions: int = 40, text
                 "question": f"What is {i}?",
                 "ground_truth": str(i),
                 "text": text,
-                "score": {"reward": float(r)},
+                "token_ids": [7] * (i + 1),
+                "finish_reason": "length" if i == 0 else "stop",
+                "score": {"reward": float(r), "format_reward": float(i < 30), "answer_reward": float(r)},
             }
             for i, r in enumerate(right)
         ]
@@ -40,7 +43,8 @@ def make_run(folder: Path, seed: int, accuracy: float, questions: int = 40, text
             {"step": step, "avg_all_rewards": sum(right) / questions, "avg_format_rewards": 0.5 if step == 0 else 1.0}
         )
     (folder / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    metrics = [{"step": s, "response_length": 5.0 + s, "entropy": 1.0, "grad_norm": 0.1} for s in (1, 2, 3, 4)]
+    same = {"responses": 8, "reward": 0.5, "entropy": 1.0, "grad_norm": 0.1, "seconds": 2.0, "seconds_update": 0.5}
+    metrics = [{"step": s, "response_length": 5.0 + s, "warnings": ["equal_rewards"] * (s > 2), **same} for s in (1, 2, 3, 4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
     (folder / "summary.json").write_text("{}")
     return folder
@@ -85,7 +89,7 @@ class Tags(HTMLParser):
 
 
 def test_the_page_needs_no_network_and_runs_nothing(grid):
-    html, markdown = write_report(read_study([grid]), grid)
+    html, markdown, *_ = write_report(read_study([grid]), grid)
     text, tags = html.read_text(), Tags()
     tags.feed(text)
     assert "script" not in {tag for tag, _ in tags.found}
@@ -94,22 +98,105 @@ def test_the_page_needs_no_network_and_runs_nothing(grid):
     outside = [a for tag, a in tags.found for key, a in a.items() if key.endswith("href") and not a.startswith("#")]
     assert outside == []
     assert "\x1b" not in text and "&lt;script&gt;" in text and "careful &lt;b&gt;" in text
-    assert text.count("<svg") == 5  # learning, final, length, entropy, gradient norm; nothing was clipped
+    # Differences, accuracy by steps, tokens and seconds, final, reward, length, entropy, gradient norm; nothing was clipped.
+    assert text.count("<svg") == 9
+    assert "#010101" not in text and "currentColor" in text and "prefers-color-scheme: dark" in text
+    assert 'http-equiv="refresh"' not in text
     assert text.index("Verdicts") < text.index("Figures") < text.index("Samples")
     assert "uv run -m alignment.train_rl --a 1" in text and "abc1234" in text
     assert "| grpo_clip_group_size4 |" in markdown.read_text()
 
 
 def test_two_reports_of_one_study_are_equal(grid):
-    first = write_report(read_study([grid]), grid)[0].read_text()
-    assert write_report(read_study([grid]), grid)[0].read_text() == first
+    def written() -> dict[str, bytes]:
+        files = [*write_report(read_study([grid]), grid), *(grid / "figures").iterdir()]
+        return {file.name: file.read_bytes() for file in files}
+
+    assert written() == written()
+
+
+def test_figures_and_tables_are_files_of_their_own(grid):
+    study = read_study([grid])
+    write_report(study, grid)
+    stems = {file.suffix: set() for file in (grid / "figures").iterdir()}
+    for file in (grid / "figures").iterdir():
+        stems[file.suffix].add(file.stem)
+    assert set(stems) == {".svg", ".pdf"} and stems[".svg"] == stems[".pdf"] and len(stems[".svg"]) == 9
+    assert (grid / "figures" / "differences_of_final_accuracy.pdf").read_bytes().startswith(b"%PDF")
+    rows = list(csv.DictReader((grid / "comparisons.csv").open()))
+    assert [row["table"] for row in rows[:2]] == ["loss_type, averaged over all else", "group_size, averaged over all else"]
+    assert len(rows) == 2 + 6 + 6
+    (loss,) = decide_factors(study)["loss_type"]
+    assert [float(rows[0][key]) for key in ("difference", "low", "high")] == [loss.difference, loss.low, loss.high]
+    arms = list(csv.DictReader((grid / "arms.csv").open()))
+    assert {row["arm"]: row["seeds"] for row in arms} == dict.fromkeys(study.arms, "0 1 2")
+    assert all(len(row["accuracies"].split()) == 3 for row in arms)
+    latex = (grid / "report.tex").read_text()
+    assert r"grpo\_clip $-$ no\_baseline & $+0.396$" in latex and r"grpo\_clip $>$ no\_baseline \\" in latex
+    assert latex.count(r"\begin{longtable}") == latex.count(r"\end{longtable}") == 4
+
+
+def test_two_arguments_are_told_apart_by_colour_and_dash(grid):
+    looks = _styles(read_study([grid]))
+    colours = {arm: look["color"] for arm, look in looks.items()}
+    assert len(set(colours.values())) == 2 and colours["grpo_clip_group_size4"] == colours["grpo_clip_group_size8"]
+    assert looks["grpo_clip_group_size4"]["linestyle"] == looks["no_baseline_group_size4"]["linestyle"] == "-"
+    assert looks["grpo_clip_group_size8"]["linestyle"] == looks["no_baseline_group_size8"]["linestyle"] == "--"
+
+
+def test_accuracy_is_drawn_against_what_it_cost(tmp_path):
+    """Four steps of 8 responses of 6, 7, 8 and 9 tokens, 2 s each."""
+    run = read_run(make_run(tmp_path / "r", 0, 0.5))
+    assert _points(run, "avg_all_rewards", "sampled tokens") == {0: (0.0, 0.1), 4: (240.0, 0.5)}
+    assert _points(run, "avg_all_rewards", "seconds of training") == {0: (0.0, 0.1), 4: (8.0, 0.5)}
+    assert _points(run, "response_length", "rollout steps") == {1: (1, 6.0), 2: (2, 7.0), 3: (3, 8.0), 4: (4, 9.0)}
+
+
+def test_few_seeds_are_said_in_the_headline(grid):
+    html, markdown, *_ = write_report(read_study([grid]), grid)
+    assert "the verdicts rest on 3 an arm" in html.read_text() and "the verdicts rest on 3 an arm" in markdown.read_text()
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_single_run_has_a_page_while_it_trains_and_after(tmp_path, finished):
+    run = make_run(tmp_path / "my_run", 0, 0.5, text="<b>\x1b[2J", num_steps=4)
+    if not finished:
+        (run / "summary.json").unlink()
+    html, markdown, *_ = write_report(read_study([run]), run)
+    text = html.read_text()
+    assert ("Still training: 4 of 4 steps" in text) is not finished
+    assert ('<meta http-equiv="refresh" content="30">' in text) is not finished
+    assert "held-out accuracy 0.100 before, 0.500 after 4 steps" in text
+    assert "equal_rewards: in 2 steps, the first 3, the last 4" in text
+    # 20 of 40 are right, the first 30 well-formed; 1 to 40 tokens, of which the first was cut off.
+    assert [f"{kind}: {n} of 40" in text for kind, n in (("format and answer", 20), ("format only", 10), ("neither", 10))] == [
+        True
+    ] * 3
+    assert "of 40 responses; 1 were cut off" in text
+    assert (
+        re.findall(r'<td class="n">(\d+)</td>', text[text.index("<h2>Lengths") : text.index("<h2>Grading")])
+        == "1 11 21 30 38 40".split()
+    )
+    assert '<td>update</td><td class="n">0.500</td><td class="n">25.0 %</td>' in text
+    assert "<b>" not in text and "\x1b" not in text and "Verdicts" not in text
+    assert "| 4 | 0.500 | 1.000 |" in markdown.read_text()
+
+
+def test_a_followed_report_is_written_until_the_run_is_finished(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "r", 0, 0.5, num_steps=4)
+    (run / "summary.json").unlink()
+    seconds = []
+    monkeypatch.setattr("time.sleep", lambda s: (seconds.append(s), (run / "summary.json").write_text("{}")))
+    monkeypatch.setattr("sys.argv", ["report", "--runs", str(run), "--follow"])
+    run_command(report.main)
+    assert seconds == [30] and "Finished: 4 of 4 steps" in (run / "report.html").read_text()
 
 
 def test_unfinished_and_missing_runs_are_named(grid):
     (grid / "grpo_clip_group_size4_seed1" / "summary.json").unlink()
     study = read_study([grid])
     assert study.missing == ("grpo_clip_group_size4_seed1",)
-    html, _ = write_report(study, grid)
+    html, *_ = write_report(study, grid)
     assert "Missing, and so not in any verdict: grpo_clip_group_size4_seed1" in html.read_text()
 
 
@@ -235,11 +322,14 @@ def test_a_recorded_command_is_one_that_can_be_typed():
     assert shell_command(command) == "uv run -m alignment.train_rl --sft_base '' --model 'my model'"
 
 
-def test_no_finished_run_is_one_clear_line(tmp_path, monkeypatch, capsys):
+def test_no_run_to_report_is_one_clear_line(tmp_path, monkeypatch, capsys):
     folder = make_run(tmp_path / "r", 0, 0.5)
     (folder / "summary.json").unlink()
+    (folder / "evals.jsonl").unlink()
     monkeypatch.setattr("sys.argv", ["report", "--runs", str(folder)])
     with pytest.raises(SystemExit) as stop:
         run_command(report.main)
     assert stop.value.code == 2
-    assert re.fullmatch(r"error: --runs .*: no finished run there\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"error: --runs .*: no finished run there, and no single run with an evaluation\n", capsys.readouterr().err
+    )

@@ -470,5 +470,5 @@ def test_a_run_that_is_gone_is_missing_from_the_report_and_said_so(done, tmp_pat
     shutil.rmtree(folder / "grpo_clip_seed0")
     study = read_study([folder])
     assert study.missing == ("grpo_clip_seed0",)
-    html, markdown = write_report(study, folder)
+    html, markdown, *_ = write_report(study, folder)
     assert "grpo_clip_seed0" in html.read_text() and "missing" in markdown.read_text()

@@ -76,7 +76,9 @@ def test_the_other_way_round_is_the_same_with_other_signs(pairs):
 def test_the_page_shows_both_sides_and_runs_nothing(tmp_path):
     a, b = groups([[0], [1], [1]], "<script>alert(1)</script>"), groups([[1], [0], [1]], "b")
     found = paired_difference(a, b)
-    page = write_comparison(found, ["first", "second"], tmp_path).read_text()
+    names = ["checkpoints_" + "first_" * 30 + "final", "second"]
+    page = write_comparison(found, names, tmp_path).read_text()
+    assert page.count(f"<th>{names[0]}</th>") == 2 and "viewport" in page and "prefers-color-scheme: dark" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;0" in page and "<script>" not in page
     assert "won: 1" in page and "lost: 1" in page and "b1" in page
     rows = [json.loads(line) for line in (tmp_path / "comparison.jsonl").read_text().splitlines()]
