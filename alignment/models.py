@@ -183,7 +183,8 @@ def warm_start(args: RLArgs, console: Console) -> str:
 def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Evaluator, int]:
     """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves no folder.
     Raises `UserError` for mistakes, if possible before a model loads."""
-    base = str(run.checkpoint or warm_start(args, run.console))
+    with run.clock("warm_start"):
+        base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
     problems, evaluate = evaluation(args, tokenizer)
     source = open_source(args.rollout_config, tokenizer)
@@ -201,12 +202,11 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     roles, engine = roles_of(args), "vllm_server" if args.sampler_url else args.sampler
     between_updates = args.rollouts == "sync"  # rather than beside them, in processes of their own
     shared = between_updates and roles.eval in roles.sample and not args.sampler_url
-    devices = roles.sample if shared else (roles.eval,)
     machines = (None, *policy.ranks.machines) if hasattr(policy, "ranks") and not args.sampler_url else (None,)
     if len(machines) > 1:
         run.console.print(f"engines sample on {len(machines)} machines, each of which has {' '.join(roles.sample)}")
     facts = {"policy_version": run.step, "sleeps": True, "machines": machines if shared else (None,)}
-    config = sampler_config(args, base, devices, **facts)
+    config = sampler_config(args, base, roles.sample if shared else (roles.eval,), **facts)
     eval_sampler = run.open(open_sampler(find_engine(args.sampler), config, tokenizer, policy))
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):

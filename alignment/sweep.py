@@ -31,7 +31,8 @@ def main() -> None:
     if args.dry_run:
         return
     schedule.refuse_other_folder(design.folder)
-    executor = schedule.make_executor(args, design.folder)
+    resources = args.ray_address, args.cpus_per_run, args.gpus_per_run
+    executor = schedule.make_executor(args.executor, *resources, args.slurm_parameters, design.folder)
     try:
         design.folder.mkdir(parents=True, exist_ok=True)
         with lock_run_folder(design.folder):

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from alignment.ablation import verdicts
-from alignment.ablation.statistics import Comparison, Scores, interquartile_mean
+from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.runs.summary import first_change
@@ -32,16 +32,15 @@ def report(study: Study, folder: Path, console: Console) -> None:
     """Print the verdicts as tables, one for each varied argument of a full grid, else one of the pairs of arms; and write the
     report to `folder`."""
     factors = {f"final accuracy: {name}, averaged over all else": rows for name, rows in decide_factors(study).items()}
-    for title, comparisons in (factors or {"final accuracy": decide(study)}).items():
+    for title, comparisons in (factors or {"final accuracy": pairs for pairs in [decide(study)] if pairs}).items():
         rows = [
             (f"{c.a} - {c.b}", f"{c.difference:+.3f}", f"{c.low:+.3f} .. {c.high:+.3f}", str(c.seeds), c.verdict)
             for c in _ranked(comparisons)
         ]
         console.print(make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows))
     for name in study.missing:
-        console.print(f"missing: {name}", style="red", markup=False)
-    for file in write_report(study, folder):
-        console.print(f"report: {file}", markup=False, soft_wrap=True)
+        console.print(f"unfinished: {name}", style="red", markup=False)
+    console.print(f"report: {write_report(study, folder)[0]}", markup=False, soft_wrap=True)
 
 
 def write_report(study: Study, folder: Path) -> list[Path]:
@@ -49,7 +48,7 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     the figures as SVG and PDF. Returns the paths of the `PAGES`."""
     facts = contents(study)
     drawn = figures(study, [c for rows in facts["factors"].values() for c in rows] or facts["pairs"])
-    (folder / "figures").mkdir(exist_ok=True)
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
     facts |= {"figures": {title: _save(figure, folder / "figures", title) for title, figure in drawn.items()}}
     options = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": lambda name: name.endswith(".html.j2")}
     options |= {"loader": jinja2.FileSystemLoader(Path(__file__).parent), "undefined": jinja2.StrictUndefined}
@@ -238,5 +237,4 @@ def _draw_final(axes, styles: dict, study: Study) -> None:
         values, margin, colour = [s.mean() for s in by_seed.values()], half_width(study, arm, by_seed), styles[arm]["color"]
         axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.45)
         axes.errorbar(np.mean(values), y, xerr=margin, color=colour, marker="D")
-    axes.set_yticks(range(len(scores)), list(scores))
-    axes.set(xlabel="accuracy")
+    axes.set(xlabel="accuracy", yticks=range(len(scores)), yticklabels=list(scores))

@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.table import Table
 
 from alignment.ablation.design import Design
-from alignment.args import RLArgs, SFTArgs, SweepOptions, as_command, command_line
+from alignment.args import RLArgs, SFTArgs, as_command, command_line
 from alignment.system import signals
 from alignment.system.errors import UserError
 from alignment.system.files import LOCK, read_json, read_jsonl, write_json
@@ -92,8 +92,7 @@ def expected_seconds(design: Design, output_dir: str) -> float | None:
     if not paces:
         return None
     responses = sum(arm.rollout_size * arm.num_steps for arm in design.arms.values()) * len(design.seeds)
-    runs = len(design.arms) * len(design.seeds)
-    return responses * statistics.median(paces) + runs * statistics.median(beside or [0.0])
+    return responses * statistics.median(paces) + len(design.arms) * len(design.seeds) * statistics.median(beside or [0.0])
 
 
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:
@@ -207,19 +206,18 @@ def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_se
     return [State(arm, seed) for seed in [*seeds, seeds[-1] + 1] for arm in arms if (arm, seed) not in present]
 
 
-def make_executor(args: SweepOptions, folder: Path) -> Executor:
+def make_executor(
+    kind: str, address: str, cpus: int | None, gpus: int | None, slurm: Mapping[str, int | str], folder: Path
+) -> Executor:
     """The executor of --executor; by default Ray where it is installed, else one run after another. Raises `UserError` where its
     package or cluster is not there."""
-    ray = find_spec("ray") or args.ray_address
-    kind = args.executor if args.executor != "auto" else "ray" if ray else "local"
-    package = {"local": "alignment", "ray": "ray", "slurm": "submitit"}[kind]
-    if not find_spec(package):
+    if kind == "auto":
+        kind = "ray" if find_spec("ray") or address else "local"
+    package = {"ray": "ray", "slurm": "submitit"}.get(kind)
+    if package and not find_spec(package):
         raise UserError(f"--executor {kind} needs {package}, which is not installed: start with `uv run --extra {kind} ...`")
-    if kind == "ray":
-        return RayExecutor(args.ray_address, args.cpus_per_run, args.gpus_per_run)
-    if kind == "slurm":
-        return SlurmExecutor(folder, args.slurm_parameters, args.cpus_per_run)
-    return LocalExecutor(args.cpus_per_run)
+    made = {"local": lambda: LocalExecutor(cpus), "ray": lambda: RayExecutor(address, cpus, gpus)}
+    return (made | {"slurm": lambda: SlurmExecutor(folder, slurm, cpus)})[kind]()
 
 
 class LocalExecutor:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from alignment.core.records import Rollout, SampledStep
@@ -55,7 +56,6 @@ class Run:
         self.config, self.console = config, console
         self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
-        self.opened_at, self.step_seconds = time.perf_counter(), 0.0
         self.path: Path | None = None
         self.step = 0  # The last finished step.
         self.resumed_at = 0
@@ -106,6 +106,7 @@ class Run:
         limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
         self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
+        self._step_seconds = self.clock.seconds.get("warm_start", 0.0)  # which one run makes for all
         self._progress = self.closing.enter_context(progress_line("RL", config.num_steps, self.console))
         self.started = True
 
@@ -132,7 +133,7 @@ class Run:
         record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
         record["tokens_per_second_update"] = result.report["update_tokens"] / self.clock.seconds["update"]  # prompts included
         self._restarts = restarts
-        self.step_seconds += record["seconds"]
+        self._step_seconds += record["seconds"]
         warnings, record = self.health.judge(record)
         for warning in warnings:
             self._print(f"warning, step {sampled.step}: {warning}", "yellow")
@@ -160,7 +161,7 @@ class Run:
         self.started = False
         with atomic_folder(self.path / "final") as building, manifested(building):
             self._policy.save(building, self._tokenizer)
-        write_summary(self.path, title, self.console, time.perf_counter() - self.opened_at - self.step_seconds)
+        write_summary(self.path, title, self.console, time.time() - psutil.Process().create_time() - self._step_seconds)
 
     def save_when_stopped(self, stop: BaseException) -> None:
         """Save the last finished step when a signal or `RunStopped` ends the loop, and print the command to resume it."""

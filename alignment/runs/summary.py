@@ -13,7 +13,7 @@ from alignment.system.terminal import make_table, printable
 
 def write_summary(path: Path, title: str, console: Console, seconds_beside_steps: float) -> None:
     """Draw the learning curve, print the run's before and after, and write summary.json. `title` says how the evaluations were
-    sampled, `seconds_beside_steps` what the run took from its start on for all but its steps."""
+    sampled, `seconds_beside_steps` what the process took for all but its steps."""
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after, total = evals[0], evals[-1], sum(m["seconds"] for m in metrics)
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)

@@ -172,11 +172,11 @@ def test_a_run_that_fails_is_said(warm, tmp_path, capsys):
 
 
 def test_without_ray_a_cluster_is_refused(monkeypatch):
-    monkeypatch.setattr("alignment.ablation.schedule.find_spec", lambda name: name == "alignment")
-    assert isinstance(make_executor(parse(SweepArgs, []), Path()), LocalExecutor)
-    for flags, extra in (["--ray_address", "auto"], "ray"), (["--executor", "slurm"], "slurm"):
+    monkeypatch.setattr("alignment.ablation.schedule.find_spec", lambda name: None)
+    assert isinstance(make_executor("auto", "", None, None, {}, Path()), LocalExecutor)
+    for kind, address, extra in ("auto", "auto", "ray"), ("slurm", "", "slurm"):
         with pytest.raises(UserError, match=f"not installed: start with `uv run --extra {extra} ...`"):
-            make_executor(parse(SweepArgs, flags), Path())
+            make_executor(kind, address, None, None, {}, Path())
 
 
 # --- with Ray ---------------------------------------------------------------------------------------------
