@@ -23,6 +23,7 @@ from alignment.rewards.rules import CONTROLS as CONTROLS
 from alignment.rewards.rules import RULES as RULES
 from alignment.rewards.rules import evaluation_rule
 from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
+from alignment.runs.trackers import TRACKERS
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
 from alignment.system.registry import did_you_mean, find
@@ -36,6 +37,7 @@ Baseline = Literal[tuple(BASELINES)]
 Deviation = Literal[tuple(DEVIATIONS)]
 KLEstimator = Literal[tuple(KL_ESTIMATORS)]
 OptimizerName = Literal[tuple(OPTIMIZERS)]
+TrackerName = Literal[tuple(TRACKERS)]
 
 
 COMPARISONS = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
@@ -111,6 +113,7 @@ class Args:
     seed: int = 0  # Seed of data order, initialisation and sampling.
     output_dir: str = "checkpoints"  # Folder that holds the run folders.
     run_name: str = ""  # Name of the run's folder; empty: made from the preset, the command and the seed.
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)  # Where a run's numbers go besides its folder; the others are extras.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -233,6 +236,7 @@ class RLArgs(Args):
     keep_checkpoints: int = 2  # Newest checkpoints kept; 0: all.
     max_bad_steps: int = 3  # The run stops after so many steps in a row of updates whose loss or gradient is not finite.
     max_grader_failures: float = 0.05  # The run stops where more of 20 steps' answers cannot be graded (time, memory).
+    reward_timeout: float = 60.0  # Seconds of one call of a reward function of your own, after which the run saves and stops.
     data_seed: int | None = None  # Seed of the order of prompts and mini-batches; by default --seed.
     sampling_seed: int | None = None  # Seed of the rollouts' samples; by default --seed.
     deterministic: bool = False  # On GPUs, use torch's deterministic kernels, where there are any; slower. A CPU needs none.
@@ -335,6 +339,7 @@ class SweepOptions:
     sweep_file: str = ""  # TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME] each.
     sweep_name: str = ""  # Name of the sweep's folder, or of one to continue; empty: made from the preset and what varies.
     output_dir: str = "checkpoints"  # Folder that holds the sweep's folder; with several machines, one that all of them share.
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)  # Where every run's numbers go besides its folder.
     hold: Literal["rollouts", "prompts"] = "rollouts"
     """What stays equal while --group_size varies: the responses of a step (so larger groups mean fewer prompts), or the
     prompts (so larger groups mean more responses)."""
@@ -374,7 +379,7 @@ class SweepOptions:
 
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
 NOT_SWEPT = frozenset(
-    """preset output_dir run_name resume preview auto_sft policy_devices sample_device reference_model_device eval_device
+    """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device eval_device
     gpu_memory_utilization sampler_tensor_parallel""".split()
 )
 

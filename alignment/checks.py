@@ -9,11 +9,11 @@ from pathlib import Path
 
 from alignment.args import Args, RLArgs, SFTArgs, configuration, refuse_missing_warm_start
 from alignment.core.records import Endless, Problem
-from alignment.data.prompts import read_template
+from alignment.data.prompts import chat_turns, read_template
 from alignment.data.tasks import Task, find_task, own_data
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import RANKED, check_parallelism
-from alignment.rewards.rules import find_reward
+from alignment.rewards.rules import find_reward, try_reward
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
@@ -42,7 +42,7 @@ def check_rl(args: RLArgs) -> None:
     """Check a run's arguments. Raises `UserError` as `check`; for a reward, warm start or run to resume that is not there; for
     addresses and tokens of servers; and for data that cannot be read."""
     task = check(args)
-    find_reward(args.reward, task.rules)
+    reward = find_reward(args.reward, task.rules, args.reward_timeout)
     if args.sampler_url:
         for url in args.sampler_url.split(","):
             check_sampler_url(url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
@@ -56,7 +56,9 @@ def check_rl(args: RLArgs) -> None:
         if not args.sft_base or not Path(args.sft_base).exists():
             check_model_path(args.model, "--model")
     check_test_split(task, args.dataset_path, args.max_problems)
-    check_training_split(task, args.dataset_path)
+    template, problem = args.prompt or task.prompt, check_training_split(task, args.dataset_path)[0]
+    facts = {"prompt": read_template(template), "turns": chat_turns(template, problem.question)}
+    try_reward(reward, dataclasses.replace(problem, **facts))
     devices_of_ranks(args, roles_of(args).policy)  # last, because it may load torch to count the GPUs
 
 
@@ -70,12 +72,13 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
     return problems[: max_problems or None]
 
 
-def check_training_split(task: Task, dataset_path: str) -> None:
-    """Say how many training problems are left out because they ask what a test problem asks. Raises `UserError` where none is
-    left, and for data that cannot be read."""
+def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
+    """The training problems. Says how many are left out because they ask what a test problem asks. Raises `UserError` where
+    none is left, and for data that cannot be read."""
     problems, kept = task.problems("train", dataset_path), task.training_problems(dataset_path)
     if not isinstance(problems, Endless):
         _say_left_out(len(problems), len(kept), "training problems")
+    return kept
 
 
 def _say_left_out(number: int, kept: int, noun: str) -> None:

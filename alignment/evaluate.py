@@ -55,7 +55,7 @@ def main() -> None:
     evaluations = [evaluate_model(args, model, console) for model in models]
     default = "_".join(["compare" if args.compare else "evaluate", *map(label, models), args.task.replace(":", ".")])[:150]
     path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})
-    report(path, models, evaluations, console)
+    report(RunFolder(path, 0, args.trackers), models, evaluations, console)
     console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
 
 
@@ -80,11 +80,11 @@ def label(model: str) -> str:
     return f"{path.parent.name}_{path.name}" if path.parent.name else path.name
 
 
-def report(path: Path, models: Sequence[str], evaluations: Sequence[Evaluation], console: Console) -> None:
+def report(run: RunFolder, models: Sequence[str], evaluations: Sequence[Evaluation], console: Console) -> None:
     """Write the evaluations to their folder, and print them; of two also their difference."""
     from alignment.evaluation import accuracy
 
-    run = RunFolder(path)
+    path = run.path
     for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
         run.log_eval({"step": number, "model": model, **evaluation.record}, evaluation.groups)
         console.print(model, style="bold", markup=False)

@@ -134,7 +134,8 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
             longest = max(len(prompt) + len(response) for prompt, response in (*data.train, *data.validation))
             if message := policy.choose_micro_batch_tokens(longest):
                 console.print(message)
-            with closing(RunFolder(building)) as log, progress_line("SFT", args.num_steps, console) as progress:
+            folder = RunFolder(building, 0, args.trackers, target.name)
+            with closing(folder) as log, progress_line("SFT", args.num_steps, console) as progress:
                 fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
             with manifested(building):
                 policy.save(building, tokenizer)
@@ -146,7 +147,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer)
     with closing(sampler), console.status("sampling held-out problems"):
         result = evaluate(sampler)
-    with closing(RunFolder(target, args.num_steps)) as log:
+    with closing(RunFolder(target, args.num_steps, args.trackers)) as log:
         log.log_eval({"step": args.num_steps, **result.record}, result.groups)
     write_json(target / "summary.json", result.record)
     return result

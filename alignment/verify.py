@@ -75,6 +75,7 @@ def differing_parts(args: VerifyArgs, console: Console) -> int:
     with tempfile.TemporaryDirectory(prefix=".verify_", dir=args.output_dir) as folder:
         straight, killed = Path(folder) / "straight", Path(folder) / "killed"
         rl = configuration(RLArgs, args, num_steps=2 * k, save_interval=k, preview=0, run_name=straight.name, output_dir=folder)
+        rl = dataclasses.replace(rl, trackers=RLArgs.trackers)  # its events are compared below
         with console.status(f"training {2 * k} steps straight"):
             _run(rl)
         rl = dataclasses.replace(rl, run_name=killed.name)

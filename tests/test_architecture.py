@@ -32,6 +32,7 @@ MAY_IMPORT = {
     # Arguments are checked against tables and configurations, never against what loads a model.
     "args": (
         "core", "system", "policy.optimizers", "rollouts.config", "rewards.rules", "data.tasks",
+        "runs.trackers",
     ),
 }  # fmt: skip
 # Beside the commands and `args`: what builds objects from arguments, and the names of the field.
@@ -47,6 +48,7 @@ READ = {"grad", "lm_head"}
 # Our own decoding loop runs a model layer by layer: its own one, or one that `Policy.model_on` lends it to be read.
 READS_WEIGHTS = {"alignment.sampling.transformers", "alignment.sampling.vllm"}  # engines with weights of their own
 ONLY_IMPORTERS = {
+    **dict.fromkeys(("wandb", "trackio", "mlflow"), {"alignment.runs.trackers"}),
     "vllm": {"alignment.sampling.vllm", "alignment.sampling.vllm_weights"}, "torchao": {"alignment.policy.adamw_8bit"}, "peft": {"alignment.policy.lora"},
 }  # fmt: skip
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "parse_latex", "loads", "load"}

@@ -19,7 +19,7 @@ ALPHA = 0.05  # chance that any verdict of a sweep is false
 # Arguments that decide where, how fast or how often something is computed, and never its value.
 BOOKKEEPING = NOT_SWEPT | {
     "seed", "sampler_url", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints",
-    "max_sampler_mismatch", "policy_parallelism",
+    "max_sampler_mismatch", "policy_parallelism", "reward_timeout",
 }  # fmt: skip
 
 

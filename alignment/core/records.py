@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -15,14 +15,15 @@ Score = dict[str, float]
 
 @dataclass(frozen=True)
 class Problem:
-    """One verifiable question. `prompt` is the whole text that the policy continues; of a conversation, the (role, text)
-    `turns` before a response, a chat template makes it."""
+    """One verifiable question. `prompt` is the whole text that the policy continues; of a chat, a template makes it of the (role,
+    text) `turns`, of which the last may begin the response. `columns` are those of the user's own row."""
 
     id: str
     question: str
     prompt: str
     ground_truth: str
-    turns: tuple[tuple[str, str], ...] = ()
+    turns: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    columns: dict[str, object] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

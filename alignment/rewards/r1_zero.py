@@ -26,12 +26,13 @@ def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> d
 
 
 def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:
-    r"""Score a response as `r1_zero_reward_fn` does, but only one that gives exactly one final answer; never more than that.
+    r"""Score a response as `r1_zero_reward_fn` does, but only one that gives exactly one final answer.
 
-    Exactly one `</think>` ends the thinking, which is not read; `<think>` may open it once more. Then come
-    ` <answer>...</answer>` blocks with only white space between and after them; each is closed and contains no other tag.
-    The last block counts as a whole, also the text around a \boxed in it. If the ground truth is a number, an answer that
-    is still to be evaluated (48/2 + 48) is wrong."""
+    Exactly one `</think>` ends the thinking, which is not read; `<think>` may open it once more. Then come, after white space,
+    `<answer>...</answer>` blocks with only white space between and after them; each is closed and contains no other tag. The
+    last block counts as a whole, also the text around a \boxed in it. If the ground truth is a number, an answer that is still
+    to be evaluated (48/2 + 48) is wrong."""
+    response = PATTERNS.before_answer.sub("</think> <answer>", response)  # the published rule wants one space
     answer = strict_answer(response)
     if answer is None:
         return _score(False, None)

@@ -4,27 +4,23 @@ part that has nothing to teach about answers. The reward of a run is a rule, a c
 """
 
 import hashlib
-import inspect
 import math
 import re
-import traceback
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
 
 from alignment.core.records import Completion, Group, Problem, Score
 from alignment.rewards.countdown import countdown_reward_fn
 from alignment.rewards.grading.cascade import grade
 from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn
+from alignment.rewards.users import users_function
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.registry import find
 
-Result = TypeVar("Result")
 RewardFn = Callable[[str, str], Score]  # (response, ground truth) -> score.
 GRADING_THREADS = 8  # each may wait for a worker process that runs math-verify
 
@@ -35,32 +31,16 @@ RULES: Mapping[str, RewardFn] = {
 }
 
 
-def find_rule(name: str) -> RewardFn:
-    """The rule `name` of `RULES`, or the user's own function of a response and its ground truth, as package.module:function.
-    Raises `UserError` for any other name. A function of the user's own raises `RunStopped` if it returns no score."""
+def find_rule(name: str, seconds: float | None = None) -> RewardFn:
+    """The rule `name` of `RULES`, or the user's own, a `UsersFunction` of a response and its ground truth, as
+    package.module:function, whose calls may take `seconds`. Raises `UserError` for any other name."""
     rule = find("--reward", name, RULES)
-    return rule if name in RULES else partial(_call_users_rule, name, rule)
+    return rule if name in RULES else users_function(name, seconds).score
 
 
 def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
     """The name of the rule that evaluates a run trained on `reward`: that rule, if it is one of the task's; else its first."""
     return reward if reward in rules else rules[0]
-
-
-def _call_users_rule(name: str, rule: RewardFn, response: str, ground_truth: str) -> Score:
-    score = call_user_function(name, lambda: rule(response, ground_truth))
-    if not isinstance(score, Mapping) or not {"reward", "format_reward", "answer_reward"} <= set(score):
-        raise RunStopped(f"--reward {name}: gave {score!r}; a rule gives reward, format_reward and answer_reward")
-    return dict(score)
-
-
-def call_user_function(name: str, call: Callable[[], Result]) -> Result:
-    """What `call` returns. Raises `RunStopped`, naming file and line, for whatever the user's code raises."""
-    try:
-        return call()
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise RunStopped(f"--reward {name}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})") from None
 
 
 def random_reward(response: str, ground_truth: str) -> float:
@@ -69,8 +49,8 @@ def random_reward(response: str, ground_truth: str) -> float:
     return float(hashlib.sha256(f"{ground_truth}\0{response}".encode("utf-8", "surrogatepass")).digest()[0] & 1)
 
 
-PartFn = Callable[[Sequence[Problem], Sequence[str], Sequence[Score]], list[float]]
-"""(problems, responses, their scores by the task's rule) -> rewards, one for each response."""
+PartFn = Callable[[Sequence[Problem], Sequence[Completion], Sequence[Score]], list[float | None]]
+"""(problems, completions, their scores by the task's rule) -> rewards; None where the part does not apply to a completion."""
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 STEPS = re.compile(r"Step \d+:|^\s*\d+\.\s|^\s*[-*]\s|\b(?:First|Second|Third|Next|Then|Finally),", re.MULTILINE)
@@ -123,7 +103,8 @@ def _scripts(text: str) -> Counter[str]:
 
 def of_each(function: Callable[[Problem, str, Score], float], **facts) -> Part:
     """The part made of a function of a problem, a response to it, and its score."""
-    return Part(lambda *columns: list(map(function, *columns)), **facts)
+    texts = lambda completions: [completion.text for completion in completions]
+    return Part(lambda problems, drawn, scores: list(map(function, problems, texts(drawn), scores)), **facts)
 
 
 PARTS: Mapping[str, Part] = {
@@ -148,45 +129,6 @@ CONTROLS: Mapping[str, Part] = {
 }
 
 
-def part_of_function(name: str, function: Callable) -> Part:
-    """The part made of a function f(response, ground_truth), which returns a number or a score, or of one with an argument
-    `completions`, which is called as TRL calls it. Raises `TypeError` or `ValueError` for a callable without a signature, and
-    `RunStopped` later where it fails, or returns another count of rewards or something that is no finite number."""
-    rewards = _as_trl if "completions" in inspect.signature(function).parameters else _pair_by_pair
-
-    def part(problems: Sequence[Problem], texts: Sequence[str], scores: Sequence[Score]) -> list[float]:
-        values = call_user_function(name, lambda: rewards(function, problems, texts))
-        if len(values) != len(texts):
-            raise RunStopped(f"--reward {name}: gave {len(values)} rewards for {len(texts)} completions")
-        return [_as_number(name, value) for value in values]
-
-    return Part(part)
-
-
-def _pair_by_pair(function: Callable, problems: Sequence[Problem], texts: Sequence[str]) -> list:
-    results = [function(text, problem.ground_truth) for problem, text in zip(problems, texts, strict=True)]
-    return [result["reward"] if isinstance(result, Mapping) else result for result in results]
-
-
-def _as_trl(function: Callable, problems: Sequence[Problem], texts: Sequence[str]) -> list:
-    """The rewards by f(prompts=..., completions=..., **columns) -> list of numbers or None."""
-    fields = {"prompts": "prompt", "question": "question", "ground_truth": "ground_truth", "answer": "ground_truth", "id": "id"}
-    columns = {key: [getattr(problem, field) for problem in problems] for key, field in fields.items()}
-    columns["completions"] = list(texts)
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return list(function(**{key: values for key, values in columns.items() if takes_all or key in parameters}))
-
-
-def _as_number(name: str, value: object) -> float:
-    """The value as a number, None as 0."""
-    with suppress(TypeError, ValueError):
-        number = 0.0 if value is None else float(value)
-        if math.isfinite(number):
-            return number
-    raise RunStopped(f"--reward {name}: gave {value!r}, which is no number")
-
-
 @dataclass(frozen=True)
 class Reward:
     """A rule, and the parts (name, weight, part) whose weighted sum is the reward; without parts it is the rule's own."""
@@ -195,33 +137,36 @@ class Reward:
     parts: tuple[tuple[str, float, Part], ...] = ()
 
     def score(self, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        """Each problem with its completions and their scores; with parts, "part_<name>" is in each score too."""
+        """Each problem with its completions and their scores; with parts, "part_<name>" of those that apply is in each
+        score too, and "unscored" where none does."""
         groups = score_groups(problems, completions, self.rule)
         if not self.parts:
             return groups
         repeated = [group.problem for group in groups for _ in group.completions]
-        texts = [completion.text for group in groups for completion in group.completions]
+        drawn = [completion for group in groups for completion in group.completions]
         scores = [score for group in groups for score in group.scores]
-        values = {name: part.rewards(repeated, texts, scores) for name, _, part in self.parts}
+        values = [part.rewards(repeated, drawn, scores) for _, _, part in self.parts]
         rows = []
-        for row, score in enumerate(scores):
-            reward = sum(weight * values[name][row] for name, weight, _ in self.parts)
-            rows.append({**score, "reward": reward, **{f"part_{name}": rewards[row] for name, rewards in values.items()}})
+        for score, of_row in zip(scores, zip(*values, strict=True), strict=True):
+            applied = [(name, weight, value) for (name, weight, _), value in zip(self.parts, of_row) if value is not None]
+            parts = {f"part_{name}": value for name, _, value in applied} or {"unscored": 1.0}
+            rows.append({**score, "reward": sum((weight * value for _, weight, value in applied), 0.0), **parts})
         left = iter(rows)
         return [Group(group.problem, group.completions, tuple(next(left) for _ in group.scores)) for group in groups]
 
 
-def find_reward(name: str, rules: Sequence[str]) -> Reward:
+def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -> Reward:
     """The reward that --reward names, for a task with these rules: one of them, or `part[:weight]`, several with commas. A part
-    is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's own, package.module:function. Raises `UserError` for
-    any other name, for a rule that is not the task's, and for a part that cannot go with the task's rules."""
+    is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's own, package.module:function, whose calls may take
+    `seconds`. Raises `UserError` for any other name, for a rule that is not the task's, and for a part that cannot go with the
+    task's rules."""
     if name in rules:
-        return Reward(find_rule(name))
+        return Reward(find_rule(name, seconds))
     if name in RULES:
         raise UserError(f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}")
-    rule = find_rule(rules[0])
+    rule = find_rule(rules[0], seconds)
     weights = [_name_and_weight(item.strip()) for item in name.split(",")]
-    parts = tuple((part.replace(":", "."), weight, _find_part(part, rules)) for part, weight in weights)
+    parts = tuple((part.replace(":", "."), weight, _find_part(part, rules, seconds)) for part, weight in weights)
     if len({part for part, _, _ in parts}) < len(parts):
         raise UserError(f"--reward {name}: a part is named twice")
     return Reward(rule, parts)
@@ -241,13 +186,23 @@ def _name_and_weight(item: str) -> tuple[str, float]:
     return item, 1.0
 
 
-def _find_part(name: str, rules: Sequence[str]) -> Part:
-    table = {**{key: part_of_function(key, function) for key, function in RULES.items()}, **CONTROLS, **PARTS}
-    part = find("--reward", name, table, partial(part_of_function, name))
+def _find_part(name: str, rules: Sequence[str], seconds: float | None) -> Part:
+    paid_by = lambda rule: of_each(lambda problem, text, _: rule(text, problem.ground_truth)["reward"])
+    by_rule = {key: paid_by(rule) for key, rule in RULES.items()}
+    part = find("--reward", name, {**by_rule, **CONTROLS, **PARTS}, lambda _: Part(users_function(name, seconds).rewards))
     for key in rules:
         if key in part.unfit:
             raise UserError(f"--reward {name}: {part.unfit[key]}")
     return part
+
+
+def try_reward(reward: Reward, problem: Problem) -> None:
+    """Score two made-up responses to a problem. Raises `UserError` where a function of the user's own cannot score them."""
+    texts = "I do not know.", f"It is {problem.ground_truth}. </think> <answer> {problem.ground_truth} </answer>"
+    try:
+        reward.score([problem], [[Completion((0,), (0,), (0.0,), text, "stop", 0) for text in texts]])
+    except RunStopped as stopped:
+        raise UserError(f"{stopped}. This was a made-up response; docs/extending.md says how a reward is called") from None
 
 
 def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], reward_fn: RewardFn) -> list[Group]:
@@ -275,9 +230,11 @@ def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, f
     cached, so this costs little after the scoring."""
     pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
+    parts = dict.fromkeys(name for score in scores for name in score if name.startswith("part_"))
+    applied = {name: [score[name] for score in scores if name in score] for name in parts}
     by_rule = {name.replace(":", "."): [find_rule(name)(*pair)["reward"] for pair in pairs] for name in rules}
     return {
         **{f"reward_{name}": sum(rewards) / len(rewards) for name, rewards in by_rule.items()},
-        **{name: sum(score[name] for score in scores) / len(scores) for name in scores[0] if name.startswith("part_")},
+        **{name: sum(rewards) / len(rewards) for name, rewards in applied.items()},
         "grading_failed": sum("grading_failed" in score for score in scores),
     }

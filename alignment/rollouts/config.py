@@ -21,6 +21,7 @@ class RolloutConfig:
 
     task: str
     reward: str
+    reward_timeout: float = 60.0  # Seconds of a call of a function of the user's own
     prompt: str = ""  # Prompt template; empty: the task's own
     dataset_path: str = ""
     data: DataConfig = field(default_factory=DataConfig)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from alignment.core.advantages import AdvantageConfig, group_advantages, group_statistics, overlong_penalty
-from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep
+from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
 from alignment.core.tokens import collate
 from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
@@ -52,7 +52,7 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
     task = find_task(config.task, config.data)
     problems = prompted(task.training_problems(config.dataset_path), config.prompt or task.prompt, tokenizer)
     problems = training_problems(problems, config.max_prompt_tokens, config.num_problems, tokenizer)
-    return RolloutSource(problems, find_reward(config.reward, task.rules), task, config)
+    return RolloutSource(problems, find_reward(config.reward, task.rules, config.reward_timeout), task, config)
 
 
 def refilled_groups(
@@ -79,7 +79,7 @@ def refilled_groups(
 def is_informative(group: Group, config: RolloutConfig) -> bool:
     """Whether the rewards of a group, penalties included, differ among the responses that count."""
     scored = zip(group.completions, group.scores, strict=True)
-    return len({score["reward"] + length_penalty(c, config) for c, score in scored if is_counted(c, config)}) > 1
+    return len({score["reward"] + length_penalty(c, config) for c, score in scored if is_counted(c, score, config)}) > 1
 
 
 def check_version(groups: Sequence[Group], policy_version: int) -> None:
@@ -112,12 +112,13 @@ def rollout_report(groups: Sequence[Group], config: RolloutConfig, rules: Sequen
 def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id: int) -> Rollout:
     """All completions as one padded batch with their rewards, length penalties included, and without advantages."""
     completions = [completion for group in groups for completion in group.completions]
+    scores = [score for group in groups for score in group.scores]
     batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id)
-    rewards_B1 = torch.tensor([[score["reward"]] for group in groups for score in group.scores], dtype=torch.float32)
+    rewards_B1 = torch.tensor([[score["reward"]] for score in scores], dtype=torch.float32)
     penalties_B1 = torch.tensor([length_penalty(completion, config) for completion in completions])[:, None]
     sampler_BT = torch.zeros(batch.labels.shape)
     sampler_BT[batch.response_mask] = torch.tensor([log_prob for c in completions for log_prob in c.log_probs])
-    counted_B1 = torch.tensor([[is_counted(completion, config)] for completion in completions])
+    counted_B1 = torch.tensor([[is_counted(*pair, config)] for pair in zip(completions, scores, strict=True)])
     return Rollout(batch, rewards_B1 + penalties_B1, counted_B1, sampler_BT)
 
 
@@ -134,6 +135,7 @@ def length_penalty(completion: Completion, config: RolloutConfig) -> float:
     return overlong_penalty(len(completion.token_ids), config.sampling.max_new_tokens, config.overlong_buffer)
 
 
-def is_counted(completion: Completion, config: RolloutConfig) -> bool:
-    """Whether a completion enters baselines and updates: with --skip_unfinished those that were cut off do not."""
-    return not config.skip_unfinished or completion.finish_reason == "stop"
+def is_counted(completion: Completion, score: Score, config: RolloutConfig) -> bool:
+    """Whether a completion enters baselines and updates: not one to which no part of the reward applies, and with
+    --skip_unfinished none that was cut off."""
+    return "unscored" not in score and (not config.skip_unfinished or completion.finish_reason == "stop")

@@ -15,7 +15,7 @@ from rich.console import Console
 from alignment.core.records import Rollout, SampledStep
 from alignment.runs import run_folder
 from alignment.runs.health import Health
-from alignment.runs.summary import write_summary
+from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError, in_words
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_json, read_jsonl
@@ -24,7 +24,8 @@ from alignment.system.terminal import progress_line
 
 CHANGEABLE_ON_RESUME = frozenset(
     """resume run_name num_steps save_interval keep_checkpoints eval_interval output_dir sampler_timeout max_bad_steps
-    max_grader_failures policy_parallelism policy_ranks policy_devices rank_timeout sample_device sampler_tensor_parallel""".split()
+    max_grader_failures policy_parallelism policy_ranks policy_devices rank_timeout sample_device sampler_tensor_parallel
+    reward_timeout trackers""".split()
 )
 """Arguments that a resumed run may change. Evaluations draw from a generator of their own, so their number changes no step."""
 
@@ -43,6 +44,7 @@ class RunConfig:
     max_new_tokens: int
     max_bad_steps: int
     max_grader_failures: float
+    trackers: tuple[str, ...]
     arguments: Mapping[str, object]  # All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`.
     defaults: Mapping[str, object]
     """Values of arguments that are missing from the args.json of a run that an older version started."""
@@ -101,7 +103,7 @@ class Run:
             self.closing.enter_context(lock_run_folder(self.path))
         else:
             run_folder.write_args(self.path, config.arguments, config.seeds)
-        self.folder = run_folder.RunFolder(self.path, self.step)
+        self.folder = run_folder.RunFolder(self.path, self.step, config.trackers)
         self.closing.callback(self.folder.close)
         limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
@@ -161,6 +163,7 @@ class Run:
         self.started = False
         with atomic_folder(self.path / "final") as building, manifested(building):
             self._policy.save(building, self._tokenizer)
+            write_card(building, self.path)
         write_summary(self.path, title, self.console, time.time() - psutil.Process().create_time() - self._step_seconds)
 
     def save_when_stopped(self, stop: BaseException) -> None:

@@ -1,5 +1,5 @@
-"""A run's folder: arguments, metrics, evaluations, completions and TensorBoard; and its checkpoints, each a Hugging Face folder
-with the trainer's state beside the weights, whole or absent.
+"""A run's folder: arguments, metrics, evaluations, completions; and its checkpoints, each a Hugging Face folder with the
+trainer's state beside the weights, whole or absent.
 
 All randomness of a run is a function of its seed and the step number, so a resumed run repeats the undisturbed one from step,
 weights, optimiser, and the rollouts that older weights have sampled ahead.
@@ -20,12 +20,13 @@ from importlib import metadata
 from pathlib import Path
 
 from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
+from alignment.runs.trackers import Trackers
 from alignment.system import files
 from alignment.system.errors import UserError
 from alignment.system.terminal import printable
 
 Record = Mapping[str, object]
-LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # log file -> prefix of its scalars in TensorBoard
+LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # log file -> prefix of its numbers in trackers
 # Not in the top folder, where loaders take every *.safetensors file for model weights.
 TRAINER = "trainer"
 ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
@@ -34,35 +35,31 @@ ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
 class RunFolder:
     """The files of a run, under `checkpoints/<run_name>/`."""
 
-    def __init__(self, path: Path, last_step: int = 0):
+    def __init__(self, path: Path, last_step: int = 0, trackers: Sequence[str] = (), name: str = ""):
         """Open the folder and continue after `last_step`. Records of later steps, which an interrupted run wrote, are deleted,
-        because the run repeats these steps. TensorBoard's files are rebuilt from the other records."""
-        from torch.utils.tensorboard import SummaryWriter
-
+        because the run repeats these steps. `trackers` get the other records that they lack; the run has there a `name`, by
+        default the folder's."""
         self.path = path
         files.remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
-        kept = {name: [r for r in files.read_records(path / name) if r["step"] <= last_step] for name in LOGS}
+        kept = {log: [r for r in files.read_records(path / log) if r["step"] <= last_step] for log in LOGS}
         self.evaluated = {record["step"] for record in kept["evals.jsonl"]}
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]
             if number.isdigit() and int(number) > last_step:
                 file.unlink()
-        shutil.rmtree(path / "tensorboard", ignore_errors=True)
-        self._tensorboard = SummaryWriter(str(path / "tensorboard"))
-        for name, records in kept.items():
-            files.write_jsonl(path / name, records)
+        self._trackers = Trackers(path, trackers, name or path.name)
+        for log, records in kept.items():
+            files.write_jsonl(path / log, records)
             for record in records:
-                self._add_scalars(name, record)
-        for file in sorted((path / "completions").glob("eval_*.jsonl")):
-            self._add_sample(int(file.stem.rpartition("_")[2]), files.read_jsonl(file)[0])
+                self._track(log, record)
 
     def log_step(self, record: Record) -> None:
-        """Append one object to metrics.jsonl and to TensorBoard."""
+        """Append one object to metrics.jsonl, and send it to the trackers."""
         self._append("metrics.jsonl", record)
 
     def log_eval(self, record: Record, groups: Sequence[Group]) -> None:
-        """Write an evaluation's completions, and append one object to evals.jsonl and to TensorBoard."""
+        """Write an evaluation's completions, and append one object to evals.jsonl, and send it to the trackers."""
         self.log_completions("eval", record["step"], groups)
         self._append("evals.jsonl", record)
         self.evaluated.add(record["step"])
@@ -80,8 +77,6 @@ class RunFolder:
         if log_probs is not None:
             records = [{**record, "trainer_log_probs": of} for record, of in zip(records, log_probs, strict=True)]
         files.write_jsonl(self.path / "completions" / f"{kind}_{step:06d}.jsonl", records)
-        if kind == "eval":
-            self._add_sample(step, records[0])
 
     def save_bad_batches(self, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
         """Write the mini-batches `bad` (row numbers), whose loss or gradient was not finite, as tensors to bad_batches/."""
@@ -106,23 +101,21 @@ class RunFolder:
             files.flush(self.path / name)
 
     def close(self) -> None:
-        """Close TensorBoard. A full disk is ignored: a resumed run rebuilds TensorBoard's files."""
-        with suppress(OSError):
-            self._tensorboard.close()
+        """Close the trackers."""
+        self._trackers.close()
 
     def _append(self, name: str, record: Record) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        self._add_scalars(name, record)
+        self._track(name, record)
 
-    def _add_sample(self, step: int, record: Record) -> None:
-        shown = html.escape(printable(f"{record['question']}\n\n{record['text']}"))
-        self._tensorboard.add_text("eval/sample", f"<pre>{shown}</pre>", step)
-
-    def _add_scalars(self, name: str, record: Record) -> None:
-        for key, value in record.items():
-            if isinstance(value, int | float) and key != "step":
-                self._tensorboard.add_scalar(LOGS[name] + key, value, record["step"])
+    def _track(self, log: str, record: Record) -> None:
+        """Send the numbers of a record to the trackers and, of an evaluation, its first completion."""
+        step, numbers = record["step"], {key: value for key, value in record.items() if isinstance(value, int | float)}
+        first = files.read_jsonl(self.path / "completions" / f"eval_{step:06d}.jsonl")[:1] if LOGS[log] else []
+        shown = (html.escape(printable("\n\n".join((record["question"], record["text"])))) for record in first)
+        sample, prefix = "".join(f"<pre>{text}</pre>" for text in shown), LOGS[log]
+        self._trackers.log(log, step, {prefix + key: value for key, value in numbers.items() if key != "step"}, sample)
 
 
 def refuse_taken_name(output_dir: str, run_name: str, remedy: str = "name another") -> None:

@@ -1,13 +1,15 @@
 """The end of a run: its before and after, its learning curve, where its time went, and summary.json."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import jinja2
 from rich.console import Console
 
 from alignment.runs.run_folder import Record
-from alignment.system.files import read_jsonl, write_json
+from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.system.terminal import make_table, printable
 
 
@@ -48,6 +50,17 @@ def write_summary(path: Path, title: str, console: Console, seconds_beside_steps
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }
     write_json(path / "summary.json", summary)
+
+
+def write_card(folder: Path, run: Path) -> None:
+    """Write README.md, the model card of a run, to the folder of its final model."""
+    record, evals, metrics = read_json(run / "args.json"), *(read_jsonl(run / f"{log}.jsonl") for log in ("evals", "metrics"))
+    model = Path(record["args"]["model"])
+    stated = (model / "README.md").read_text(errors="ignore") if (model / "README.md").is_file() else ""
+    facts = {"licence": re.findall(r"(?m)^license: *(\S+)$", stated), "is_local": model.exists(), "run": run.name}
+    source = Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8")
+    template = jinja2.Template(source, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    (folder / "README.md").write_text(template.render(**record, **facts, evals=evals, metrics=metrics), encoding="utf-8")
 
 
 def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str) -> None:

@@ -39,18 +39,21 @@ class ChildProcess:
     Unlike `multiprocessing`'s spawn it does not import the caller's `__main__` again and gets the environment it is given.
     Closing it, dropping it or the parent's exit sends None through the pipe, and kills the process group after
     `grace_seconds`; where these are 0 it is killed at once and nothing is sent. With `log` a temporary file keeps its output
-    for `exit_report`, else the output is thrown away. With `pipe` the process gets that one, whose other end is elsewhere."""
+    for `exit_report`; with None it is this process's, else nobody's. `pipe`, with its other end elsewhere, may be given."""
+
+    timeout_flag = "--sampler_timeout"  # The flag that sets the time limit of `ask`
 
     def __init__(
-        self, name: str, entry: str, environment: Mapping[str, str], log: bool = True, grace_seconds: float = GRACE_SECONDS,
-        pipe: Connection | None = None,
+        self, name: str, entry: str, environment: Mapping[str, str], log: bool | None = True,
+        grace_seconds: float = GRACE_SECONDS, pipe: Connection | None = None,
     ):  # fmt: skip
         self.name = name
         self.connection, child_end = (pipe, pipe) if pipe else Pipe()
         self._is_asked = False
         self._log, self._log_start = tempfile.TemporaryFile() if log else None, 0
         descriptor = child_end.fileno()
-        self.process = _start(["call", entry, str(descriptor)], environment, self._log or subprocess.DEVNULL, descriptor)
+        output = None if log is None else self._log or subprocess.DEVNULL
+        self.process = _start(["call", entry, str(descriptor)], environment, output, descriptor)
         if not pipe:
             child_end.close()
         self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid(), grace_seconds)
@@ -81,7 +84,7 @@ class ChildProcess:
                 failure, answer = self.receive()
             except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
                 report = self.exit_report() if self.is_open else f"the {self.name} was closed"
-                late = f"the {self.name} gave no answer within {seconds:g} s (--sampler_timeout)"
+                late = f"the {self.name} gave no answer within {seconds:g} s ({self.timeout_flag})"
                 raise ProcessLost(late if hung.is_set() else report) from None
             except BaseException:  # Ctrl-C too
                 self.close()

@@ -156,7 +156,8 @@ def untimed(run: Path) -> list[dict]:
 
 
 def test_what_fails_in_the_sampler_is_said_as_it_is(warm, launcher, tmp_path):
-    (tmp_path / "mine.py").write_text("def reward(text, truth):\n    raise ValueError('no such column')\n")
+    fails_later = "    calls.append(text)\n    if len(calls) > 2:\n        raise ValueError('no such column')\n    return 1.0\n"
+    (tmp_path / "mine.py").write_text(f"calls = []\ndef reward(text, truth):\n{fails_later}")  # two are before the run begins
     flags = ["--sft_base", str(warm), *ASYNC, "--reward", "mine:reward"]
     assert launcher.run(tmp_path, *flags, path=str(tmp_path)) == 1
     assert "no such column" in said(tmp_path) and "Traceback" not in said(tmp_path)

@@ -1,6 +1,8 @@
 """Response-level rules: what counts as the one final answer, and what does not."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from alignment.rewards.rules import (
     grading_report,
     random_reward,
     score_groups,
+    try_reward,
 )
 from alignment.system.errors import RunStopped, UserError
 
@@ -56,7 +59,13 @@ def test_honest_responses_are_rewarded():
         ("</think> <answer> 5 </answer> 6", MISSHAPEN),
         ("</think> <answer> <answer> 5 </answer> </answer>", MISSHAPEN),
         ("</think> <answer> 5", MISSHAPEN),
-        ("</think>\n<answer> 5 </answer>", MISSHAPEN),
+        ("</think>\n<answer> 5 </answer>", RIGHT),  # a line break, as chat models write
+        ("2 + 3\n</think> \n\n <answer>\n5\n</answer>", RIGHT),
+        ("</think>\t<answer> 5 </answer>", RIGHT),
+        ("</think>\n\n<answer> 4 </answer> or <answer> 5 </answer>", MISSHAPEN),
+        ("</think>\nso\n<answer> 5 </answer>", MISSHAPEN),
+        ("</think>\n<answer> 4 </answer>", WRONG),
+        ("</think><answer> 5 </answer>", MISSHAPEN),
         ("</think> so <answer> 5 </answer>", MISSHAPEN),
         ("</think> </think> <answer> 5 </answer>", MISSHAPEN),
         ("a <think> b </think> <answer> 5 </answer>", MISSHAPEN),
@@ -97,9 +106,10 @@ PIECES = st.lists(
 
 @given(PIECES.map("".join))
 def test_the_strict_reward_is_never_above_the_published_one(response):
-    strict, published = r1_zero_strict_reward_fn(response, "5"), r1_zero_reward_fn(response, "5")
+    spaced = re.sub(r"</think>\s+<answer>", "</think> <answer>", response)
+    strict, published = r1_zero_strict_reward_fn(response, "5"), r1_zero_reward_fn(spaced, "5")
     assert all(strict[part] <= published[part] for part in strict)
-    assert (strict_answer(response) is None) == (strict["format_reward"] == 0)
+    assert (strict_answer(spaced) is None) == (strict["format_reward"] == 0)
 
 
 PROBLEM = Problem("a", "What is 2 + 3?", "User: What is 2 + 3?\nAssistant: <think>", "5")
@@ -194,11 +204,14 @@ def test_a_weighted_sum_and_its_parts():
 
 
 USERS = """
+import asyncio, json, os, re, time
+
 def by_length(response, ground_truth):
     return len(response) / 10
 
 def like_trl(prompts, completions, ground_truth, **columns):
-    assert set(columns) == {"question", "answer", "id"} and prompts[0].endswith("<think>")
+    assert set(columns) == {"question", "answer", "id", "completion_ids"} and prompts[0].endswith("<think>")
+    assert columns["completion_ids"] == [[2] for _ in prompts]
     return [None if truth in text else 2 for text, truth in zip(completions, ground_truth)]
 
 def of_fewer(completions, answer):
@@ -221,6 +234,52 @@ def no_reward(response, ground_truth):
 
 def leaves(response, ground_truth):
     raise SystemExit(3)
+
+def not_a_number(completions, **columns):
+    return [float("nan") for _ in completions]
+
+def forgets(response, ground_truth):
+    pass
+
+def forgets_all(completions, **columns):
+    pass
+
+def in_a_library(response, ground_truth):
+    return json.loads(response)
+
+def of_three(response, ground_truth, question):
+    return 1.0
+
+def of_the_state(completions, trainer_state):
+    return [1.0 for _ in completions]
+
+def tensors(completions, **columns):
+    import numpy
+    return numpy.array([0.5] * len(completions))
+
+def one_by_one(**columns):
+    for _ in columns["completions"]:
+        yield 0.25
+
+async def later(completions, **columns):
+    await asyncio.sleep(0)
+    return [asyncio.get_running_loop() is LOOPS.setdefault("loop", asyncio.get_running_loop()) for _ in completions]
+
+class Judge:
+    async def __call__(self, response, ground_truth):
+        return await asyncio.sleep(0, 0.75)
+
+def counts(response, ground_truth):
+    CALLS.append(response)
+    return len(CALLS)
+
+def hangs(response, ground_truth):
+    return float(re.match("(a+)+$", response) is None)  # holds the interpreter's lock where there are many a's
+
+def waits(completions, **columns):
+    time.sleep(600)
+
+LOOPS, CALLS, judge = {}, [], Judge()
 """
 
 
@@ -232,10 +291,60 @@ def users(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("by_length:0.5", 0.5 * len(GOOD) / 10), ("like_trl", 0), ("like_trl:-1,accuracy", 1), ("of_fewer", 1)],
+    [
+        ("by_length:0.5", 0.5 * len(GOOD) / 10),
+        ("like_trl:-1,accuracy", 1),  # None: it does not apply, so that the other part is the whole reward
+        ("of_fewer", 1),
+        ("tensors", 0.5),
+        ("one_by_one", 0.25),
+        ("later", 1),
+        ("judge", 0.75),
+    ],
 )
 def test_functions_of_the_users_own(users, name, expected):
-    assert rewarded(f"users_rewards:{name}", GOOD)["reward"] == pytest.approx(expected)
+    for _ in range(2):  # the second time in the same process, and loop
+        assert rewarded(f"users_rewards:{name}", GOOD)["reward"] == pytest.approx(expected)
+
+
+def test_a_function_keeps_its_state_from_call_to_call(users):
+    assert [rewarded("users_rewards:counts", GOOD)["reward"] for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_part_that_does_not_apply_is_left_out_of_the_sum_and_of_its_mean(users):
+    drawn = [[completion(GOOD), completion("</think> <answer> 6 </answer>")]]
+    (group,) = find_reward("users_rewards:like_trl", MATHS).score([PROBLEM], drawn)
+    part = "part_users_rewards.like_trl"
+    unscored, scored = group.scores
+    assert unscored["reward"] == 0 and unscored["unscored"] == 1 and part not in unscored
+    assert scored["reward"] == scored[part] == 2 and "unscored" not in scored
+    assert grading_report([group], MATHS)[part] == 2
+    (group,) = find_reward("users_rewards:like_trl,accuracy", MATHS).score([PROBLEM], drawn)
+    assert [score["reward"] for score in group.scores] == [1, 2] and not any("unscored" in score for score in group.scores)
+
+
+def test_chats_are_lists_of_messages_and_columns_those_of_the_data(tmp_path, monkeypatch):
+    turns = [{"role": "user", "content": "Q: What is 2 + 3?"}, {"role": "assistant", "content": "<think>"}]
+    expected = (turns, [{"role": "assistant", "content": GOOD}], [2], "2 + 3 #### 5", 7)
+    source = "def chat(prompts, completions, completion_ids, answer, level):\n"
+    source += "    return [float(row == EXPECTED) for row in zip(prompts, completions, completion_ids, answer, level)]\n"
+    (tmp_path / "users_chat.py").write_text(f"{source}EXPECTED = {expected!r}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = tuple((turn["role"], turn["content"]) for turn in turns)
+    problem = dataclasses.replace(PROBLEM, turns=asked, columns={"prompt": "?", "answer": "2 + 3 #### 5", "level": 7})
+    reward = find_reward("users_chat:chat", MATHS)
+    assert reward.score([problem], [[completion(GOOD)]])[0].scores[0]["reward"] == 1
+    assert reward.score([dataclasses.replace(problem, turns=())], [[completion(GOOD)]])[0].scores[0]["reward"] == 0
+
+
+@pytest.mark.parametrize(("name", "text"), [("hangs", "a" * 40 + "b"), ("waits", GOOD)])
+def test_a_call_that_hangs_ends_in_one_line_and_the_next_one_starts_anew(users, name, text):
+    reward = find_reward(f"users_rewards:{name}", MATHS, seconds=0.5)
+    with pytest.raises(
+        RunStopped, match=f"^--reward users_rewards:{name}: the function gave no answer within 0.5 s .--reward_ti"
+    ):
+        reward.score([PROBLEM], [[completion(text)]])
+    if name == "hangs":
+        assert reward.score([PROBLEM], [[completion(GOOD)]])[0].scores[0]["reward"] == 1
 
 
 @pytest.mark.parametrize(
@@ -250,16 +359,23 @@ def test_functions_of_the_users_own(users, name, expected):
         ("builtins:max", "cannot be imported"),
         ("accuracy:half", "the weight 'half' is no number"),
         ("users_rewards:infinite", "gave inf, which is no number"),
-        ("users_rewards:no_reward", "KeyError: 'reward'"),
-        ("users_rewards:leaves", "SystemExit"),
-        ("users_rewards:too_few", "gave 0 rewards for 1 completions"),
+        ("users_rewards:not_a_number", "gave nan, which is no number"),
+        ("users_rewards:no_reward", "gave {'score': 1}, which is no number"),
+        ("users_rewards:leaves", r"it has called sys.exit\(3\)"),
+        ("users_rewards:forgets", "gave None, which is no number"),
+        ("users_rewards:forgets_all", "gave None for 2 completions"),
+        ("users_rewards:too_few", "gave 0 rewards for 2 completions, and must give a list of as many numbers"),
         ("users_rewards:no_number", "gave 'much', which is no number"),
-        ("users_rewards:breaks", r"KeyError: 'missing' \(.*users_rewards.py:19\)"),
+        ("users_rewards:breaks", r"KeyError: 'missing' \(.*users_rewards.py:22\)"),
+        ("users_rewards:in_a_library", r"JSONDecodeError: .* \(.*users_rewards.py:43\)"),
+        ("users_rewards:of_three", "missing 1 required positional argument: 'question'.*docs/extending.md says how"),
+        ("users_rewards:of_the_state", "missing 1 required positional argument: 'trainer_state'"),
     ],
 )
-def test_rewards_that_cannot_be_are_named(users, name, message):
-    with pytest.raises(UserError, match=message):
-        rewarded(name, GOOD)
+def test_rewards_that_cannot_be_are_named_before_a_model_loads(users, name, message):
+    with pytest.raises(UserError, match=message) as refused:
+        try_reward(find_reward(name, MATHS), PROBLEM)
+    assert refused.value.code == 2 and "\n" not in str(refused.value)
 
 
 OWN_RULE = """

@@ -5,8 +5,9 @@ import dataclasses
 import torch
 from rollout_helpers import ARGS, parity_reward, problems_of, rollout_of
 
-from alignment.core.records import SamplingConfig
+from alignment.core.records import Completion, Group, Problem, SamplingConfig
 from alignment.rewards.rules import score_groups
+from alignment.rollouts.source import is_informative
 from alignment.training.update import update
 
 
@@ -34,6 +35,18 @@ def test_unfinished_responses_are_in_no_update(policy, sampler):
     none = dataclasses.replace(rollout, counted_B1=torch.zeros_like(rollout.counted_B1))
     result = update(policy, none, args.update_config, 1)
     assert (result.report["updates"], result.report["bad_updates"], result.bad) == (0, 0, [])
+
+
+def test_responses_to_which_no_part_of_the_reward_applies_are_in_no_baseline_and_no_update():
+    """Rewards 1, 3 and one that is none: the mean is 2, not 4/3."""
+    completion = Completion((1,), (2,), (-1.0,), "", "stop", 0)
+    scores = tuple({"reward": reward, **extra} for reward, extra in ((1.0, {}), (3.0, {}), (0.0, {"unscored": 1.0})))
+    args = dataclasses.replace(ARGS, group_size=3, normalize_by_std=False)
+    group = Group(Problem("a", "", "", ""), (completion,) * 3, scores)
+    rollout = rollout_of([group], args)
+    assert rollout.advantages_B1.squeeze(1).tolist() == [-1, 1, 0] and rollout.trained_rows == [0, 1]
+    equal = dataclasses.replace(group, scores=(scores[0], scores[0], scores[2]))
+    assert is_informative(group, args.rollout_config) and not is_informative(equal, args.rollout_config)
 
 
 def test_overlong_responses_get_a_penalty(sampler):

@@ -44,7 +44,8 @@ def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Prob
             return dataclasses.replace(problem, prompt=_chat_text(problem.id, problem.turns, tokenizer))
         if not problem.question:
             return problem
-        return dataclasses.replace(problem, prompt=template.replace("{question}", problem.question))
+        prompt, turns = template.replace("{question}", problem.question), chat_turns(name, problem.question)
+        return dataclasses.replace(problem, prompt=prompt, turns=turns)
 
     if isinstance(problems, Endless):
         return Endless(lambda i: fill(problems[i]))
@@ -56,12 +57,18 @@ def fill_prompt(name: str, question: str) -> str:
     return PROMPTS[name].replace("{question}", question)
 
 
+def chat_turns(name: str, question: str = "{question}") -> tuple[tuple[str, str], ...]:
+    """The (role, text) turns of a question's prompt by the chat `name`, the last the beginning of the response; () for a plain
+    template."""
+    parts = re.split(r"^### (\w+)\n", CHATS.get(name, ""), flags=re.MULTILINE)[1:]
+    texts = (text.removesuffix("\n").replace("{question}", question) for text in parts[1::2])
+    return tuple(zip(parts[::2], texts, strict=True))
+
+
 def _chat(name: str, tokenizer) -> str:
     """The chat `name` as one text that still contains `{question}`."""
-    parts = re.split(r"^### (\w+)\n", CHATS[name], flags=re.MULTILINE)[1:]
-    turns = {role: text.removesuffix("\n") for role, text in zip(parts[::2], parts[1::2], strict=True)}
-    beginning = turns.pop("assistant")
-    return _chat_text(f"--prompt {name}", turns.items(), tokenizer, f"; choose one of {', '.join(PROMPTS)}") + beginning
+    *turns, (_, beginning) = chat_turns(name)
+    return _chat_text(f"--prompt {name}", turns, tokenizer, f"; choose one of {', '.join(PROMPTS)}") + beginning
 
 
 def _chat_text(place: str, turns: Iterable[tuple[str, str]], tokenizer, remedy: str = "") -> str:

@@ -88,7 +88,8 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
             raise UserError(f'{place}: "{data.answer_column}" holds no answer where --answer_pattern {pattern.pattern} looks')
         steps = ANNOTATION.sub("", cell[: match.start()] or str(row.get("solution") or "")).strip()
         response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
-        pairs.append((Problem(place, question, fill_prompt("r1_zero", question), answer), response))
+        columns = json.loads(json.dumps(row, default=str))  # dates and the like as text, because checkpoints are JSON
+        pairs.append((Problem(place, question, fill_prompt("r1_zero", question), answer, columns=columns), response))
     return pairs
 
 

@@ -43,7 +43,9 @@ def test_every_rewrite_is_a_pattern_and_a_replacement_for_its_groups():
 
 def test_a_pattern_holds_those_that_it_names():
     assert PATTERNS.scaled.fullmatch("1,500.5 millions of euros").groups() == ("1,500.5", "million", "of euros")
-    assert PATTERNS.variable.pattern in PATTERNS.label.pattern and "(?&" not in "".join(p.pattern for p in vars(PATTERNS).values())
+    assert PATTERNS.variable.pattern in PATTERNS.label.pattern and "(?&" not in "".join(
+        p.pattern for p in vars(PATTERNS).values()
+    )
 
 
 def test_every_pattern_is_used():

@@ -1,0 +1,126 @@
+"""Reward functions of the user's own, each in a process of its own, which is ended where a call takes too long."""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import pkgutil
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from alignment.core.records import Completion, Problem, Score
+from alignment.system.errors import RunStopped
+from alignment.system.processes import ROOT, START_SECONDS, ChildProcess, ProcessLost, answer_requests
+from alignment.system.registry import import_object
+
+TRL_NAMES = ("prompts", "completions", "completion_ids")
+
+
+class UsersFunction:
+    """The function `name`, package.module:function, in a process that the first call starts and that keeps the function's
+    state. A call may take `seconds`; threads take turns. Every method raises `RunStopped`, with the line of the user's file
+    where there is one, for a function that fails, takes longer, or returns something else than it should."""
+
+    def __init__(self, name: str, parameters: Mapping[str, inspect.Parameter]):
+        self.name, self.seconds = name, 60.0
+        self._child, self._turn = None, threading.Lock()
+        self._parameters = parameters
+        self._takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        self._as_trl = not parameters.keys().isdisjoint(TRL_NAMES) or self._takes_all and len(parameters) == 1
+
+    def __call__(self, *arguments, **columns):
+        """What the function returns, with lists for arrays, tensors and iterators; a coroutine is awaited."""
+        with self._turn:
+            try:
+                if self._child is None or not self._child.is_open:
+                    self._child = ChildProcess("function", f"{__name__}:serve", os.environ, log=None)
+                    self._child.timeout_flag = "--reward_timeout"
+                    self._child.ask(START_SECONDS, "start", self.name, sys.path)
+                return self._child.ask(self.seconds, "call", arguments, columns)
+            except ProcessLost as lost:
+                raise self._fault(str(lost)) from None
+
+    def score(self, response: str, ground_truth: str) -> Score:
+        """The score by a rule, f(response, ground_truth)."""
+        score = self(response, ground_truth)
+        if not isinstance(score, Mapping) or not {"reward", "format_reward", "answer_reward"} <= set(score):
+            raise self._fault(f"gave {score!r}; a rule gives reward, format_reward and answer_reward")
+        return {key: self._number(value) for key, value in score.items()}
+
+    def rewards(self, problems: Sequence[Problem], completions: Sequence[Completion], _: Sequence[Score]) -> list[float | None]:
+        """One reward for each completion, by f(response, ground_truth) -> number or score, or f(prompts=..., completions=...,
+        **columns) -> list, as TRL calls it. None: the reward does not apply to this completion."""
+        pairs = zip(problems, completions, strict=True)
+        if not self._as_trl:
+            answers = [self(completion.text, problem.ground_truth) for problem, completion in pairs]
+            return [self._number(each.get("reward", each) if isinstance(each, dict) else each) for each in answers]
+        rows = [_row(problem, completion) for problem, completion in pairs]
+        names = [name for name in rows[0] if self._takes_all or name in self._parameters]
+        values = self(**{name: [row.get(name) for row in rows] for name in names})
+        if not isinstance(values, list) or len(values) != len(completions):
+            given = f"{len(values)} rewards" if isinstance(values, list) else repr(values)
+            raise self._fault(f"gave {given} for {len(completions)} completions, and must give a list of as many numbers")
+        return [None if value is None else self._number(value) for value in values]
+
+    def _number(self, value: object) -> float:
+        if isinstance(value, int | float) and math.isfinite(value):
+            return value
+        raise self._fault(f"gave {value!r}, which is no number")
+
+    def _fault(self, fault: str) -> RunStopped:
+        return RunStopped(f"--reward {self.name}: {fault}")
+
+
+_FUNCTIONS: dict[str, UsersFunction] = {}
+
+
+def users_function(name: str, seconds: float | None = None) -> UsersFunction:
+    """The user's function of that name, always the same one, whose calls may from now on take `seconds`. Raises `UserError`
+    where it cannot be imported, and `ValueError` for one without a signature."""
+    if name not in _FUNCTIONS:
+        _FUNCTIONS[name] = UsersFunction(name, inspect.signature(import_object("--reward", name)).parameters)
+    _FUNCTIONS[name].seconds = seconds or _FUNCTIONS[name].seconds
+    return _FUNCTIONS[name]
+
+
+def _row(problem: Problem, completion: Completion) -> dict[str, object]:
+    """What TRL gives a reward function of one completion: the columns of the problem's row among it, as they are."""
+    known = {"answer": problem.ground_truth} | {key: getattr(problem, key) for key in ("id", "question", "ground_truth")}
+    known |= {key: value for key, value in problem.columns.items() if key not in ("prompt", "completion")}
+    messages = [{"role": role, "content": text} for role, text in problem.turns]
+    text = [{"role": "assistant", "content": completion.text}] if messages else completion.text
+    return known | dict(zip(TRL_NAMES, (messages or problem.prompt, text, list(completion.token_ids)), strict=True))
+
+
+def serve(descriptor: int) -> None:
+    """Be the process of a `UsersFunction`, until its end closes the pipe."""
+    with suppress(Exception):  # the other end has been told
+        answer_requests(descriptor, {"start": _load, "call": _call, "stop": lambda loaded: loaded[1].close()}, _place)
+
+
+def _load(name: str, path: Sequence[str]) -> tuple[Callable, asyncio.Runner]:
+    """The function, and the one loop for its coroutines."""
+    sys.path[:] = path
+    return pkgutil.resolve_name(name), asyncio.Runner()
+
+
+def _call(loaded: tuple[Callable, asyncio.Runner], _, arguments: Sequence, columns: Mapping) -> object:
+    function, loop = loaded
+    try:
+        result = function(*arguments, **columns)
+        result = loop.run(result) if inspect.iscoroutine(result) else result
+        as_list = lambda value: value.tolist() if hasattr(value, "tolist") else list(value)
+        return json.loads(json.dumps(result, default=as_list))  # plain numbers, texts, lists and dicts
+    except SystemExit as error:
+        raise RuntimeError(f"it has called sys.exit({error})") from None
+
+
+def _place(error: Exception) -> str:
+    """The file and line where the user's own code fails."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith((sys.prefix, sys.base_prefix, f"{ROOT}/alignment", "<"))]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

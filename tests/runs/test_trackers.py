@@ -1,0 +1,170 @@
+"""Trackers: the same fields in each, one run from its first step to its last, and no say in the run."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from alignment.args import RLArgs, command_line, parse
+from alignment.core.records import Completion, Group, Problem
+from alignment.runs import trackers
+from alignment.runs.run import CHANGEABLE_ON_RESUME
+from alignment.runs.run_folder import RunFolder
+
+GROUP = Group(Problem("a", "<b>q", "", ""), (Completion((1,), (2,), (-0.1,), "5", "stop", 0),), ({"reward": 1.0},))
+SAMPLE = "<pre>&lt;b&gt;q\n\n5</pre>"
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """A stand-in for a tracker, which fails where the run's name says so: the ids it is opened with, and what it is sent."""
+    ids, sent = [], []
+
+    def open_recorded(folder, run_id, arguments):
+        ids.append((run_id, arguments))
+        if "opening" in run_id:
+            raise ConnectionError("no\nroute")
+
+        def log(step, numbers, sample):
+            if "logging" in run_id and step == 2 and len(ids) == 1:
+                raise OSError(28, "No space left on device")
+            sent.append((step, dict(numbers), sample))
+
+        def close():
+            if "closing" in run_id:
+                raise TimeoutError("late")
+
+        return log, close
+
+    monkeypatch.setattr(trackers, "TRACKERS", {**trackers.TRACKERS, "recorded": open_recorded})
+    return ids, sent
+
+
+def train(folder, first: int, last: int, names, name: str = ""):
+    """Log steps `first` to `last` of a run that goes on after step `first` - 1, and an evaluation of the last one."""
+    run = RunFolder(folder, first - 1, names, name)
+    if first == 1:
+        run.log_eval({"step": 0, "pass@1": 0.5, "avg_all_rewards_ci": [0, 1]}, [GROUP])
+    for step in range(first, last + 1):
+        run.log_step({"step": step, "reward": step / 10, "kl": None, "warnings": []})
+    run.log_eval({"step": last, "pass@1": last / 4}, [GROUP])
+    run.close()
+
+
+def test_a_resumed_run_goes_on_with_its_id_and_sends_no_step_twice(tmp_path, recorded):
+    ids, sent = recorded
+    (tmp_path / "args.json").write_text('{"args": {"seed": 3}}')
+    train(tmp_path, 1, 3, ["recorded"], "mine")
+    train(tmp_path, 3, 4, ["recorded"])  # step 3 is repeated, as after a kill
+    assert ids[0] == ids[1] and ids[0][0].startswith("mine-") and ids[0][1] == {"seed": 3}
+    assert sent == [
+        (0, {"eval/pass@1": 0.5}, SAMPLE),
+        *((step, {"reward": step / 10}, "") for step in (1, 2, 3)),
+        (3, {"eval/pass@1": 0.75}, SAMPLE),
+        (4, {"reward": 0.4}, ""),
+        (4, {"eval/pass@1": 1.0}, SAMPLE),
+    ]
+
+
+def test_a_tracker_that_is_added_later_gets_the_run_from_its_start(tmp_path, recorded):
+    train(tmp_path, 1, 2, [])
+    assert not (tmp_path / "trackers.json").exists() and not (tmp_path / "tensorboard").exists()
+    train(tmp_path, 3, 3, ["recorded"])
+    assert sorted(step for step, numbers, _ in recorded[1] if "reward" in numbers) == [1, 2, 3]
+    assert [step for step, numbers, _ in recorded[1] if "eval/pass@1" in numbers] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("when", "sent"), [("opening", []), ("logging", [1]), ("closing", [1, 2, 3])])
+def test_a_tracker_that_fails_is_warned_of_once_and_stops_nothing(when, sent, tmp_path, recorded, capsys):
+    train(tmp_path, 1, 3, ["recorded", "tensorboard"], f"fails at {when}")
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1 and warnings[0].startswith("warning: --trackers recorded failed, and is left out until")
+    assert [step for step, numbers, _ in recorded[1] if "reward" in numbers] == sent
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("reward")] == [1, 2, 3]
+    if when == "logging":
+        train(tmp_path, 4, 4, ["recorded"])  # resumed: what it lacks, it gets
+        assert sorted(step for step, numbers, _ in recorded[1] if "reward" in numbers) == [1, 2, 3, 4]
+
+
+def test_a_tracker_that_is_not_installed_is_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    train(tmp_path, 1, 2, ["wandb"])
+    assert (
+        "warning: --trackers wandb failed, and is left out until the run is resumed: ModuleNotFoundError"
+        in capsys.readouterr().err
+    )
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_metrics_do_not_depend_on_trackers(tmp_path, recorded):
+    for folder, names in (("none", []), ("several", ["tensorboard", "recorded"])):
+        train(tmp_path / folder, 1, 3, names)
+    for name in ("metrics.jsonl", "evals.jsonl", "completions/eval_000003.jsonl"):
+        assert (tmp_path / "none" / name).read_text() == (tmp_path / "several" / name).read_text()
+
+
+def test_flags():
+    assert parse(RLArgs, []).trackers == ("tensorboard",) and "trackers" in CHANGEABLE_ON_RESUME
+    args = parse(RLArgs, ["--trackers"])
+    assert args.trackers == () and parse(RLArgs, command_line(args)) == args
+    assert parse(RLArgs, ["--trackers", "wandb", "mlflow"]).trackers == ("wandb", "mlflow")
+    with pytest.raises(SystemExit):
+        parse(RLArgs, ["--trackers", "clearml"])
+
+
+# --- the libraries themselves, where they are installed -----------------------------------------------------------------
+
+
+def in_wandb(run_id: str) -> tuple[set[str], dict[str, list[float]]]:
+    """The ids of the offline runs, and the distinct values of each field, in their order: some are in a summary, too."""
+    files = sorted(Path("wandb").glob("offline-run-*/run-*.wandb"))
+    data = b"".join(file.read_bytes() for file in files)
+    fields = {}
+    for name in ("reward", "eval/pass@1"):  # in each record a name is followed by the length of the value, and the value
+        found = re.findall(rb"\x12.%s\x82\x01(.)(.{4})" % name.encode(), data, re.DOTALL)
+        fields[name] = list(dict.fromkeys(float(value[: length[0]]) for length, value in found))
+    return {file.stem.removeprefix("run-") for file in files}, fields
+
+
+def in_trackio(run_id: str) -> tuple[set[str], dict[str, list[float]]]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    runs = SQLiteStorage.get_runs("alignment")
+    logs = [record for run in runs for record in SQLiteStorage.get_logs("alignment", run)]
+    return set(runs), {name: [log[name] for log in logs if name in log] for name in ("reward", "eval/pass@1")}
+
+
+def in_mlflow(run_id: str) -> tuple[set[str], dict[str, list[float]]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    runs = client.search_runs([client.get_experiment_by_name("alignment").experiment_id])
+    history = {name: client.get_metric_history(runs[0].info.run_id, name) for name in ("reward", "eval/pass_1")}
+    fields = {name.replace("_1", "@1"): [point.value for point in points] for name, points in history.items()}
+    assert runs[0].info.status == "FINISHED" and runs[0].data.params == {"seed": "3"}
+    return {run.info.run_name for run in runs}, fields
+
+
+@pytest.mark.parametrize(("name", "read"), [("wandb", in_wandb), ("trackio", in_trackio), ("mlflow", in_mlflow)])
+def test_the_library_itself(name, read, tmp_path, monkeypatch, capsys, wait_for):
+    monkeypatch.chdir(tmp_path)
+    for key, value in {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    pytest.importorskip(name)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "args.json").write_text('{"args": {"seed": 3}}')
+    train(folder, 1, 3, [name])
+    time.sleep(1.1)  # W&B names the folder of an offline run by the second
+    train(folder, 3, 4, [name])
+    assert "warning: --trackers" not in capsys.readouterr().err
+    run_id = json.loads((folder / "trackers.json").read_text())["id"]
+    expected = {run_id}, {"reward": [0.1, 0.2, 0.3, 0.4], "eval/pass@1": [0.5, 0.75, 1.0]}
+    wait_for(lambda: read(run_id) == expected, 30)  # a process of W&B may still be writing
