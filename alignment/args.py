@@ -2,9 +2,12 @@
 
 import argparse
 import dataclasses
+import json
 import operator
+import re
 import sys
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro._errors import ParseErrorEvent, on_parse_error
 
 from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
 from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS, OPTIONAL_ARGUMENTS, Loss, LossConfig
@@ -27,9 +31,11 @@ from alignment.runs.trackers import TRACKERS
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
 from alignment.system.registry import did_you_mean, find
+from alignment.system.terminal import make_console
 
 PRESETS = Path(__file__).parent / "presets"
 OTHER_NAMES = Path(__file__).parent / "other_names.toml"
+FLAGS = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 
 LossNormalization = Literal[tuple(NORMALIZATIONS)]
 Correction = Literal[tuple(CORRECTIONS)]
@@ -173,6 +179,8 @@ class SFTArgs(Args):
     max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
     eval_interval: int = 250  # Steps between measurements of the validation loss.
     preview: int = 0  # Print so many demonstrations, with the tokens that would be trained, and end; 0: none.
+    save_interval: int = 250  # Steps between checkpoints, in a folder beside --sft_base that is removed at the end.
+    resume: bool = False  # Go on with an unfinished SFT; `--resume FOLDER`, which it is in, with the flags of its args.json.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -337,7 +345,7 @@ class SweepOptions:
 
     preset: str = "tiny"  # Named set of arguments that all arms start from.
     sweep_file: str = ""  # TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME] each.
-    sweep_name: str = ""  # Name of the sweep's folder, or of one to continue; empty: made from the preset and what varies.
+    run_name: Annotated[str, tyro.conf.arg(aliases=("--sweep_name",))] = ""  # Name of the folder, a new one or to continue.
     output_dir: str = "checkpoints"  # Folder that holds the sweep's folder; with several machines, one that all of them share.
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # Where every run's numbers go besides its folder.
     hold: Literal["rollouts", "prompts"] = "rollouts"
@@ -354,7 +362,7 @@ class SweepOptions:
     """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
     max_seeds: int = 10  # Seeds an arm may get.
     executor: Literal["auto", "local", "ray", "slurm"] = "auto"
-    """local: runs one by one; ray: side by side; slurm: as a cluster's jobs; auto: ray if that is installed (extra), or local."""
+    """local: runs one by one; ray: side by side; slurm: as a cluster's jobs; auto: ray if installed (extra), or local."""
     ray_address: str = ""  # Ray cluster to run on; empty: this machine.
     slurm: tuple[str, ...] = ()  # sbatch's options for each run, such as partition=gpu time=240 (minutes; 60) mem=64G.
     cpus_per_run: int | None = None  # Cores and threads of a run; by default 1 where runs share a machine, all without Ray.
@@ -367,7 +375,7 @@ class SweepOptions:
         pairs = all(0 < pair.find("=") < len(pair) - 1 for pair in self.slurm) and type(self.slurm_parameters["time"]) is int
         works = "name=value, time in minutes, and go with --executor slurm"
         _require(self, "slurm", not self.slurm or pairs and self.executor == "slurm", works)
-        _require_folder_name(self, "sweep_name")
+        _require_folder_name(self, "run_name")
 
     @property
     def slurm_parameters(self) -> dict[str, int | str]:
@@ -379,8 +387,8 @@ class SweepOptions:
 
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
 NOT_SWEPT = frozenset(
-    """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device eval_device
-    gpu_memory_utilization sampler_tensor_parallel""".split()
+    """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device
+    eval_device gpu_memory_utilization sampler_tensor_parallel""".split()
 )
 
 
@@ -456,18 +464,54 @@ def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
     """Read the command line: the preset's values, where the command has presets, overridden by the flags given. Raises
     `UserError` for unknown flags and values that cannot work; malformed values exit with code 2 and a message."""
     words = sys.argv[1:] if argv is None else argv
-    if issubclass(cls, RLArgs):
+    if hasattr(cls, "resume"):
         words = _with_flags_of_run(cls, words)
         sys.argv[1:] = words if argv is None else sys.argv[1:]  # args.json and reports have the whole command
-    _refuse_unknown(cls, words)
-    options = {"args": words, "use_underscores": True, "prog": f"python -m alignment.{Path(sys.argv[0]).stem}"}
-    if not issubclass(cls, Args):
-        return tyro.cli(cls, **options)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default=Args.preset)
-    preset = from_preset(cls, parser.parse_known_args(words)[0].preset)  # read first, as it decides the other flags' defaults
-    description = f"{cls.__doc__}\n\nPresets: {', '.join(preset_names())}."
-    return tyro.cli(cls, default=preset, description=description, **options)
+    options: dict = {"use_underscores": True}
+    if issubclass(cls, Args):
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--preset", default=Args.preset)
+        options["default"] = from_preset(cls, parser.parse_known_args(words)[0].preset)  # which decides the others' defaults
+    if {"-h", "--help"} & set(words):
+        _print_help(cls, options)
+        sys.exit()
+    printed = "--print_config" in words and "preset" in cls.__dataclass_fields__
+    words = [word for word in words if not (printed and word == "--print_config")]
+    with on_parse_error(partial(_refuse, cls, words)):
+        args = tyro.cli(cls, args=words, **options)
+    if printed:
+        make_console().print(as_toml(args), markup=False, highlight=False, soft_wrap=True)
+        sys.exit()
+    return args
+
+
+def _print_help(cls: type, options: Mapping[str, object]) -> None:
+    """Print the flags of a command in the groups of flags.toml, without those that play no part in it."""
+    first, unused = ([name for key in _tables(cls)[-1:] for name in FLAGS[of].get(key, ())] for of in ("first", "unused"))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        actions = tyro.extras.get_parser(cls, **options)._actions
+    flags = {action.dest: action for action in actions if action.dest not in (*unused, "help")}
+    for action in flags.values():
+        action.nargs = None if action.nargs == "*" else action.nargs  # the metavar says already that there may be several
+    formatter = argparse.HelpFormatter("", max_help_position=30, width=min((console := make_console()).width, 100))
+    formatter.add_text(f"usage: python -m alignment.{Path(sys.argv[0]).stem} [-h] [flags]")
+    presets = " `python -m alignment.presets` lists presets; --print_config prints all arguments as a preset's file."
+    formatter.add_text(cls.__doc__ + presets * ("preset" in flags))
+    groups = {"what matters first": first} | FLAGS["groups"] if "task" in flags else {}
+    for title, names in (groups | {"flags": list(flags)}).items():
+        formatter.start_section(title)
+        formatter.add_arguments([flags.pop(name) for name in names if name in flags])
+        formatter.end_section()
+    console.print(formatter.format_help(), markup=False, highlight=False, soft_wrap=True)
+
+
+def as_toml(args) -> str:
+    """All arguments but --preset as a preset's file has them: shared ones at its top, a command's own in its table."""
+    values = {key: value for key, value in vars(args).items() if key != "preset" and value not in (None, ())}
+    lines = {key: f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()}
+    tables = _tables(type(args))[-1:]
+    own = [line for key, line in lines.items() if tables and key not in Args.__dataclass_fields__]
+    return "\n".join([*(line for line in lines.values() if line not in own), *(f"\n[{table}]" for table in tables), *own])
 
 
 def _with_flags_of_run(cls: type[AnyArgs], words: list[str]) -> list[str]:
@@ -485,37 +529,45 @@ def _with_flags_of_run(cls: type[AnyArgs], words: list[str]) -> list[str]:
     return [*command_line(run), *words[: place - 1], *words[place + 1 :]]
 
 
-def _refuse_unknown(cls: type, words: Sequence[str]) -> None:
-    """Raise `UserError` for a flag that `cls` does not have and for a misspelt choice. It names the nearest there is, and for a
-    name of TRL or verl what to write instead."""
-    hints, flag, choices = get_type_hints(cls), "", []
-    own = {"help", *hints, *(f"no_{name}" for name, hint in hints.items() if hint is bool)}
+def _refuse(cls: type, words: Sequence[str], mistake: ParseErrorEvent) -> None:
+    """Raise `UserError` for a mistake in the words of a command line that tyro has found. It names the nearest flag or choice
+    that there is, and for a name of TRL or verl what to write instead."""
+    if argument := getattr(mistake, "argument", None):
+        name, kind, hints = argument.field.intern_name, argument.lowered.metavar, get_type_hints(cls)
+        value = re.search(rf"--{name}[ =](.*?)( --|$)", " ".join(words))
+        wanted = "must be a whole number" if "INT" in kind else "must be a number" if "FLOAT" in kind else f"must be {kind}"
+        if hasattr(mistake, "value"):
+            literals = (hint for hint in (hints[name], *get_args(hints[name])) if get_origin(hint) is Literal)
+            choices = [*map(str, get_args(next(literals, None)))] or mistake.choices
+            wanted = f"choose one of {', '.join(choices)}{did_you_mean(mistake.value, choices)}"
+        raise UserError(f"--{name} {getattr(mistake, 'value', value[1] if value else '(no value)')}: {wanted}")
+    if missing := getattr(mistake, "missing_arguments", ()):
+        raise UserError(f"--{missing[0].arg.field.intern_name}: must be given; --help says what it is")
+    given = mistake.tokens[0].partition("=")[0]
+    name, hints = given.lstrip("-+").replace("-", "_"), get_type_hints(cls)
     other = {name: remedy for remedy, names in tomllib.loads(OTHER_NAMES.read_text()).items() for name in names}
-    for word in words:
-        given = word.partition("=")[0]
-        name = given.lstrip("-+").replace("-", "_")
-        if name not in own and (word.startswith("--") or "=" in word and name in other):
-            nearest = did_you_mean(f"--{name}", [f"--{each}" for each in sorted(own)]) or "; --help lists all"
-            raise UserError(f"{given}: there is no such flag{f'; {other[name]}' if name in other else nearest}")
-        if word.startswith("--"):
-            flag, kinds = given, (hints.get(name), *get_args(hints.get(name)))
-            choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-        elif word not in choices and (nearest := did_you_mean(word, choices)):
-            raise UserError(f"{flag} {word}: choose one of {', '.join(choices)}{nearest}")
+    own = sorted({"help", *hints, *(f"no_{name}" for name, hint in hints.items() if hint is bool)})
+    nearest = did_you_mean(f"--{name}", [f"--{each}" for each in own]) or "; --help lists all"
+    raise UserError(f"{given}: there is no such flag{f'; {other[name]}' if name in other else nearest}")
 
 
 def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
     """The arguments of a command as the preset states them, with `overrides`. A preset file holds shared values at its top and
-    a table for each command ("sft", "evaluate", "train_rl")."""
+    a table for each command ("sft", "evaluate", "train_rl"); its table [about] is for people."""
     path = PRESETS / f"{name}.toml"
     if name not in (names := preset_names()):
         listed = ", ".join(names) + did_you_mean(name, names)
         raise UserError(f"--preset {name}: there is no such preset; choose one of {listed}")
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in tomllib.loads(path.read_text()).items()}
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    tables = {EvaluateArgs: "evaluate", SFTArgs: "sft", RLArgs: "train_rl", PlanArgs: "plan"}
-    own = values.get(next((table for kind, table in tables.items() if issubclass(cls, kind)), ""), {})
+    own = {key: value for table in _tables(cls) for key, value in values.get(table, {}).items()}
     return cls(**{"preset": name, **shared, **own, **overrides})
+
+
+def _tables(cls: type) -> list[str]:
+    """The tables of a preset's file that a command reads, its own last."""
+    tables = {SFTArgs: "sft", RLArgs: "train_rl", VerifyArgs: "verify", EvaluateArgs: "evaluate", PlanArgs: "plan"}
+    return [name for kind, name in {**tables, RejectionArgs: "rejection_sample"}.items() if issubclass(cls, kind)]
 
 
 def preset_names() -> list[str]:
@@ -539,9 +591,8 @@ class RejectionArgs(Args):
     few_shot: str = ""  # JSONL file of worked examples that are put before each question; empty: none.
 
     def __post_init__(self) -> None:
-        if self.num_problems < 1 or self.num_samples < 1:
-            raise UserError(f"--num_problems {self.num_problems} --num_samples {self.num_samples}: both must be at least 1")
         super().__post_init__()
+        _require(self, "num_problems", self.num_problems > 0, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -574,7 +625,7 @@ class GradientsArgs:
 
 @dataclass(frozen=True)
 class ReportArgs:
-    """Write a report from a sweep's folder, or from folders of runs: report.html, report.md, and figures and tables as files."""
+    """Write a report from a sweep's folder, or from folders of runs: report.html, report.md, figures and tables."""
 
     runs: tuple[str, ...]  # A sweep's folder, or the folders of runs; a single run may still be training.
     output: str = ""  # Folder to write to; empty: the first of --runs.
@@ -587,7 +638,7 @@ class PipelineArgs:
     """Run the stages of a file, one after another; a pipeline that was stopped goes on at the stage it stopped in."""
 
     file: str  # TOML file of the stages.
-    name: str = ""  # Name of the pipeline's folder; empty: the file's.
+    run_name: Annotated[str, tyro.conf.arg(aliases=("--name",))] = ""  # Name of the pipeline's folder; empty: the file's.
     output_dir: str = "checkpoints"  # Folder that holds the pipeline's folder.
     dry_run: bool = False  # Print the commands, and run nothing.
 

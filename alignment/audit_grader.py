@@ -4,7 +4,7 @@ uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from alignment.args import parse
 from alignment.data.tasks.own_data import read_rows
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_jsonl
-from alignment.system.terminal import make_console, make_table, printable
+from alignment.system.terminal import count_parts, make_console, make_table, printable
 
 GRADERS = ("ours", "math-verify", "reference")
 MAX_PRINTED = 20  # disagreements; the file lists all
@@ -49,8 +49,8 @@ def read_completions(file: Path) -> list[Pair]:
     return [(row["text"], row["ground_truth"]) for _, row in read_rows(file, "text", "ground_truth")]
 
 
-def grade_all(pairs: Sequence[Pair]) -> list[dict]:
-    """Each distinct pair with its number of occurrences, and the verdict and the reason of each of `GRADERS`."""
+def grade_all(pairs: Sequence[Pair], ended: Callable[[], None] = lambda: None) -> list[dict]:
+    """Each distinct pair, after which `ended` is called: how often it occurs, and verdict and reason of each of `GRADERS`."""
     from alignment.rewards.grading.cascade import WORKERS, grade_detail, math_verify_detail
     from alignment.rewards.grading.reference import reference_verdict
 
@@ -62,6 +62,7 @@ def grade_all(pairs: Sequence[Pair]) -> list[dict]:
             verdicts, reasons = (dict(zip(GRADERS, column, strict=True)) for column in zip(*grades, strict=True))
             facts = {"count": count, "verdicts": verdicts, "reasons": reasons}
             graded.append({"answer": pair[0], "ground_truth": pair[1], **facts})
+            ended()
     return graded
 
 
@@ -101,8 +102,8 @@ def audit(args: AuditArgs, console: Console) -> Path:
         raise UserError(f"--completions {args.completions}: the files there are empty")
     labels = read_labels(labels_file) if labels_file.exists() else {}
     pairs = [(answer, truth) for file in files for answer, truth in answers[file] if answer is not None]
-    with console.status(f"grading {len(pairs)} answers, {len(set(pairs))} of them distinct"):
-        graded = {(row["answer"], row["ground_truth"]): row for row in grade_all(pairs)}
+    with count_parts(f"grading {len(pairs)} answers", len(set(pairs)), console, "distinct one") as ended:
+        graded = {(row["answer"], row["ground_truth"]): row for row in grade_all(pairs, ended)}
     disputed = ((pair, row) for pair, row in graded.items() if len(set(row["verdicts"].values())) > 1)
     rows = sorted(({**row, "label": labels.pop(pair, None)} for pair, row in disputed), key=lambda row: -row["count"])
     # A label is a person's work: the file keeps it, even for a pair that is no longer disputed or not in this audit.

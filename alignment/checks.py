@@ -97,6 +97,8 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
         raise UserError(f"--sft_base {args.sft_base} exists already: delete it, or name another folder")
     task = check(args)
     check_model_path(args.model, "--model")
+    if args.resume:
+        resumed_run_name(str(Path(args.sft_base).parent), args.run_name, f"{Path(args.sft_base).name}_unfinished")
 
     def demonstrations(split: str) -> Sequence[tuple[Problem, str]]:
         if args.demonstrations:
@@ -129,7 +131,7 @@ def default_run_name(args: RLArgs) -> str:
 def run_config(args: RLArgs) -> RunConfig:
     """The folder and schedule of the run, and the contents of its args.json."""
     return configuration(
-        RunConfig, args, default_name=default_run_name(args), arguments=dataclasses.asdict(args),
+        RunConfig, args, default_name=default_run_name(args), command="train_rl", arguments=dataclasses.asdict(args),
         defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
     )  # fmt: skip
 

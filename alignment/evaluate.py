@@ -19,7 +19,7 @@ from alignment.checks import check, check_model_path, check_test_split, resolve_
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name
 from alignment.system.errors import run_command
 from alignment.system.files import write_json
-from alignment.system.terminal import make_console
+from alignment.system.terminal import count_parts, make_console
 
 if TYPE_CHECKING:
     from alignment.evaluation.accuracy import Evaluation
@@ -70,8 +70,8 @@ def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluati
     problems, evaluate = evaluation(args, tokenizer, args.num_samples)
     sampler = make_sampler(args, model_path, (roles_of(args).eval,), tokenizer)
     status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
-    with closing(sampler), console.status(status):
-        return evaluate(sampler)
+    with closing(sampler), count_parts(status, len(problems) * args.num_samples, console, "response") as ended:
+        return evaluate(sampler, ended)
 
 
 def label(model: str) -> str:

@@ -4,8 +4,9 @@ Below these builders nothing takes an arguments object."""
 
 import dataclasses
 import errno
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,14 +30,14 @@ from alignment.policy.reference_model import ReferenceProcess
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.rollouts import AheadRollouts, SyncRollouts
 from alignment.rollouts.source import RolloutSource, collate_groups, open_source
-from alignment.runs.run import Run
-from alignment.runs.run_folder import TRAINER, RunFolder, load_rollouts, write_args
+from alignment.runs.run import CHANGEABLE_ON_RESUME, Run, RunConfig, open_run, refuse_other_arguments
+from alignment.runs.run_folder import TRAINER, RunFolder, load_rollouts, resumed_run_name
 from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, find_engine
 from alignment.system.errors import UserError
-from alignment.system.files import atomic_folder, manifested, read_jsonl, write_json
-from alignment.system.terminal import progress_line
+from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_jsonl, write_json
+from alignment.system.terminal import count_parts
 from alignment.system.torchrun import PROCESSES
 from alignment.training.sft import Example, SFTConfig, SFTData, fine_tune, tokenise
 from alignment.training.update import References, sampler_mismatch
@@ -98,13 +99,13 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
     return SamplingConfig(n, *sampling, longest, find_task(args.task, args.data).stop, args.seed)
 
 
-def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[[Sampler], Evaluation]]:
+def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[..., Evaluation]]:
     """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by the task's
-    rules."""
+    rules, with or without an `OnResponseEnd`."""
     task, rule, sampling = find_task(args.task, args.data), find_rule(args.evaluation_rule), eval_sampling(args, n)
     problems = task.test_problems(args.dataset_path, args.max_problems)
     problems = prompted(problems, args.prompt or task.prompt, tokenizer)
-    return problems, lambda sampler: evaluate_vllm(sampler, rule, problems, sampling, task.rules)
+    return problems, lambda sampler, ended=None: evaluate_vllm(sampler, rule, problems, sampling, task.rules, ended)
 
 
 def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:
@@ -117,8 +118,7 @@ def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> d
 
 def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, str]]], console: Console) -> Evaluation:
     """Fine-tune --model on `check_sft`'s demonstrations and save it whole to --sft_base; returns its evaluation on the test
-    problems. Raises `UserError` where --sft_base appears during the training: nothing is ever overwritten."""
-    target = Path(args.sft_base)
+    problems. Raises `UserError` as `train_sft`."""
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
     tokenizer, context = load_tokenizer(base), context_length(load_config(base))
@@ -127,30 +127,61 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
     splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
     data = SFTData(*splits, pad_token_id(tokenizer))
-    policy = make_policy(args, base)
-    try:
-        with atomic_folder(target) as building:
-            write_args(building, dataclasses.asdict(args), {"all": args.seed})
-            longest = max(len(prompt) + len(response) for prompt, response in (*data.train, *data.validation))
-            if message := policy.choose_micro_batch_tokens(longest):
-                console.print(message)
-            folder = RunFolder(building, 0, args.trackers, target.name)
-            with closing(folder) as log, progress_line("SFT", args.num_steps, console) as progress:
-                fine_tune(policy, data, configuration(SFTConfig, args), log.log_step, progress)
-            with manifested(building):
-                policy.save(building, tokenizer)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
-            raise MadeMeanwhile(f"--sft_base {target} was made by another command meanwhile; that one is kept") from None
-        raise
-    del policy  # its weights and moments make room for the evaluation's engine
+    target = train_sft(args, data, base, tokenizer, console)
     sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer)
-    with closing(sampler), console.status("sampling held-out problems"):
-        result = evaluate(sampler)
+    with closing(sampler), count_parts("sampling held-out problems", len(problems), console, "response") as ended:
+        result = evaluate(sampler, ended)
     with closing(RunFolder(target, args.num_steps, args.trackers)) as log:
         log.log_eval({"step": args.num_steps, **result.record}, result.groups)
     write_json(target / "summary.json", result.record)
     return result
+
+
+def sft_run_config(args: SFTArgs) -> RunConfig:
+    """A new run's folder beside --sft_base, or an unfinished one of the same arguments that no process is at work in."""
+    target = Path(args.sft_base)
+    config = configuration(
+        RunConfig, args, command="sft", output_dir=str(target.parent), default_name=f"{target.name}_unfinished",
+        arguments=dataclasses.asdict(args), defaults={}, seeds={"all": args.seed}, keep_checkpoints=1, max_bad_steps=0,
+        max_grader_failures=0.0, changeable=CHANGEABLE_ON_RESUME - {"num_steps"},  # on which the learning rate depends
+    )  # fmt: skip
+    with suppress(UserError):
+        folder = target.parent / resumed_run_name(config.output_dir, config.run_name, config.default_name)
+        with lock_run_folder(folder):
+            refuse_other_arguments(folder, config)
+        return dataclasses.replace(config, resume=True)
+    return config
+
+
+def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Console) -> Path:
+    """Fine-tune the model of the folder `base` in a run's folder, save it to --sft_base, and return that; the policy makes room
+    for an evaluation's engine. Raises `UserError` where --sft_base appears meanwhile: nothing is ever overwritten."""
+    target = Path(args.sft_base)
+    with open_run(sft_run_config(args), console) as run:
+        policy, previous = make_policy(args, base if args.lora_rank else str(run.checkpoint or base), run.checkpoint), 0
+        if run.checkpoint:
+            console.print(f"going on after step {run.step}, in {run.path}", markup=False, soft_wrap=True)
+            policy.load_optimizer(run.checkpoint / TRAINER)
+            previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
+        longest = max(len(prompt) + len(response) for prompt, response in (*data.train, *data.validation))
+        if message := policy.choose_micro_batch_tokens(longest, previous):
+            console.print(message)
+        run.start(policy, tokenizer)
+        fine_tune(policy, data, configuration(SFTConfig, args), run.finish_sft_step, run.step)
+        try:
+            with atomic_folder(target) as building:
+                for file in (*run.path.glob("*.jsonl"), *run.path.glob("*.json")):  # arguments, metrics, the run in trackers
+                    shutil.copy(file, building)
+                with manifested(building):
+                    policy.save(building, tokenizer)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
+                raise MadeMeanwhile(f"--sft_base {target} was made by another command meanwhile; that one is kept") from None
+            raise
+        finally:
+            if target.exists():
+                shutil.rmtree(run.path, ignore_errors=True)
+    return target
 
 
 def examples(args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]], tokenizer, context: int) -> list[Example]:
@@ -173,7 +204,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
         console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
         # One warm start for every run, whatever seed and adapters the one that happens to come first has.
         try:
-            sft_args = dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0)
+            sft_args = dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name="")
             run_sft(sft_args, check_sft(sft_args), console)
         except MadeMeanwhile:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)

@@ -158,7 +158,7 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
 def main() -> None:
     args = parse(PipelineArgs)
     console = make_console()
-    folder = Path(args.output_dir) / (args.name or Path(args.file).stem)
+    folder = Path(args.output_dir) / (args.run_name or Path(args.file).stem)
     stages = read_stages(Path(args.file), folder)
     if args.dry_run:
         for stage in stages:
@@ -168,7 +168,7 @@ def main() -> None:
     with lock_run_folder(folder):
         file, facts = folder / "pipeline.json", {"stages": [[s.name, s.command, *s.flags] for s in stages]}
         if file.exists() and read_json(file) != facts:
-            raise UserError(f"{folder} holds a pipeline of other stages; give another --name")
+            raise UserError(f"{folder} holds a pipeline of other stages; give another --run_name")
         write_json(file, facts)
         run(stages, folder, console)
     evaluations = [stage for stage in stages if stage.command == "evaluate"]

@@ -23,7 +23,7 @@ from alignment.rewards.rules import find_rule, language_consistency, score_group
 from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
-from alignment.system.terminal import make_console, make_table
+from alignment.system.terminal import count_parts, make_console, make_table
 
 Demonstrations = Sequence[tuple[Problem, str]]
 
@@ -74,8 +74,8 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     sampling = eval_sampling(args, args.num_samples)
     sampler = make_sampler(args, path, roles_of(args).sample, tokenizer)
     status = f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
-    with closing(sampler), console.status(status):
-        completions = sampler.sample([problem.prompt for problem in chosen], sampling)
+    with closing(sampler), count_parts(status, len(chosen) * args.num_samples, console, "response") as ended:
+        completions = sampler.sample([problem.prompt for problem in chosen], sampling, ended)
         return score_groups(chosen, completions, find_rule(args.evaluation_rule))
 
 

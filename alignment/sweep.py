@@ -54,7 +54,7 @@ def make_design(args: SweepOptions) -> Design:
     arms = with_controls(arms) if args.controls else arms
     varied = [name for name, several in values.items() if len(several) > 1] or ["seeds"]
     default = "_".join(["sweep", args.preset, *([Path(args.sweep_file).stem] if args.sweep_file else varied)])
-    folder = Path(args.output_dir) / (args.sweep_name or default)
+    folder = Path(args.output_dir) / (args.run_name or default)
     arms = {name: dataclasses.replace(arm, output_dir=str(folder), trackers=args.trackers) for name, arm in arms.items()}
     seeds = tuple(dict.fromkeys(args.seed)) or (0,)
     for arm in arms.values():

@@ -26,7 +26,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "benchmarks/README.md", "checkpoints/README.md", "dataset/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-OTHER_PROGRAMS = {"extra", "group", "logdir", "help", "middleware"}  # flags of uv, TensorBoard, every command, and vLLM
+OTHER_PROGRAMS = {"extra", "group", "logdir", "help", "print_config", "middleware"}  # of uv, TensorBoard, commands, vLLM
 OTHER_PROGRAMS |= {
     "nnodes",
     "nproc_per_node",

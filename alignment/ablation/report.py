@@ -207,7 +207,7 @@ def _draw_differences(axes, styles: dict, study: Study, comparisons: Sequence[Co
 
 
 def _draw_curves(axes, styles: dict, study: Study, key: str, cost: str) -> None:
-    """Draw a thin line for each seed, and each arm's mean over seeds, of accuracies with its 95 % interval, against its cost."""
+    """Draw a thin line for each seed, and each arm's mean over seeds, of accuracies with its 95 % interval, by cost."""
     for arm, runs in study.arms.items():
         curves = {seed: _points(run, key, cost) for seed, run in runs.items()}
         for curve in curves.values():

@@ -60,7 +60,7 @@ class State:
 def refuse_other_folder(folder: Path) -> None:
     """Raise `UserError` where the folder has files but no sweep."""
     if folder.is_dir() and any(folder.iterdir()) and not {"sweep.json", LOCK} & set(os.listdir(folder)):
-        raise UserError(f"{folder} exists and is no sweep's folder; give another --sweep_name")
+        raise UserError(f"{folder} exists and is no sweep's folder; give another --run_name")
 
 
 def claim_folder(design: Design, command: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
     if file.exists():
         before = read_json(file)
         if {key: before.get(key) for key in design.facts()} != design.facts():
-            raise UserError(f"{design.folder} holds a sweep of another design; give another --sweep_name")
+            raise UserError(f"{design.folder} holds a sweep of another design; give another --run_name")
         seeds |= set(before.get("seeds", ()))
     facts = {"seeds": sorted(seeds), "warnings": list(map(str, design.warnings)), "command": list(command)}
     write_json(file, {**design.facts(), **facts, "versions": versions()})
@@ -209,8 +209,8 @@ def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_se
 def make_executor(
     kind: str, address: str, cpus: int | None, gpus: int | None, slurm: Mapping[str, int | str], folder: Path
 ) -> Executor:
-    """The executor of --executor; by default Ray where it is installed, else one run after another. Raises `UserError` where its
-    package or cluster is not there."""
+    """The executor of --executor; by default Ray where it is installed, else one run after another. Raises `UserError` without
+    its package or cluster."""
     if kind == "auto":
         kind = "ray" if find_spec("ray") or address else "local"
     package = {"ray": "ray", "slurm": "submitit"}.get(kind)

@@ -15,8 +15,8 @@ Score = dict[str, float]
 
 @dataclass(frozen=True)
 class Problem:
-    """One verifiable question. `prompt` is the whole text that the policy continues; of a chat, a template makes it of the (role,
-    text) `turns`, of which the last may begin the response. `columns` are those of the user's own row."""
+    """One verifiable question. `prompt` is the whole text that the policy continues; of a chat, its template makes it
+    of the (role, text) `turns`, the last of which may begin the response. `columns` are those of the user's own row."""
 
     id: str
     question: str

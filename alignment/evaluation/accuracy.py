@@ -17,7 +17,7 @@ from alignment.core.records import Group, Problem, SamplingConfig, Score
 from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.rules import grading_report, score_groups
 from alignment.sampling.arrival import load_proven
-from alignment.sampling.sampler import Sampler
+from alignment.sampling.sampler import OnResponseEnd, Sampler
 from alignment.system.errors import UserError
 from alignment.system.files import write_atomically, write_jsonl
 from alignment.system.terminal import make_table, printable
@@ -43,13 +43,14 @@ def evaluate_vllm(
     problems: Sequence[Problem],
     eval_sampling_params: SamplingConfig,
     rules: Sequence[str] = ("r1_zero", "r1_zero_strict"),
+    on_response_end: OnResponseEnd | None = None,
 ) -> Evaluation:
     """The evaluation of completions sampled from any `Sampler`, vLLM's or another, one group for each problem. The evaluation's
     record also has the mean reward under each of `rules`. Raises `UserError` without a problem."""
     if not problems:
         raise UserError("nothing to evaluate: the task has no problem in its test split")
     start = time.perf_counter()
-    completions = vllm_model.sample([problem.prompt for problem in problems], eval_sampling_params)
+    completions = vllm_model.sample([problem.prompt for problem in problems], eval_sampling_params, on_response_end)
     groups = score_groups(problems, completions, reward_fn)
     return summarise(groups, time.perf_counter() - start, rules)
 

@@ -49,6 +49,8 @@ class RunConfig:
     defaults: Mapping[str, object]
     """Values of arguments that are missing from the args.json of a run that an older version started."""
     seeds: Mapping[str, int]
+    command: str  # The command that trains, "train_rl" or "sft".
+    changeable: frozenset[str] = CHANGEABLE_ON_RESUME
 
 
 class Run:
@@ -94,8 +96,8 @@ class Run:
         self._opened.append(process)
         return self.closing.enter_context(closing(process))
 
-    def start(self, policy, tokenizer, rollouts) -> None:
-        """Create the folder and open its log."""
+    def start(self, policy, tokenizer, rollouts=None) -> None:
+        """Create the folder and open its log. SFT has no rollouts."""
         config = self.config
         if self.path is None:
             names = config.output_dir, config.run_name, config.default_name
@@ -109,7 +111,7 @@ class Run:
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
         self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
         self._step_seconds = self.clock.seconds.get("warm_start", 0.0)  # which one run makes for all
-        self._progress = self.closing.enter_context(progress_line("RL", config.num_steps, self.console))
+        self._progress = self.closing.enter_context(progress_line("RL" if rollouts else "SFT", config.num_steps, self.console))
         self.started = True
 
     def steps(self) -> Iterator[int]:
@@ -145,6 +147,14 @@ class Run:
         self._progress(self.step, f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}")
         self.health.stop_if_hopeless()
 
+    def finish_sft_step(self, record: Mapping[str, float], words: str) -> None:
+        """Log a finished step of SFT, deliver the signals that it deferred, and write a checkpoint if one is due."""
+        self.folder.log_step({**record, "micro_batch_tokens": self._policy.micro_batch_tokens})
+        self.step = record["step"]
+        deliver_signals()
+        self._progress(self.step, words)
+        self.save_if_due()
+
     def save_if_due(self) -> None:
         """Write a checkpoint every --save_interval steps, and after the last."""
         if self.step % self.config.save_interval == 0 or self.step == self.config.num_steps:
@@ -153,7 +163,7 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint, and delete old ones except that of `resumed_at`, from which a sampler that died restarts."""
         self.folder.flush()
-        ahead = self._rollouts.sampled_ahead(self.step)
+        ahead = self._rollouts.sampled_ahead(self.step) if self._rollouts else ()
         run_folder.save_checkpoint(run_folder.checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead)
         run_folder.drop_old_checkpoints(self.path, self.config.keep_checkpoints, spared=self.resumed_at)
 
@@ -181,7 +191,7 @@ class Run:
     @property
     def resume_command(self) -> str:
         """The command that continues this run with the arguments of its args.json."""
-        return f"uv run -m alignment.train_rl --resume {shlex.quote(str(self.path))}"
+        return f"uv run -m alignment.{self.config.command} --resume {shlex.quote(str(self.path))}"
 
     def _print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, markup=False, soft_wrap=True)
@@ -218,7 +228,7 @@ def refuse_other_arguments(path: Path, config: RunConfig) -> None:
     if not isinstance(given, dict):
         raise UserError(f"--resume: {path / 'args.json'} is damaged, so it does not say how the run was started")
     defaults, now = (json.loads(json.dumps(dict(values))) for values in (config.defaults, config.arguments))
-    before = {key: given.get(key, defaults.get(key)) for key in now.keys() - CHANGEABLE_ON_RESUME}
+    before = {key: given.get(key, defaults.get(key)) for key in now.keys() - config.changeable}
     changed = [f"--{key} was {before[key]!r}, now {now[key]!r}" for key in now if key in before and before[key] != now[key]]
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")

@@ -35,10 +35,9 @@ ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
 class RunFolder:
     """The files of a run, under `checkpoints/<run_name>/`."""
 
-    def __init__(self, path: Path, last_step: int = 0, trackers: Sequence[str] = (), name: str = ""):
+    def __init__(self, path: Path, last_step: int = 0, trackers: Sequence[str] = ()):
         """Open the folder and continue after `last_step`. Records of later steps, which an interrupted run wrote, are deleted,
-        because the run repeats these steps. `trackers` get the other records that they lack; the run has there a `name`, by
-        default the folder's."""
+        because the run repeats these steps. `trackers` get the other records that they lack."""
         self.path = path
         files.remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
@@ -48,7 +47,7 @@ class RunFolder:
             number = file.stem.rpartition("_")[2]
             if number.isdigit() and int(number) > last_step:
                 file.unlink()
-        self._trackers = Trackers(path, trackers, name or path.name)
+        self._trackers = Trackers(path, trackers, path.name)
         for log, records in kept.items():
             files.write_jsonl(path / log, records)
             for record in records:

@@ -129,7 +129,7 @@ class TransformersSampler:
                     drawn = zip(live, *(torch.stack(each, dim=1).tolist() for each in zip(*unseen, strict=True)), strict=True)
                     for index, ids, values in drawn:
                         has_ended = self._extend(rows[index], ids, values, sampling.stop)
-                        if on_response_end and has_ended:
+                        if on_response_end and (has_ended or last and not rows[index].finished):
                             on_response_end(wave[index // sampling.n], self._text(rows[index], sampling.stop))
                     unseen = []
                     unfinished = [line for line, index in enumerate(live) if not rows[index].finished]

@@ -244,7 +244,7 @@ class Ranks:
         os._exit(1)
 
     def _watch(self) -> None:
-        """Give a sign of life, look for those of the others, and hand signals on to rank 0, until the pipe of signals says 0."""
+        """Give a sign of life, look for those of the others, hand signals on to rank 0, until the pipe of signals says 0."""
         store = self.store.clone()
         for beat in range(sys.maxsize):
             try:

@@ -1,12 +1,14 @@
 """Terminal output: the console of all commands, progress lines, and text that is safe to print."""
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 
@@ -25,21 +27,33 @@ def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence], nu
 
 
 @contextmanager
-def progress_line(name: str, total: int, console: Console) -> Iterator[Callable[[int, str], None]]:
+def progress_line(name: str, total: int, console: Console, unit: str = "step") -> Iterator[Callable[[int, str], None]]:
     """Show a progress bar with the time left. Yields the function that advances it to a step with a short text. If the output
-    is no terminal, that function prints a plain line after every tenth of the steps."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("ETA"))
-    columns += (TimeRemainingColumn(compact=True),)
+    is no terminal, that function prints a plain line after every tenth of the steps, and after every minute."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    columns += (TextColumn("ETA"), TimeRemainingColumn(compact=True))
     hour = 3600.0  # of history: by rich's 30 seconds a long step would have no time left
     with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=hour) as progress:
-        bar = progress.add_task(name, total=total)
+        bar = progress.add_task(name, total=total, printed=(0, 0))
 
         def advance(step: int, text: str) -> None:
             progress.update(bar, completed=step, description=f"{name}, {text}" if text else name)
-            if not console.is_terminal and step * 10 // total > (step - 1) * 10 // total:
-                console.print(f"{name}, step {step} of {total}{text and ', '}{text}", markup=False, soft_wrap=True)
+            task = progress.tasks[bar]
+            due = step * 10 // max(1, step, total), task.elapsed // 60
+            if not console.is_terminal and due != task.fields["printed"]:
+                left = f", ETA {timedelta(seconds=round(task.time_remaining))}" if task.time_remaining else ""
+                console.print(f"{name}, {unit} {step} of {total}{text and ', '}{text}{left}", markup=False, soft_wrap=True)
+                progress.update(bar, printed=due)
 
         yield advance
+
+
+@contextmanager
+def count_parts(name: str, total: int, console: Console, unit: str) -> Iterator[Callable[..., None]]:
+    """As `progress_line`, but yields a function to be called whenever another part is done, with whatever arguments."""
+    with progress_line(name, total, console, unit) as advance:
+        done = itertools.count(1)
+        yield lambda *_: advance(next(done), "")
 
 
 @functools.cache

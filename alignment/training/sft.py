@@ -13,7 +13,7 @@ from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.policy.policy import Objective, Policy
 from alignment.system.errors import UserError
-from alignment.system.signals import deliver_signals
+from alignment.system.signals import defer_signals
 
 Example = tuple[tuple[int, ...], tuple[int, ...]]
 """Prompt ids, response ids."""
@@ -44,12 +44,13 @@ class SFTData:
 
 
 def fine_tune(
-    policy: Policy, data: SFTData, config: SFTConfig, log_step: Callable[[dict], None], progress: Callable[[int, str], None]
+    policy: Policy, data: SFTData, config: SFTConfig, finish_step: Callable[[dict, str], None], done: int = 0
 ) -> None:
-    """Make `num_steps` optimiser steps on the mean negative log-likelihood of a batch's response tokens. `log_step` gets a
-    record of each measurement of the validation loss, `progress` each step with words for the user."""
-    words = ""
-    for step, examples in zip(range(1, config.num_steps + 1), batches(data.train, config), strict=False):
+    """Make optimiser steps `done` + 1 to `num_steps` on the mean negative log-likelihood of a batch's response tokens.
+    `finish_step` gets each step's record with words for the user, and delivers the signals that the step has deferred."""
+    words, rest = "", itertools.islice(batches(data.train, config), done, None)
+    for step, examples in zip(range(done + 1, config.num_steps + 1), rest, strict=False):
+        defer_signals()
         # A linear rise, then a linear fall to a tenth at the last step.
         fall = 1 - 0.9 * (step - config.warmup_steps) / max(1, config.num_steps - config.warmup_steps)
         rate = config.learning_rate * (step / config.warmup_steps if step <= config.warmup_steps else fall)
@@ -58,13 +59,11 @@ def fine_tune(
         loss = sum(result.sums["loss"] for result in results)
         grad_norm = policy.clip_gradient(config.max_grad_norm)
         policy.step(rate)
-        deliver_signals()  # where a library has swallowed the exception of a signal
+        record = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item(), "learning_rate": rate}
         if step % config.eval_interval == 0 or step == config.num_steps:
-            validation = validation_loss(policy, data.validation, data.pad_token_id)
-            record = {"loss": loss.item(), "grad_norm": grad_norm.item(), "validation_loss": validation}
-            log_step({"step": step, **record, "learning_rate": rate})
-            words = f"validation loss {validation:.3f}"
-        progress(step, words)
+            record["validation_loss"] = validation_loss(policy, data.validation, data.pad_token_id)
+            words = f"validation loss {record['validation_loss']:.3f}"
+        finish_step(record, words)
 
 
 def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[Example]:

@@ -162,7 +162,7 @@ CASES = [
     ("train_rl", ["--correction_cap", "0"], "--correction_cap 0.0"),
     ("train_rl", ["--sft_base", "{world}/whole", "--eval_max_new_tokens", "250"], "do not fit in the model's context of 256"),
     ("evaluate", ["--compare", "tiny"], "--compare tiny: must be two models"),
-    ("rejection_sample", ["--output", "x.jsonl", "--num_samples", "0"], "--num_samples 0: both must be at least 1"),
+    ("rejection_sample", ["--output", "x.jsonl", "--num_samples", "0"], "--num_samples 0: must be at least 1"),
     ("rejection_sample", ["--output", "x.jsonl", "--min_consistency", "2"], "--min_consistency 2.0: must be from 0 to 1"),
     ("train_rl", ["--max_grader_failures", "2"], "--max_grader_failures 2.0"),
     ("train_rl", ["--sampler_timeout", "0"], "--sampler_timeout 0.0"),

@@ -130,7 +130,7 @@ def test_another_design_is_not_mixed_in(done, warm, monkeypatch, capsys):
         (["--group_size", "3", "4"], "--group_size 3 --hold rollouts"),
         (["--sweep_file", "none.toml"], "--sweep_file none.toml: there is no such file"),
         (["--tie", "2"], "--tie 2.0: must be between 0 and 1"),
-        (["--sweep_name", "../x"], "--sweep_name ../x"),
+        (["--sweep_name", "../x"], "--run_name ../x"),
         (["--loss_type", "grpo_clip", "--strict"], "--strict: one seed cannot tell"),
         (["--cliprange", "7"], "--cliprange 7.0"),
         (["--group_size", "0", "4"], "--group_size 0"),

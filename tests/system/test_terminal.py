@@ -1,4 +1,4 @@
-"""Progress on a terminal."""
+"""Progress on a terminal, and off one."""
 
 import io
 import re
@@ -6,7 +6,7 @@ import re
 from rich.console import Console
 from rich.text import Text
 
-from alignment.system.terminal import progress_line
+from alignment.system.terminal import count_parts, progress_line
 
 
 def test_the_time_left_is_called_so():
@@ -19,3 +19,26 @@ def test_the_time_left_is_called_so():
             now[0] += 100.0
             advance(step, "reward 0.50")
     assert re.search(r"RL, reward 0\.50 \S+ 4/7 ETA 05:00", Text.from_ansi(said.getvalue()).plain)
+
+
+def test_off_a_terminal_a_tenth_or_a_minute_makes_a_line():
+    """The third step ends in the second minute, the tenth is a tenth. What is left is by the pace since the first step."""
+    now, said = [0.0], io.StringIO()
+    with progress_line("RL", 100, Console(file=said, get_time=lambda: now[0], width=200)) as advance:
+        for step, seconds in ((1, 10.0), (2, 20.0), (3, 80.0), (4, 90.0), (10, 100.0), (11, 101.0), (100, 110.0)):
+            now[0] = seconds
+            advance(step, "reward 0.5" if step < 100 else "")
+    assert said.getvalue().splitlines() == [
+        "RL, step 3 of 100, reward 0.5, ETA 0:56:35",  # 97 steps of 70 / 2 s
+        "RL, step 10 of 100, reward 0.5, ETA 0:15:00",  # 90 steps of 90 / 9 s
+        "RL, step 100 of 100",
+    ]
+
+
+def test_parts_are_counted_as_they_end():
+    said = io.StringIO()
+    with count_parts("grading [x] :three:", 20, Console(file=said, emoji=False), "answer") as ended:
+        for number in range(5):
+            ended(number, "text")
+    lines = [line.partition(", ETA")[0] for line in said.getvalue().splitlines()]
+    assert lines == [f"grading [x] :three:, answer {n} of 20" for n in (2, 4)]

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-from rich.progress import Progress
 
 from alignment.core.records import Problem
 from alignment.data.tasks.own_data import DataConfig, read_rows, worked_problems
 from alignment.system.errors import UserError, os_error
 from alignment.system.files import sha256
+from alignment.system.terminal import make_console, progress_line
 
 FOLDER = "dataset/gsm8k"
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
@@ -57,20 +57,19 @@ def download(folder: Path, source: str = SOURCE) -> None:
     """Fetch both files into `folder`; a broken transfer goes on where it stopped. A file takes its name only once its SHA-256
     is right. Raises `UserError` where it is not, or without a connection."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Progress() as progress:
-        for name, expected in SHA256.items():
-            if (folder / name).exists() and sha256(folder / name) == expected:
-                print(f"{folder / name}: already there and whole")
-                continue
-            part = folder / f"{name}.part"
-            _fetch(f"{source}/{name}", part, progress)
-            if sha256(part) != expected:
-                part.unlink()
-                raise UserError(f"{source}/{name}: the file's SHA-256 is not {expected}; nothing was kept, try again")
-            part.replace(folder / name)
+    for name, expected in SHA256.items():
+        if (folder / name).exists() and sha256(folder / name) == expected:
+            print(f"{folder / name}: already there and whole")
+            continue
+        part = folder / f"{name}.part"
+        _fetch(f"{source}/{name}", part)
+        if sha256(part) != expected:
+            part.unlink()
+            raise UserError(f"{source}/{name}: the file's SHA-256 is not {expected}; nothing was kept, try again")
+        part.replace(folder / name)
 
 
-def _fetch(url: str, part: Path, progress: Progress) -> None:
+def _fetch(url: str, part: Path) -> None:
     have = part.stat().st_size if part.exists() else 0
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     options = {"timeout": 30, "follow_redirects": True, "verify": ssl.create_default_context()}
@@ -82,11 +81,11 @@ def _fetch(url: str, part: Path, progress: Progress) -> None:
                 raise UserError(f"{url}: the server answered {response.status_code} {response.reason_phrase}")
             resumed = response.status_code == 206
             expected = int(response.headers.get("Content-Length") or 0) + have * resumed
-            bar = progress.add_task(part.stem, total=expected, completed=have * resumed)
-            with part.open("ab" if resumed else "wb") as file:
+            file, line = part.open("ab" if resumed else "wb"), progress_line(part.stem, expected, make_console(), "byte")
+            with file, line as advance:
                 for block in response.iter_raw():  # raises an HTTPError where the connection breaks off
                     file.write(block)
-                    progress.advance(bar, len(block))
+                    advance(file.tell(), "")
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise UserError(
             f"{url}: could not be fetched ({os_error(error)}). Check the connection and run the command"
