@@ -268,7 +268,7 @@ def _read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Guard:
-    """ASGI middleware by which all paths ask for the key of VLLM_API_KEY; vLLM asks under /v1 only, where nothing loads weights."""
+    """ASGI middleware that asks for VLLM_API_KEY on all paths; vLLM asks under /v1 only, where nothing loads weights."""
 
     def __init__(self, app: Callable):
         self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
