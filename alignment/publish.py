@@ -1,0 +1,53 @@
+"""Upload a finished run's model, with its model card, to the Hugging Face hub.
+
+uv run -m alignment.publish --run checkpoints/tiny_grpo_clip_seed0 --repo me/tiny-grpo --dry_run
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignment.args import parse
+from alignment.system.errors import UserError, os_error, run_command
+from alignment.system.files import MANIFEST, damage, read_json
+
+
+@dataclass(frozen=True)
+class PublishArgs:
+    """Upload the final model of a finished run, with its model card, to the Hugging Face hub: only what its manifest names."""
+
+    run: str  # Folder of the run.
+    repo: str  # Repository on the hub, OWNER/NAME, which is made where there is none.
+    private: bool = False  # Make it a private one.
+    dry_run: bool = False  # List what would be uploaded, and upload nothing.
+
+
+def main() -> None:
+    args = parse(PublishArgs)
+    final = Path(args.run) / "final"
+    if not (Path(args.run) / "summary.json").exists() or not final.is_dir():
+        raise UserError(f"--run {args.run}: must be the folder of a finished run, with a model in final/")
+    if wrong := damage(final):
+        raise UserError(f"--run {args.run}: final/ is damaged: {wrong}")
+    files = [final / name for name in (*read_json(final / MANIFEST), MANIFEST)]
+    print(*(f"{file.stat().st_size:15,}  {file.relative_to(final)}" for file in files), sep="\n")
+
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    api = HfApi()
+    try:
+        validate_repo_id(args.repo)
+        if not args.dry_run:
+            address = api.create_repo(args.repo, private=args.private, exist_ok=True)
+            if args.private and not api.repo_info(args.repo).private:
+                raise UserError(f"--private: {args.repo} exists and is public: make it private on the hub, or name another")
+            names = [str(file.relative_to(final)) for file in files]
+            api.upload_folder(repo_id=args.repo, folder_path=final, allow_patterns=names, commit_message="A run of alignment")
+            print(f"published: {address}")
+    except (OSError, HFValidationError) as error:  # of the hub, the network, a token that is missing, a malformed name
+        raise UserError(f"--repo {args.repo}: {os_error(error)}; `hf auth login` stores a token") from None
+
+
+if __name__ == "__main__":
+    run_command(main)
