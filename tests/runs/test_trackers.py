@@ -14,6 +14,7 @@ from alignment.core.records import Completion, Group, Problem
 from alignment.runs import trackers
 from alignment.runs.run import CHANGEABLE_ON_RESUME
 from alignment.runs.run_folder import RunFolder
+from alignment.system.errors import UserError
 
 GROUP = Group(Problem("a", "<b>q", "", ""), (Completion((1,), (2,), (-0.1,), "5", "stop", 0),), ({"reward": 1.0},))
 SAMPLE = "<pre>&lt;b&gt;q\n\n5</pre>"
@@ -44,9 +45,10 @@ def recorded(monkeypatch):
     return ids, sent
 
 
-def train(folder, first: int, last: int, names, name: str = ""):
+def train(folder, first: int, last: int, names):
     """Log steps `first` to `last` of a run that goes on after step `first` - 1, and an evaluation of the last one."""
-    run = RunFolder(folder, first - 1, names, name)
+    folder.mkdir(exist_ok=True)
+    run = RunFolder(folder, first - 1, names)
     if first == 1:
         run.log_eval({"step": 0, "pass@1": 0.5, "avg_all_rewards_ci": [0, 1]}, [GROUP])
     for step in range(first, last + 1):
@@ -57,9 +59,10 @@ def train(folder, first: int, last: int, names, name: str = ""):
 
 def test_a_resumed_run_goes_on_with_its_id_and_sends_no_step_twice(tmp_path, recorded):
     ids, sent = recorded
-    (tmp_path / "args.json").write_text('{"args": {"seed": 3}}')
-    train(tmp_path, 1, 3, ["recorded"], "mine")
-    train(tmp_path, 3, 4, ["recorded"])  # step 3 is repeated, as after a kill
+    (folder := tmp_path / "mine").mkdir()
+    (folder / "args.json").write_text('{"args": {"seed": 3}}')
+    train(folder, 1, 3, ["recorded"])
+    train(folder, 3, 4, ["recorded"])  # step 3 is repeated, as after a kill
     assert ids[0] == ids[1] and ids[0][0].startswith("mine-") and ids[0][1] == {"seed": 3}
     assert sent == [
         (0, {"eval/pass@1": 0.5}, SAMPLE),
@@ -80,15 +83,16 @@ def test_a_tracker_that_is_added_later_gets_the_run_from_its_start(tmp_path, rec
 
 @pytest.mark.parametrize(("when", "sent"), [("opening", []), ("logging", [1]), ("closing", [1, 2, 3])])
 def test_a_tracker_that_fails_is_warned_of_once_and_stops_nothing(when, sent, tmp_path, recorded, capsys):
-    train(tmp_path, 1, 3, ["recorded", "tensorboard"], f"fails at {when}")
+    folder = tmp_path / f"fails at {when}"
+    train(folder, 1, 3, ["recorded", "tensorboard"])
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 1 and warnings[0].startswith("warning: --trackers recorded failed, and is left out until")
     assert [step for step, numbers, _ in recorded[1] if "reward" in numbers] == sent
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3]
     if when == "logging":
-        train(tmp_path, 4, 4, ["recorded"])  # resumed: what it lacks, it gets
+        train(folder, 4, 4, ["recorded"])  # resumed: what it lacks, it gets
         assert sorted(step for step, numbers, _ in recorded[1] if "reward" in numbers) == [1, 2, 3, 4]
 
 
@@ -114,7 +118,7 @@ def test_flags():
     args = parse(RLArgs, ["--trackers"])
     assert args.trackers == () and parse(RLArgs, command_line(args)) == args
     assert parse(RLArgs, ["--trackers", "wandb", "mlflow"]).trackers == ("wandb", "mlflow")
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="--trackers clearml: choose one of tensorboard, wandb, trackio, mlflow"):
         parse(RLArgs, ["--trackers", "clearml"])
 
 
