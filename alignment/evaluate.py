@@ -44,6 +44,8 @@ def main() -> None:
         check_model_path(model, "--model")
     check_test_split(task, args.dataset_path, args.max_problems)
     console = make_console()
+    if args.reward not in (args.evaluation_rule, EvaluateArgs.reward):
+        console.print(f"--reward {args.reward} is a training reward: this grades by {args.evaluation_rule}", markup=False)
     if args.num_samples > 1 and args.sampling_temperature == 0:
         console.print("warning: --sampling_temperature 0 makes all samples alike: pass@k is pass@1", style="yellow")
     for model in models:

@@ -7,6 +7,7 @@ uv run -m alignment.plan --preset smollm2_gsm8k --policy_parallelism sharded --m
 
 import dataclasses
 import shlex
+from pathlib import Path
 
 from alignment.args import PlanArgs, RLArgs, as_command, command_line, configuration, from_preset, parse
 from alignment.checks import check_processes, engines_on_shared_gpu, resolve_model, roles_of
@@ -16,6 +17,7 @@ from alignment.sampling.sampler import engine_name
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console, make_table
 
+PUBLISHED = Path(__file__).parent / "policy" / "published"  # configurations of models on the hub, so that it need not be asked
 PROMPT_TOKENS = 300  # of the longest prompt, where --max_prompt_tokens says nothing; GSM8K's and Countdown's are shorter
 TEST_PROBLEMS = 1319  # where --max_problems takes all: GSM8K's
 
@@ -28,7 +30,8 @@ def main() -> None:
     from alignment.models import kind_of_policy
     from alignment.policy.loading import load_config
 
-    base, card = resolve_model(args.model, args.output_dir), (args.gpu_memory or 0) * 1e9
+    published, card = PUBLISHED / args.model.replace("/", "--"), (args.gpu_memory or 0) * 1e9
+    base = str(published) if published.is_dir() else resolve_model(args.model, args.output_dir)
     devices, kind = kind_of_policy(args, base, args.num_gpus, card, args.machines)
     roles, ranks = dataclasses.replace(roles, policy=devices), len(devices) * (kind in RANKED)
     started = {"policy_parallelism": kind, "policy_ranks": ranks if args.machines == 1 else 0}

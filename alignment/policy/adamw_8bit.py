@@ -4,6 +4,8 @@ import torch
 import torchao.optim
 from torchao.optim.subclass_8bit import OptimState8bit
 
+from alignment.system.terminal import say_once
+
 
 class AdamW8bit(torchao.optim.AdamW8bit):
     """AdamW whose moments are 8-bit codes with an fp32 scale for each block of 256 (Dettmers et al. 2022, arXiv:2110.02861):
@@ -21,6 +23,8 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
         # Compiled code takes the rate as a tensor, since a new number would be compiled anew; all else here takes numbers.
         self.param_groups = [group | {"lr": torch.tensor(group["lr"])} for group in groups]
+        if not on_cpu:
+            say_once("adamw_8bit: the first step compiles a kernel for each shape of parameter, which may take minutes")
         with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
             super().step()
         self.param_groups = groups

@@ -59,3 +59,15 @@ def test_the_reference_recipe_is_planned_for_other_numbers_of_gpus(planned):
     assert rows == {"cuda:0": "policy", "cuda:1": "eval", "cuda:2": "reference", "cuda:3": "sample"}
     with pytest.raises(UserError, match="--sample_device cuda:6"):
         planned("--preset", "qwen2.5_math_1.5b_gsm8k_8gpu", "--num_gpus", "4", "--sample_device", "cuda:6")
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304), ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512)]
+)
+def test_a_published_model_is_planned_without_the_hub(model, parameters, planned, monkeypatch):
+    monkeypatch.setattr(plan, "resolve_model", None)  # which would ask it
+    said = planned(
+        "--model", model, "--num_gpus", "8", "--policy_parallelism", "sharded", "--gpu_memory", "80", "--dtype", "float32"
+    )
+    reference = next(line for line in said.splitlines() if "reference" in line)
+    assert f"{4 * parameters / 1e9:.2f}" in reference
