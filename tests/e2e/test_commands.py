@@ -78,8 +78,10 @@ def test_sft_overwrites_nothing(warm, monkeypatch, capsys):
 
 def test_samples_that_are_all_alike_are_warned_of(warm, tmp_path, monkeypatch, capsys):
     flags = ["--model", str(warm / "sft"), "--output_dir", str(tmp_path), "--max_problems", "2", "--num_samples", "2"]
-    assert run(monkeypatch, "evaluate", *flags, "--sampling_temperature", "0") == 0
-    assert "makes all samples alike: pass@k is pass@1" in " ".join(capsys.readouterr().out.split())
+    assert run(monkeypatch, "evaluate", *flags, "--sampling_temperature", "0", "--reward", "accuracy") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "makes all samples alike: pass@k is pass@1" in printed
+    assert "--reward accuracy is a training reward: this grades by r1_zero" in printed
 
 
 def test_evaluate(warm, tmp_path, monkeypatch, capsys):
