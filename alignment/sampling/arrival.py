@@ -41,15 +41,13 @@ def checked_part(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def tensor_checksum(tensor: torch.Tensor, version: int, dtype: torch.dtype) -> int:
-    """The checksum, in `dtype`, of a weight's `checked_part`. Both sides of a transfer take the engine's `dtype`: some families
-    keep a few weights, such as routers, in float32 beside it."""
+    """The checksum of a weight's `checked_part` cast to the engine's `dtype`, since some models keep routers in float32."""
     return checksum(checked_part(tensor, version).to(dtype))
 
 
 def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> None:
-    """Give a sampler new weights. One that has `weight_checksums(version) -> Held | None` says what it holds, by the
-    `tensor_checksum` of everything in its `dtype`; None where its parts are spread over several workers. Raises `RunStopped` if
-    these are not the weights that it was given."""
+    """Give a sampler new weights. Raises `RunStopped` if it then holds others: a sampler may have `weight_checksums(version) ->
+    Held | None`, the `tensor_checksum` in its `dtype` of what it holds, or None if several workers hold parts."""
     if not hasattr(sampler, "weight_checksums"):
         sampler.load_weights(named_tensors, version)
         return
@@ -85,9 +83,8 @@ def prove_adapters_arrive(
 def with_checksums(
     named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: dict[str, tuple[int, int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. Enters two checksums of each one, cast to `dtype`, in `checksums` as it passes: its own and that of its
-    transpose, as which an engine may keep it (vLLM does so with GPT-2's). So a square matrix that an engine wrongly transposed
-    passes; the mismatch check of the next update sees it."""
+    """The same tensors. Enters the checksums of each and of its transpose, as which an engine may keep it (vLLM does GPT-2's),
+    in `checksums`. So a square matrix wrongly transposed passes; the mismatch check of the next update sees it."""
     for name, tensor in named_tensors:
         transpose = tensor.mT if tensor.ndim > 1 else tensor
         checksums[name] = tensor_checksum(tensor, version, dtype), tensor_checksum(transpose, version, dtype)

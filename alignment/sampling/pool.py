@@ -27,9 +27,8 @@ Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 def open_sampler(
     engine: SamplerEngine, config: SamplerConfig, tokenizer, policy: Policy | None = None, in_process: bool = True
 ) -> Sampler:
-    """Start a sampler: an engine for each of `config`'s devices, on each of its machines, or addresses. `policy` is the one
-    whose weights it will be given: an engine alone may read the policy's own model in place. Where it may not be `in_process`,
-    so that it can be ended while it draws, every engine has a process of its own."""
+    """Start an engine for each of `config`'s devices, on each of its machines, or addresses. One alone may read the model of
+    `policy`, whose weights it gets, in place. Without `in_process` each has a process, which can be ended while it draws."""
     release_memory()  # an engine refuses to start where less than its share of the GPU is free
     configs, start = engine_configs(config), engine.open
     if isinstance(start, str):
@@ -59,18 +58,17 @@ def engine_configs(config: SamplerConfig) -> list[SamplerConfig]:
 
 
 class SamplerPool:
-    """A `Sampler` made of engines that can be lost, one or several, which draw at the same time.
+    """A `Sampler` of engines that can be lost, one or several, which draw at the same time.
 
-    Of P prompts engine k of N draws those from number P * k // N up to the next one's first, and a response's random numbers
-    follow from its prompt's number: neither how many engines there are nor how fast each is changes a completion, but for the
-    rounding of what shares a batch. All engines take all weights, each with its own proof of arrival (`load_proven`).
+    Of P prompts engine k of N draws those from number P * k // N up to the next one's first. A response's random numbers follow
+    from its prompt's number: neither the number nor the speed of engines changes a completion, but for the rounding of what
+    shares a batch. All engines take all weights, each with its own proof of arrival (`load_proven`).
 
-    A lost engine is replaced once a request: the new one gets the weights that the lost one had, and the same request, which
-    gives the same completions. `weights` gives the present ones; where it is None, a copy in the host's memory of those that
-    the engines were given serves. Raises `RunStopped` where the new engine is lost as well.
+    A lost engine is replaced once a request: the new one gets the same weights and the same request, which gives the same
+    completions. `weights` gives the weights; where it is None, a copy in the host's memory does. Raises `RunStopped` where the
+    new engine is lost as well.
 
-    `engines` has a function for each name, which makes the engine with the weights that sampling began with. The error of one
-    of several is raised with its name, once the others are closed."""
+    `engines`: name -> function that makes the engine with the first weights. One's error has its name and closes the others."""
 
     def __init__(
         self, engines: Mapping[str, Callable[[], Sampler]], dtype: torch.dtype, vocabulary: int, weights: Weights | None = None
@@ -102,8 +100,7 @@ class SamplerPool:
         return [group for groups in self._at_once(draw) for group in groups]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `Sampler.load_weights`. To give several engines the weights of a policy, which may have to gather them, they pass
-        through the host's memory."""
+        """See `Sampler.load_weights`. Several engines get them by the host's memory, since a policy may have to gather them."""
         self._version = version
         if self._weights is None:
             self._copies = []  # frees the memory of those before
@@ -148,8 +145,7 @@ class SamplerPool:
             raise RunStopped(f"the sampler was lost ({lost}), and once more after it was started again: {error}") from None
 
     def _at_once(self, work: Callable[[str], Answer]) -> list[Answer]:
-        """What `work` returns for each engine's name. Several work at the same time; one is left to the calling thread, where a
-        signal interrupts it."""
+        """What `work` returns for each engine, all at once; one alone in the calling thread, where a signal interrupts it."""
         if len(self._starts) == 1:
             return [work(name) for name in self._starts]
         name_of = {self._threads.submit(work, name): name for name in self._starts}

@@ -1,6 +1,5 @@
 """Engines in processes of their own, which can be stopped for certain and have device, threads and memory to themselves.
-
-Everything crosses one pipe: requests and their answers, and weights one tensor at a time."""
+Requests, answers, and weights, one tensor at a time, cross one pipe."""
 
 import os
 import sys
@@ -19,10 +18,9 @@ from alignment.system.registry import import_object
 
 
 class EngineProcess:
-    """What samplers share whose engine is a child process, which runs `entry` ("module:function", of `answer_requests`).
-
-    Raises `UserError` where the engine cannot start, with the arguments `start`. One that breaks or dies later, or does not
-    answer within `config.timeout` seconds, raises `SamplerLost` with its last words and is closed."""
+    """A sampler whose engine is a child process that runs `entry` ("module:function", of `answer_requests`). Raises `UserError`
+    where it cannot start with the arguments `start`. One that later breaks, dies or gives no answer within `config.timeout`
+    seconds is closed, and raises `SamplerLost` with its last words."""
 
     def __init__(self, name: str, entry: str, environment: Mapping[str, str], config: SamplerConfig, *start):
         self.restarts, self.policy_version, self.dtype = 0, config.policy_version, getattr(torch, config.dtype)
@@ -56,7 +54,7 @@ class EngineProcess:
 
 
 class SamplerProcess(EngineProcess):
-    """A `Sampler` of any other engine, in a process that computes on so many `threads` where it has a CPU's."""
+    """A `Sampler` of any other engine, in a process with so many `threads` on a CPU."""
 
     def __init__(
         self, engine: SamplerEngine, threads: int, config: SamplerConfig, tokenizer=None, policy: Policy | None = None

@@ -1,7 +1,5 @@
-"""Samplers draw completions from a policy: the protocol, and the table of engines.
-
-This module loads no engine and no tensor library when it is imported, so that arguments can be checked against `SAMPLERS`.
-"""
+"""The protocol of samplers, which draw completions from a policy, and the table of engines. It loads no engine and no tensor
+library, so that arguments can be checked against `SAMPLERS`."""
 
 from __future__ import annotations
 
@@ -38,9 +36,8 @@ class Sampler(Protocol):
     def sample(
         self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None
     ) -> list[list[Completion]]:
-        """`sampling.n` completions for each prompt, in order. The same seed and weights give the same completions. The sampler
-        may call `on_response_end` when a response ends, while it still draws others. Raises `UserError` where a prompt and
-        `sampling.max_new_tokens` do not fit in the model's context."""
+        """`sampling.n` completions a prompt, in order; the same seed and weights give the same. May call `on_response_end`
+        while it draws others. Raises `UserError` where prompt and `sampling.max_new_tokens` exceed the context."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight (Hugging Face parameter names, tied weights once); completions then carry `version`."""
@@ -73,8 +70,7 @@ class SamplerConfig:
 
     @property
     def transfer_backend(self) -> str:
-        """vLLM's name of the way of weights from `policy_device` to an engine: NCCL to other GPUs than the policy's, since it
-        takes none twice, CUDA IPC to the policy's own, and the host's memory to all else."""
+        """vLLM's transfer from `policy_device`: NCCL to other GPUs (none twice), CUDA IPC to its own GPU, else host memory."""
         if {device.partition(":")[0] for device in (self.policy_device, *self.devices)} != {"cuda"}:
             return "shared_memory"
         return "nccl" if self.policy_device not in self.devices else "ipc" if len(self.devices) == 1 else "shared_memory"
@@ -90,8 +86,7 @@ class SamplerEngine:
     """One kind of sampler, and what must be known before it is started."""
 
     open: str | Callable[..., Sampler]
-    """Makes a `Sampler` of a `SamplerConfig`, a tokenizer, and the `Policy` whose model it may read in place, or None; a
-    function, or package.module:name."""
+    """Makes a `Sampler` of a `SamplerConfig`, a tokenizer and a `Policy` to read in place, or None; or package.module:name."""
     package: str = ""  # The package that it needs.
     claims_gpu: bool = False  # Whether it claims most of its GPU's memory when it starts.
     can_be_lost: bool = False  # Whether it lives in another process, and is replaced where it dies, hangs or answers garbage.
@@ -113,8 +108,7 @@ def engine_name(sampler: str) -> str:
 
 
 def named_engine(sampler: str) -> SamplerEngine:
-    """The engine that --sampler names: "auto", one of `SAMPLERS`, or the user's own, package.module:name; installed or not.
-    Raises `UserError` for other names."""
+    """The engine of --sampler: "auto", of `SAMPLERS` or package.module:name, installed or not. Else raises `UserError`."""
     return find("--sampler", engine_name(sampler), SAMPLERS, wrap=SamplerEngine)
 
 

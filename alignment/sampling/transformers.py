@@ -38,8 +38,7 @@ class _Row:
 
 
 class TransformersSampler:
-    """A `Sampler` that runs the model itself. `model` may be the policy being trained (it is only read): `load_weights` then
-    finds its own tensors and copies nothing. The model sits whole on one device."""
+    """Runs a model on one device, which may be the policy's own: it is only read, and `load_weights` then copies nothing."""
 
     def __init__(self, model: PreTrainedModel, tokenizer, context: int, policy_version: int = 0):
         self.model, self.tokenizer, self.context = model, tokenizer, context
@@ -162,11 +161,9 @@ class TransformersSampler:
 
 
 class _SharedDecoding:
-    """Decoding of `sampling.n` lines of each prompt: the first logits, then each next ones.
-
-    It is a `Layout`: each of L lines, one token long, sees its group's prompt and then its own cache. A prompt's keys and
-    values are there once: attention to them is one matrix product a group, of the queries of M lines, some of which stand for
-    none."""
+    """Decodes `sampling.n` lines of each prompt: the first logits, then the next. It is a `Layout`: each of L lines, one token
+    long, sees its group's prompt and then its own cache. A prompt's keys and values are there once: attention to them is one
+    matrix product a group, of the queries of M lines, some of which stand for none."""
 
     drops_lines = True
 
@@ -286,9 +283,8 @@ def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each line of `logits` [lines, vocabulary], by inverting the distribution's CDF at `uniforms` [lines].
-    Returns (tokens [lines], their log-probabilities [lines] under the distribution drawn from). Greedy decoding draws from a
-    point mass, whose log-probability says nothing; it reports the untempered model's instead."""
+    """One token for each line of `logits` [lines, vocabulary], by inverting the CDF at `uniforms` [lines]. Returns (tokens
+    [lines], log-probs [lines] under the distribution drawn from; greedy: the untempered one, as a point mass says nothing)."""
     if sampling.temperature == 0:
         log_probs = logits.float().log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
@@ -302,14 +298,12 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig)
 
 
 class _PreallocatedLayer(StaticLayer):
-    """One layer's keys and values, [lines, heads, capacity, head size], written in place instead of grown by copying. Gives
-    those that are written, so that nothing is masked."""
+    """One layer's keys and values, [lines, heads, capacity, head size], written in place; gives what is written, unmasked."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:
-            self.keys, self.values = (
-                new.new_empty(*new.shape[:2], self.max_cache_len, new.shape[3]) for new in (key_states, value_states)
-            )
+            self.keys = key_states.new_empty(*key_states.shape[:2], self.max_cache_len, key_states.shape[3])
+            self.values = value_states.new_empty(*value_states.shape[:2], self.max_cache_len, value_states.shape[3])
             self.is_initialized, self.cumulative_length = True, 0
         start, end = self.cumulative_length, self.cumulative_length + key_states.shape[2]
         self.keys[:, :, start:end] = key_states

@@ -1,9 +1,7 @@
 """vLLM in a process of its own, so that its device, threads and memory are its own and it can be stopped for certain.
 
-The worker runs the engine in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Beside an engine process of vLLM's own, that
-starts sooner, schedules the same requests in the same way every time, reports the error itself instead of "see root
-cause above", and leaves one process to end instead of a tree. Requests cross one pipe; nothing touches the disk.
-"""
+The worker runs the engine in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Beside vLLM's own engine process, that starts sooner,
+schedules the same requests in the same way, reports errors itself, and leaves one process to end, not a tree."""
 
 import logging
 import os
@@ -27,11 +25,10 @@ UUID_LENGTH = 36  # characters
 
 
 class VLLMSampler(EngineProcess):
-    """A `Sampler` that runs vLLM on the device of its configuration, "cpu" or "cuda:<index>"; on several by tensor parallelism.
+    """A `Sampler` that runs vLLM, with its own copy of the weights, on "cpu" or "cuda:<index>", or tensor-parallel on several.
 
-    It has a copy of the weights of its own, so needs no policy. `context` is in tokens; None: the model's own. On a CPU the
-    keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where unset) in place of a share of the memory. In bfloat16 a completion
-    also depends on what shares its batch, so the same seed repeats it only for the same list of prompts."""
+    `context` is in tokens; None: the model's own. On a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where unset). In
+    bfloat16 a completion also depends on what shares its batch: a seed repeats it for the same list of prompts only."""
 
     def __init__(
         self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None, seed: int = 0
@@ -58,8 +55,7 @@ class VLLMSampler(EngineProcess):
         self._client = EngineClient(self._ask, self._config, self.dtype)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `Sampler.load_weights`. Each phase of the transfer has the time limit of a request. An engine of another machine
-        shares no memory with this process, and takes its weights from the pipe."""
+        """See `Sampler.load_weights`. Each phase has a request's time limit. Another machine's engine reads from the pipe."""
         if self._config.machines[0]:
             return super().load_weights(named_tensors, version)
         self._client.send(named_tensors, version)
@@ -123,8 +119,7 @@ def serve(descriptor: int) -> None:
 
 
 def _runner_advice(error: Exception) -> str:
-    """How to choose vLLM's older runner, where the last of vLLM's own functions that an error passed is the newer one's, which
-    GPUs run; it is none where memory ran out."""
+    """Advice to choose vLLM's older runner, where an error, but of memory, is from the newer one, which GPUs run; else ""."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename]
     in_runner = "/v1/worker/gpu/" in (files or [""])[-1] and "out of memory" not in str(error)
     return ". VLLM_USE_V2_MODEL_RUNNER=0 chooses vLLM's older runner" if in_runner else ""
@@ -152,8 +147,7 @@ def _start_engine(device_type: str, options: dict):
 
 
 def fall_asleep(engine) -> None:
-    """Free the GPUs' memory in which vLLM keeps weights, keys and values; the weights wait in the host's (level 1 of vLLM's
-    sleep mode). Raises RuntimeError where a GPU has not got all of it back."""
+    """Drop keys and values, move weights to the host (vLLM's sleep level 1). Raises RuntimeError if a GPU gets less back."""
     before = engine.collective_rpc(gpu_memory)
     engine.sleep(level=1)
     for (free, pooled), (free_now, _) in zip(before, engine.collective_rpc(gpu_memory), strict=True):
@@ -242,8 +236,7 @@ def _reload(engine, connection: Connection, version: int) -> None:
 
 
 def _repack_output_embedding(worker) -> None:
-    """On a CPU vLLM multiplies by packed copies of the weights. It packs anew each layer that it was sent weights for,
-    which an output embedding tied to the input's never is: it would keep the old weights for ever. No-op on a GPU."""
+    """Repack the output embedding on a CPU: vLLM repacks only layers it is sent, so a tied one would keep its old weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in worker.get_model().modules():
@@ -258,9 +251,8 @@ def _checksums(engine, connection: Connection, version: int) -> Held | None:
 
 @torch.inference_mode()
 def held_checksums(worker, version: int) -> Held:
-    """The checksums of a worker's model. vLLM stacks some matrices, such as those of queries, keys and values: each part has a
-    checksum of its own where the layer knows the parts' sizes. A tied output embedding is the input's parameter, and is made
-    of what that is made of."""
+    """The checksums of a worker's model. Each part of a matrix that vLLM stacks, such as of queries, keys and values, has its
+    own where the layer knows the parts' sizes. A tied output embedding is made of what the input's is."""
     model, dtype, held = worker.get_model(), worker.vllm_config.model_config.dtype, {}
     known: dict[torch.nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules():

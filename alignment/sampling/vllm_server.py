@@ -1,7 +1,5 @@
-"""A `Sampler` that draws from vLLM's own OpenAI-compatible server, on this machine or another one.
-
-docs/asynchronous.md says how to start the server. New weights go through a folder that both machines see under the same name.
-"""
+"""A `Sampler` that draws from vLLM's own OpenAI-compatible server, on this machine or another (docs/asynchronous.md starts
+one). New weights go through a folder that both machines see under the same name."""
 
 import asyncio
 import hmac
@@ -49,12 +47,11 @@ SHAPE = (
 class VLLMServerSampler:
     """A `Sampler` that draws from the vLLM server at `config.url`, whose key is the environment's ALIGNMENT_SAMPLER_TOKEN.
 
-    `context` is in tokens; None: the model's own. `config.weights_folder` holds one version of the weights at a time, until the
-    server, which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch.
+    `context` is in tokens; None: the model's own. `config.weights_folder` holds one version of the weights until the server,
+    which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch.
 
-    Raises `UserError` where the server cannot be used. A server that dies later, does not answer within `config.timeout`
-    seconds, answers what are no completions, or has other weights than ours (it was started again, or another command uses it)
-    raises `SamplerLost`; nothing of this sampler's needs the old server, so a new one may be made for a server that is back."""
+    Raises `UserError` where the server cannot be used, and `SamplerLost` where it dies, is silent for `config.timeout` seconds,
+    answers no completions, or has other weights (restarted or used by others). A new sampler may use it once it is back."""
 
     def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         model_path, dtype = config.model_path, config.dtype
@@ -120,8 +117,7 @@ class VLLMServerSampler:
         """Nothing: the server is its operator's, and nothing is left in `weights_folder` between calls."""
 
     def _drop_cached_prefixes(self) -> None:
-        """Cached keys and values would be the old weights', and would make a result depend on earlier calls. Refused while
-        there are requests, such as those of a caller that has just been interrupted, so they are waited for."""
+        """Drop old weights' keys and values. vLLM refuses while it has requests, such as an interrupted caller's: then wait."""
         until = time.monotonic() + self._timeout
         while self._post("/reset_prefix_cache", [None])[0].get("success") is not True:
             if time.monotonic() > until:
@@ -136,8 +132,7 @@ class VLLMServerSampler:
         return results
 
     def _post(self, path: str, bodies: Sequence) -> list[dict]:
-        """The answers to requests that are sent side by side, in order. Raises `SamplerLost` for the first that fails. Cuts off
-        the others then, and the server drops them."""
+        """The answers to requests sent side by side, in order. Raises `SamplerLost` for the first that fails, ends the rest."""
         with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
             return portal.call(self._answers, path, bodies)
 

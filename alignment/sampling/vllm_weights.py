@@ -1,8 +1,6 @@
-"""New weights for a vLLM engine by vLLM's weight transfer API, with a backend of ours for the host's memory.
-
-Trainer and engine import this file, and with it a part of vLLM: in a trainer that takes 4 to 6 s and 70 MB, starts no thread,
-and changes how torch.compile works. A trainer's side without vLLM would have to repeat formats that are each version's own.
-"""
+"""New weights for a vLLM engine by vLLM's weight transfer API, with a backend of ours for the host's memory. Trainer and engine
+import this file, and with it a part of vLLM: in a trainer that takes 4 to 6 s and 70 MB, starts no thread, and changes how
+torch.compile works. Without vLLM, a trainer would repeat formats that are each version's own."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
