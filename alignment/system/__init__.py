@@ -1,2 +1,1 @@
-"""What every program needs: errors, signals, child processes, atomic files and locks, terminal output. It never knows a
-model, a task or an algorithm, and never imports torch."""
+"""Errors, signals, child processes, atomic files, locks, terminal output. It knows no model, task or algorithm, nor torch."""

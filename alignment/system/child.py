@@ -1,8 +1,5 @@
-"""The first code that runs in a child process of `processes.py`, which starts this file by its path.
-
-child.py PARENT call MODULE:FUNCTION DESCRIPTOR
-child.py PARENT run MODULE FLAG ...
-"""
+"""The first code that runs in a child process of `processes.py`, which starts this file by its path:
+child.py PARENT call MODULE:FUNCTION DESCRIPTOR, or child.py PARENT run MODULE FLAG ..."""
 
 import os
 import pkgutil

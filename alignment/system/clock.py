@@ -32,8 +32,7 @@ class Clock:
 
 @contextmanager
 def run_in_background(work: Callable[[], None], waiting: AbstractContextManager) -> Iterator[None]:
-    """Run `work` in a thread beside the block; after the block, wait for its end inside the context `waiting`. Raises the
-    error of either, that of the block if both fail."""
+    """Run `work` in a thread beside the block, then wait for it inside `waiting`. Raises the block's error, else `work`'s."""
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(work)
         yield

@@ -36,8 +36,7 @@ def in_words(error: BaseException) -> str:
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. `UserError` and OSError become one line on stderr and exit code 2, `RunStopped` exit code 1;
-    Ctrl-C exits with 130, SIGTERM with 143. An OSError (no permission, no space, a file in the place of a folder) is the user's
-    to correct: its message names the path."""
+    Ctrl-C exits with 130, SIGTERM with 143. An OSError (such as a full disk) is the user's to correct: it names the path."""
     try:
         with interruptible():
             main()

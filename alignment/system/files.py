@@ -93,8 +93,7 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def manifested(folder: Path) -> Iterator[None]:
-    """Write a manifest of `folder` after the block: size and SHA-256 of every file that the block added. Raises OSError where
-    the block finds the disk full."""
+    """Write a manifest after the block: size and SHA-256 of every file that it added. Raises OSError where the disk is full."""
     before = _files(folder)
     with full_disk_is_an_os_error(folder):
         yield
@@ -139,8 +138,7 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock during the block. Raises `UserError` with host and process if another process holds it. The kernel
-    releases the lock of a process that has ended in any way, so the files of a killed process lock nothing."""
+    """Hold the folder's lock. Raises `UserError` with its holder's host and process. The kernel frees a dead process's lock."""
     owner = folder / ".lock_owner"
     lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
@@ -180,8 +178,7 @@ def json_object(text: bytes | bytearray) -> dict | None:
 
 
 def read_jsonl(file: Path) -> list[dict]:
-    """The objects of a JSON-lines file without a last line that a killed process did not finish; [] if the file is missing.
-    Raises `UserError` with file and line for any other line that is no object."""
+    """A JSON-lines file's objects, less an unfinished last line; [] if it is missing. Raises `UserError` with file and line."""
     if not file.exists():
         return []
     lines, records = file.read_bytes().split(b"\n"), []

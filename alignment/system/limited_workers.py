@@ -1,8 +1,6 @@
-"""Function calls in processes that can be killed: a pool of workers that limit the time and the memory of each call.
-
-A worker imports its modules once and forks a child for each call, so that ending a call costs no new imports. Requests and
-answers are JSON: the parent never unpickles what a worker sends.
-"""
+"""Function calls in processes that can be killed: a pool of workers that limit the time and the memory of each call. A worker
+imports its modules once and forks a child for each call, so that ending a call costs no new imports. Requests and answers are
+JSON: the parent never unpickles what a worker sends."""
 
 import importlib
 import json
@@ -30,9 +28,8 @@ class CallFailed(Exception):
 
 
 class LimitedWorkers:
-    """At most `size` threads (default: one a core), each with a worker process of its own and waiting for its answers. A worker
-    starts with the first call of its thread. They may be used from any thread, from daemonic processes and inside other pools;
-    a forked child of this process starts workers of its own."""
+    """At most `size` threads (default: one a core), each with a worker process that starts with its first call. Any thread,
+    daemonic process or pool may use them; a forked child of this process starts workers of its own."""
 
     def __init__(self, modules: Sequence[str], size: int | None = None):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

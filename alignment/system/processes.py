@@ -1,8 +1,6 @@
 """Child processes: fresh interpreters that end with their parent and are killed together with everything they started.
-
 `ChildProcess` calls one of our functions with a pipe to the parent; `start_command` runs one of our commands with a log file.
-Each child has a session of its own: Ctrl-C in the terminal reaches the parent only, and its process group can be killed.
-"""
+Each child has a session of its own: Ctrl-C reaches the parent only, and its process group can be killed."""
 
 import os
 import pickle
@@ -109,8 +107,7 @@ class ChildProcess:
 
     @contextmanager
     def time_limit(self, seconds: float) -> Iterator[threading.Event]:
-        """Kill the process if the block takes longer, also while it sends a request or receives an answer. Yields an event
-        that is set if that happened."""
+        """Kill the process if the block, which may send or receive, takes longer. Yields an event that is set where it did."""
         timed_out = threading.Event()
         timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), lambda: (timed_out.set(), self.kill()))
         timer.daemon = True

@@ -1,9 +1,6 @@
-"""Ranks: processes of torch.distributed that compute together, led by rank 0, which is the command itself.
-
-Rank 0 starts the others on its machine; behind torchrun they are there already, on one machine or several. Rank 0 alone reads
-arguments and data, decides, logs and writes. The others repeat its calls, each on its own copy or part of one object, so
-nothing but a computation can differ between ranks.
-"""
+"""Ranks: processes of torch.distributed that compute together, led by rank 0, the command itself. Rank 0 starts the others on
+its machine; behind torchrun they are there already, on one machine or several. Rank 0 alone reads arguments and data, decides,
+logs and writes. The others repeat its calls, each on its own copy or part of one object, so only computations can differ."""
 
 import atexit
 import functools
@@ -118,8 +115,7 @@ class Ranks:
                 raise UserError(f"{self._name(rank)} is not as {self._name(0)}: its {name} has {other}; {alike}")
 
     def _join_round(self, store):
-        """The part of torchrun's store that belongs to this start of the command: torchrun keeps its store when it starts the
-        ranks again. Rank 0 names the round; the others join it when they see that its rank 0 lives."""
+        """This start's part of torchrun's store, which restarts keep. Rank 0 names it; the others join when it shows life."""
         if self.rank == 0:
             store.set("round", name := uuid.uuid4().hex)
             return dist.PrefixStore(name, store)

@@ -12,11 +12,9 @@ Entry = TypeVar("Entry")
 
 
 def find(flag: str, name: str, table: Mapping[str, Entry], wrap: Callable[[Callable], Entry] | None = None) -> Entry:
-    """The entry `name` of `table`, or the object that `name` imports, written as `package.module:name`.
-
-    An imported object must be of the class of the table's entries; where these are functions, any callable will do. With
-    `wrap`, a callable of another class is turned into an entry. Raises `UserError`, whose message begins with `flag`, for
-    an unknown name, for a module that cannot be imported, and for an object that is no entry."""
+    """The entry `name` of `table`, or the object that `name` imports, as `package.module:name`: one of the class of the table's
+    entries (any callable where these are functions) or, with `wrap`, a callable that becomes one. Raises `UserError`, beginning
+    with `flag`, for an unknown name, a module that cannot be imported, and any other object."""
     if name in table:
         return table[name]
     kind = type(next(iter(table.values())))

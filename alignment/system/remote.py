@@ -1,8 +1,6 @@
-"""Child processes on other machines, where a rank starts them with the connection from rank 0's machine as their pipe.
-
-Here, a child process passes the bytes on, which is asked, closed and killed like any other; when it ends, so does the remote.
-Both sides prove that they know a key, which torchrun's store hands to rank 0; then they exchange pickles, unencrypted.
-"""
+"""Child processes on other machines, where a rank starts them with the connection from rank 0's machine as their pipe. Here, a
+child process passes the bytes on, and is asked, closed and killed like any other; when it ends, so does the remote. Both sides
+prove that they know a key, which torchrun's store hands to rank 0; then they exchange pickles, unencrypted."""
 
 import json
 import os
@@ -76,8 +74,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def host_processes(name: str, seconds: float, store: tuple[str, int]) -> Machine:
-    """Start processes, until this one ends, for those who know the key of the machine that is returned; at that of this
-    machine's addresses from which it reaches the `store`."""
+    """Start processes for those who know the returned machine's key, at that of its addresses from which it reaches `store`."""
     with socket.create_connection(store) as route:
         server = socket.create_server((route.getsockname()[0], 0), family=route.family)
     machine = Machine(name, *server.getsockname()[:2], secrets.token_hex(), seconds)
@@ -92,8 +89,7 @@ def host_processes(name: str, seconds: float, store: tuple[str, int]) -> Machine
 
 
 def _host(connection: Connection, key: bytes) -> None:
-    """Start the process that the other side asks for, and kill it when that side hangs up. A process that has ended before
-    says how by its last message, the failure of a request."""
+    """Start the process that the other side asks for; kill it when that hangs up. One that ends first sends its exit report."""
     with connection, suppress(OSError, EOFError, AuthenticationError):
         deliver_challenge(connection, key)
         answer_challenge(connection, key)

@@ -8,8 +8,7 @@ PROCESSES_HERE = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # on this machine
 
 
 def followed(seconds: float) -> bool:
-    """Whether torchrun has started this process as another rank than 0; if so, it has been one until rank 0 ended, which is
-    lost where it does not answer for `seconds`."""
+    """If torchrun started this as a rank but 0, be it until rank 0 ends or is silent for `seconds`. Returns whether it did."""
     if int(os.environ.get("RANK", "0")) == 0:
         return False
     from alignment.system.ranks import follow
