@@ -16,8 +16,7 @@ class Words(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """A value with its unit, "" where none was given. `decimals` and `digits` (significant ones) say how a decimal number was
-    written; both are 0 for anything else."""
+    """A value with its unit, or "". `decimals` and `digits` (significant) are a decimal number's as it was written, else 0."""
 
     value: Node
     unit: str = ""
@@ -141,8 +140,7 @@ def _before(a: Cut, b: Cut) -> bool:
 
 
 def combine(holds: Callable[[list[bool]], bool], regions: Iterable[Region]) -> Region:
-    """The numbers for which `holds`, given whether each region contains the number: `any` for the union, `all` for the
-    intersection."""
+    """The numbers for which `holds`, told which regions contain each: `any` gives the union, `all` the intersection."""
     regions = list(regions)
     places = [_LOWEST, *(cut for region in regions for cut in region.cuts)]
     cuts: list[Cut] = []

@@ -1,9 +1,6 @@
-"""The stages of grading, cheapest first: whether an answer equals a ground truth, and which stage decided it. docs/grading.md
-lists them.
-
-The last one is the library math-verify, for notation that our own grammar does not read. It reads LaTeX with a grammar and then
-lets sympy compute, for any time and in any memory: it runs in workers that limit both.
-"""
+"""The stages of grading, cheapest first: whether an answer equals a ground truth, and which stage decided it (docs/grading.md).
+The last one is the library math-verify, for notation that our own grammar does not read. It parses LaTeX and lets sympy
+compute, for any time and in any memory: it runs in workers that limit both."""
 
 import re
 from collections.abc import Sequence
@@ -38,8 +35,7 @@ class Verdict(NamedTuple):
 
 
 def grade(answer: str, ground_truth: str, fast: bool = False) -> bool:
-    """Whether `answer` equals `ground_truth`. Never raises; an answer that cannot be read is wrong. `fast` stops before the
-    last two stages."""
+    """Whether `answer` equals `ground_truth`. Never raises; what is unread is wrong. `fast` leaves out the last two stages."""
     return grade_detail(answer, ground_truth, fast).equal
 
 
@@ -129,9 +125,8 @@ def math_verify_detail(answer: str, truth: str) -> tuple[bool, str]:
 
 
 def _harmless(text: str) -> bool:
-    """Whether a normalised text is short, complete, made of known commands, and without words or large numbers. An equation is
-    not harmless: math-verify reads `7 = 5` as 5, and takes unsolvable equations for equal. Nor is a relation of numbers, which
-    is true or false and states no answer."""
+    """Whether a normalised text is short, complete, of known commands, and without words or large numbers. No equation is:
+    math-verify reads `7 = 5` as 5, and takes unsolvable ones for equal. Nor is a relation of numbers: it is no answer."""
     if len(text) > ASKED_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN:
         return False
     # Brackets match and nothing is missing: no \frac without its two parts, no sign at an end.

@@ -1,7 +1,4 @@
-"""The comparison of an answer with the ground truth, by the conventions of a careful teacher.
-
-It is not symmetric: the ground truth sets the precision.
-"""
+"""The comparison of an answer with the ground truth, which sets the precision, by the conventions of a careful teacher."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -304,8 +304,7 @@ def read_quantity(text: str) -> Answer:
 
 
 def _unit_after(amount: str, gap: str, words: str) -> str:
-    """The unit after an amount, or "". One letter needs a space before it, as 5m is algebra, and so does a noun; after a
-    variable there is no unit: 2x + 3 h."""
+    """The unit after an amount, or "". A letter and a noun need a space before them (5m is algebra); 2x + 3 h has no unit."""
     if words.startswith("\\degree") and any(f"\\{name}" in amount for name in TRIGONOMETRIC):
         return ""  # the degrees of \sin 30°
     if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)) or (

@@ -67,8 +67,7 @@ def _alternatives(text: str, levels: int) -> Answer | None:
 
 
 def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
-    """A listing; values with different labels are an assignment, with one label alternatives. Nested alternatives are
-    flattened."""
+    """A listing: values with different labels are an assignment, with one label alternatives; flattens nested alternatives."""
     labels = [part.label for part in parts if isinstance(part, Labelled)]
     if len(labels) == len(parts) > 1 and len(set(labels)) == len(labels):
         return Listing("=", tuple(parts))

@@ -1,11 +1,10 @@
 r"""The published grading rule, with which audits and benchmarks compare ours: "the reference rule".
 
-It is the rule under the R1-Zero reward of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), which joins the string
-normalisation of MATH (Hendrycks et al. 2021, arXiv:2103.03874) with the normalise-split-simplify rule of PRM800K (Lightman
-et al. 2023, arXiv:2305.20050): right if either says so. This is a new implementation from those descriptions. The published
-rule ends in sympy's `parse_expr`, which runs text as Python; here our own parser evaluates the difference of two expressions,
-so the verdicts can differ on text that only one of the two reads.
-"""
+It is the rule under the R1-Zero reward of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): right if either the string
+normalisation of MATH (Hendrycks et al. 2021, arXiv:2103.03874) or the normalise-split-simplify rule of PRM800K (Lightman et al.
+2023, arXiv:2305.20050) says so. This is a new implementation from those descriptions. Theirs ends in sympy's `parse_expr`,
+which runs text as Python; here our own parser evaluates the difference of two expressions, so verdicts can differ on text that
+only one reads."""
 
 import logging
 import re

@@ -1,8 +1,5 @@
-r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, one sign for each relation, no sizing.
-
-`TABLES` holds those of `notation.toml`: signs, LaTeX commands, units and words. `PATTERNS` has the regular expressions of
-`patterns.toml` as attributes.
-"""
+r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, one sign for each relation, no sizing. `TABLES`
+holds the tables of `notation.toml`, `PATTERNS` the regular expressions of `patterns.toml`, as attributes."""
 
 import itertools
 import re
@@ -83,8 +80,7 @@ def last_box(text: str) -> tuple[str, str, str]:
 
 
 def split(text: str, separators: str = ",") -> list[str]:
-    """The pieces between the separators outside all brackets; [] if the brackets do not match. Any closing bracket closes any
-    opening one, as those of half-open intervals do."""
+    """The pieces between separators outside brackets; [] if those do not match. Any closes any: intervals may be half-open."""
     depths = _depths(text)
     return split_with_signs(text, separators)[0] if min(depths) == depths[-1] == 0 else []
 

@@ -1,9 +1,7 @@
-"""The values of expression trees, and whether two trees have equal values.
-
-Values are exact fractions as long as everything is rational, and otherwise balls: FLINT's real and complex numbers with a
-rigorous bound on their error (Johansson 2017, "Arb: efficient arbitrary-precision midpoint-radius interval arithmetic",
-IEEE Trans. Comput. 66(8)). A ball that excludes zero proves a difference. Every size is bounded before it is computed.
-"""
+"""The values of expression trees, and whether two trees have equal values. Values are exact fractions as long as everything is
+rational, and otherwise balls: FLINT's real and complex numbers with a rigorous bound on their error (Johansson 2017, "Arb:
+efficient arbitrary-precision midpoint-radius interval arithmetic", IEEE Trans. Comput. 66(8)). A ball that excludes zero proves
+a difference. Every size is bounded before it is computed."""
 
 import math
 import operator as op
@@ -28,11 +26,10 @@ _Value = fmpq | arb | acb
 
 
 def equal_values(a: Node, b: Node) -> bool | None:
-    """Whether two trees have equal values; None where that cannot be decided (undefined, out of bounds).
-
-    Constants are compared once. Expressions with variables are compared at random rational points (Schwartz 1980,
-    J. ACM 27(4); Zippel 1979), also negative ones, at which both are defined: distinct rational functions agree at a
-    generic point by accident only, and the real branches of |x|, roots and logarithms differ in sign."""
+    """Whether two trees have equal values; None where that cannot be decided (undefined, out of bounds). Constants are compared
+    once, expressions with variables at random rational points (Schwartz 1980, J. ACM 27(4); Zippel 1979), also negative ones,
+    at which both are defined: distinct rational functions agree at a generic point by accident only, and the real branches of
+    |x|, roots and logarithms differ in sign."""
     gammas = sum(isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n)) for n in subtrees(("=", a, b)))
     if gammas > MAX_GAMMAS:
         return None
@@ -50,8 +47,7 @@ def equal_values(a: Node, b: Node) -> bool | None:
 
 
 def rational(node: Node) -> Fraction:
-    """The exact value of a tree for which `is_rational` holds. Raises `Refused` or an `ArithmeticError` where it is undefined
-    or too large."""
+    """The exact value of a tree that `is_rational`. Raises `Refused` or `ArithmeticError` if it is undefined or too large."""
     value = _value(node, {}, arb)
     return Fraction(int(value.numerator), int(value.denominator))
 
@@ -117,8 +113,7 @@ def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
 
 
 def _equal_at(a: Node, b: Node, point: dict[str, Fraction], field: type) -> bool | None:
-    """True (up to 2^-250 of the size of the values) and False are proved; None where a side is undefined or its error too
-    large to decide."""
+    """True (up to 2^-250 of the values' size) and False are proved; None where a side is undefined or its error too large."""
     at_a, at_b = _evaluate(a, point, field), _evaluate(b, point, field)
     if at_a is None or at_b is None:
         return None
