@@ -107,8 +107,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
-    """The preset's arguments, overridden by a file's `values`. Raises `UserError`, beginning with `place`, for unknown names
-    and malformed values."""
+    """The preset's arguments, overridden by `values`. Raises `UserError`, beginning with `place`, for unknown or bad ones."""
     hints = get_type_hints(RLArgs)
     for name, value in values.items():
         if name not in hints or name in NOT_SWEPT | {"seed"}:
@@ -159,11 +158,9 @@ def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[LintWarning]:
 
 
 def canonical(args: RLArgs) -> dict[str, object]:
-    """The arguments that decide what is computed, less those without effect beside the others' values.
-
-    With one update a rollout, sampled by the current weights, the ratio to the old policy is 1, where every loss with a ratio,
-    clipped or not, of tokens or of responses, has the gradient of -A log pi (arXiv:2402.03300, section 4.1.3; PPO,
-    arXiv:1707.06347, section 3)."""
+    """The arguments that decide what is computed, less those that have no effect beside the others. With one update a rollout,
+    sampled by the current weights, the ratio to the old policy is 1, where every loss with a ratio, clipped or not, of tokens
+    or responses, has the gradient of -A log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3)."""
     facts = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in BOOKKEEPING}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0

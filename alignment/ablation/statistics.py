@@ -1,8 +1,6 @@
-"""Paired comparisons of arms over training seeds and questions, with intervals and verdicts.
-
-An arm is a set of arguments, trained with several seeds; all runs answer the same questions. Arrays: A arms, S seeds,
-Q questions, E evaluations, C contrasts. Nothing here reads a file or draws a random number.
-"""
+"""Paired comparisons of arms over training seeds and questions, with intervals and verdicts. An arm is a set of arguments,
+trained with several seeds; all runs answer the same questions. Arrays: A arms, S seeds, Q questions, E evaluations, C
+contrasts. Nothing here reads a file or draws a random number."""
 
 import functools
 import math
@@ -34,11 +32,9 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference a - b with its 95 % interval and its verdict.
-
-    kind: "greater" (one side is), "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of
-    comparisons. `more_seeds` estimates the further seeds that would settle an undecided comparison; None where no number up to
-    MOST_SEEDS would, or where it is settled. `arms` are the arms on both sides. Without a second seed the interval is NaN."""
+    """The difference a - b with its 95 % interval, NaN without a second seed, and its verdict. `kind`: "greater" (one side is),
+    "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of comparisons. `more_seeds` estimates
+    the further seeds that would settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms."""
 
     a: str
     b: str
@@ -85,23 +81,22 @@ def compare(
     groups: Sequence[Hashable] | None = None,
 ) -> list[Comparison]:
     """A comparison for every contrast (by default every pair of arms), paired by seed and question. The chance that any
-    verdict is false is at most `alpha`, and that of a false tie at most half of it. `groups` gives a label for every question;
-    questions of one label count as one observation.
+    verdict is false is at most `alpha`, and that of a false tie at most half of it. `groups` labels every question; those of
+    one label count as one observation. Raises ValueError where two arms have different questions.
 
-    The interval is the paired t interval: from the standard deviation of the contrast's own differences by seed, whatever the
-    noise of other arms, and the variance that the choice of questions adds (`_moments`).
+    The interval is the paired t interval: from the standard deviation of the contrast's own differences by seed, and the
+    variance that the choice of questions adds (`_moments`).
 
-    The verdict on a single contrast rests on the t test of that interval. One of several needs both of two tests:
+    The verdict on a single contrast rests on the t test of that interval. One of several needs two tests:
     1. The contrast by itself: Student's t with its seeds less one. It bounds the errors that one unstable arm can cause.
     2. All contrasts together: Holm's correction (1979, Scand. J. Stat. 6) of t tests with the degrees of freedom of all arms.
     Neither side's variance then counts for less than the one common to all arms, nor for less than its own seeds say
-    (`seed_variances`), so a verdict never contradicts its interval. Unstable arms are left out of the variance that is common
-    to the others; comparisons with and without them then share `alpha`.
+    (`seed_variances`), so a verdict never contradicts its interval. The common variance leaves out unstable arms; comparisons
+    with and without them then share `alpha`.
 
     Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences of `tie` or more (two
     one-sided tests, Schuirmann 1987), else "undecided". A difference of zero makes no tie false, and one of `tie` makes no
-    winner false but the wrong one, so differences are tested at `alpha` and each side of a tie at half of it.
-    Raises ValueError where two arms have different questions."""
+    winner false but the wrong one, so differences are tested at `alpha` and each side of a tie at half of it."""
     questions = {len(scores) for arm in arms.values() for scores in arm.values()}
     if len(questions) > 1:
         raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
@@ -159,12 +154,10 @@ class SeedVariances:
 
 
 def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
-    """The variances of a mean score between seeds, from the mean of each run.
-
-    The model of the means is y_as = arm + seed + noise. The common variance is the mean square of its residuals. An arm's own
-    variance comes from the differences of two arms, which have no seed effect and the sum of both variances: the least squares
-    solution over all pairs. An arm is unstable where an F test of its variance against the others' rejects at 2.5 % / arms;
-    about one table in twenty of equally noisy arms names one."""
+    """The variances of a mean score between seeds, from the mean of each run. The model of the means is y_as = arm + seed +
+    noise. The common variance is the mean square of its residuals. An arm's own comes from the differences of two arms, which
+    have no seed effect and the sum of both variances: least squares over all pairs. An arm is unstable where an F test of its
+    variance against the others' rejects at 2.5 % / arms; one table in twenty of equally noisy arms names one."""
     names, seeds = [arm for arm in means if means[arm]], sorted({seed for by_seed in means.values() for seed in by_seed})
     y_AS = np.array([[means[arm].get(seed, math.nan) for seed in seeds] for arm in names]).reshape(len(names), len(seeds))
     arm_N, seed_N = np.nonzero(~np.isnan(y_AS))
@@ -193,8 +186,7 @@ def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
 
 
 def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) -> float:
-    """The variance of a seed's weighted sum over arms, where neither side of the contrast counts for less than with the common
-    variance."""
+    """The variance of a seed's weighted sum over arms, in which each side of the contrast has at least the common variance."""
     sides = [[(w**2, arm) for arm, w in weights.items() if w * sign > 0] for sign in (1, -1)]
     return sum(max(sum(w * variances.by_arm[arm] for w, arm in s), variances.common * sum(w for w, _ in s)) for s in sides)
 
@@ -352,10 +344,8 @@ def score_std(seed_std: float, questions: int, accuracy: float = 0.5) -> float:
 
 def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
     """The power of a contrast with these weights of all arms, one of `family` contrasts, after each number of seeds in `looks`,
-    which share the error rate.
-
-    `std` is `score_std`, alike for all arms. Effects of an arm on single questions, alike in all seeds, are left out:
-    nobody knows them beforehand."""
+    which share the error rate. `std` is `score_std`, alike for all arms. Effects of an arm on single questions, alike in all
+    seeds, are left out: nobody knows them beforehand."""
     if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
     scores_NAS = np.random.default_rng(0).normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))

@@ -45,8 +45,7 @@ class Run:
 
     @cached_property
     def scores(self) -> EvalScores:
-        """The rewards of all evaluations. Raises `UserError` where two evaluations have different questions, or one has not
-        the same number of completions for each."""
+        """The rewards of all evaluations. Raises `UserError` where these differ in questions, or questions in completions."""
         rewards, ids, texts = [], None, ()
         for record in self.evals:
             file = self.path / "completions" / f"eval_{record['step']:06d}.jsonl"

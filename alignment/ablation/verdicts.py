@@ -1,5 +1,4 @@
-"""The comparisons of a study: every pair of arms, every varied argument, and the parts of an arm's gain. It loads scipy, which
-a study is read without."""
+"""The comparisons of a study, by arms and by varied arguments, and the parts of a gain. It loads scipy; `study.py` does not."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +28,7 @@ def areas(study: Study) -> dict[str, Scores]:
 
 
 def decide(study: Study, scores: Mapping[str, Scores] | None = None) -> list[Comparison]:
-    """A comparison of `scores`, by default the final ones, for every pair of arms of one task. Raises `UserError` where their
-    questions differ."""
+    """A comparison of `scores` (or the final ones) for each pair of arms of a task. Raises `UserError` if questions differ."""
     scores = final_scores(study) if scores is None else scores
     tasks = {arm: str(study.varied[arm].get("task", "")) for arm in study.arms}
     comparisons = []
@@ -98,8 +96,7 @@ def decide_factors(study: Study) -> dict[str, list[Comparison]]:
 
 
 def decide_question(study: Study, question: Sequence[str]) -> list[Comparison]:
-    """The comparisons that answer `question`: every pair of arms without one, the values of one argument, or the pair of two
-    arms or two values."""
+    """The comparisons that answer `question`: all pairs of arms if it is empty, an argument's values, or two arms or values."""
     if not question:
         return decide(study)
     factors = decide_factors(study)

@@ -99,11 +99,9 @@ def majority_share(group: Group) -> float:
 
 
 def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
-    """95 % interval of the mean of scores in [0, 1], where the scores of one problem are correlated.
-
-    Wilson's interval (Wilson 1927), which keeps its coverage near 0 and 1, with the effective number of independent samples:
-    p(1 - p) / variance of the mean, estimated from the variance between problems (Kish 1965, design effect). Where all scores
-    are equal, each problem counts once."""
+    """95 % interval of the mean of scores in [0, 1], where a problem's are correlated: Wilson's (Wilson 1927), which keeps its
+    coverage near 0 and 1, with the effective number of independent samples p(1 - p) / variance of the mean, estimated from the
+    variance between problems (Kish 1965, design effect). Where all scores are equal, each problem counts once."""
     scores = torch.tensor(scores_PG, dtype=torch.float64)
     problems, p = scores.shape[0], scores.mean().item()
     between = scores.mean(dim=1).var(correction=1).item() / problems if problems > 1 else 0.0
@@ -139,12 +137,10 @@ class PairedDifference:
 
 
 def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifference:
-    """The difference of two sides' groups of the same problems in the same order.
-
-    Its interval is made of those of the two mean rewards, allowing for the correlation r between problems' mean rewards
-    (Newcombe 1998, Statistics in Medicine 17:2635, method 10): with d = b - a, and lower and upper bounds l and u,
-    d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and likewise above. Unlike the normal interval it has a
-    width where all answers of both sides score alike."""
+    """The difference of two sides' groups of the same problems in the same order. Its interval is made of those of the two
+    means, allowing for the correlation r between problems' mean rewards (Newcombe 1998, Statistics in Medicine 17:2635, method
+    10): with d = b - a, and lower and upper bounds l and u, d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and
+    likewise above. Unlike the normal interval it has a width where all answers of both sides score alike."""
     rewards = [[[score["reward"] for score in group.scores] for group in groups] for groups in (a, b)]
     (low_a, high_a), (low_b, high_b) = map(clustered_interval, rewards)
     means_a, means_b = (torch.tensor([sum(row) / len(row) for row in rows], dtype=torch.float64) for rows in rewards)
