@@ -83,8 +83,8 @@ def prove_adapters_arrive(
 def with_checksums(
     named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: dict[str, tuple[int, int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. Enters the checksums of each and of its transpose, as which an engine may keep it (vLLM does GPT-2's),
-    in `checksums`. So a square matrix wrongly transposed passes; the mismatch check of the next update sees it."""
+    """The same tensors. Enters the checksums in `dtype` of each and of its transpose, as which an engine may keep it (vLLM does
+    GPT-2's), in `checksums`. So a square matrix wrongly transposed passes; the mismatch check of the next update sees it."""
     for name, tensor in named_tensors:
         transpose = tensor.mT if tensor.ndim > 1 else tensor
         checksums[name] = tensor_checksum(tensor, version, dtype), tensor_checksum(transpose, version, dtype)

@@ -68,7 +68,7 @@ class SamplerPool:
     completions. `weights` gives the weights; where it is None, a copy in the host's memory does. Raises `RunStopped` where the
     new engine is lost as well.
 
-    `engines`: name -> function that makes the engine with the first weights. One's error has its name and closes the others."""
+    `engines`: name -> function that makes it with the first weights. An engine's error has its name and closes the others."""
 
     def __init__(
         self, engines: Mapping[str, Callable[[], Sampler]], dtype: torch.dtype, vocabulary: int, weights: Weights | None = None

@@ -70,7 +70,7 @@ class SamplerConfig:
 
     @property
     def transfer_backend(self) -> str:
-        """vLLM's transfer from `policy_device`: NCCL to other GPUs (none twice), CUDA IPC to its own GPU, else host memory."""
+        """vLLM's way from `policy_device`: NCCL, which takes no GPU twice, to others; CUDA IPC to its own; else host memory."""
         if {device.partition(":")[0] for device in (self.policy_device, *self.devices)} != {"cuda"}:
             return "shared_memory"
         return "nccl" if self.policy_device not in self.devices else "ipc" if len(self.devices) == 1 else "shared_memory"

@@ -298,7 +298,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig)
 
 
 class _PreallocatedLayer(StaticLayer):
-    """One layer's keys and values, [lines, heads, capacity, head size], written in place; gives what is written, unmasked."""
+    """One layer's keys and values, [lines, heads, capacity, head size], filled in place; gives the filled part, so no mask."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:

@@ -115,7 +115,7 @@ class Ranks:
                 raise UserError(f"{self._name(rank)} is not as {self._name(0)}: its {name} has {other}; {alike}")
 
     def _join_round(self, store):
-        """This start's part of torchrun's store, which restarts keep. Rank 0 names it; the others join when it shows life."""
+        """This start's part of torchrun's store, which restarts keep. Rank 0 names it; the others join once rank 0 lives."""
         if self.rank == 0:
             store.set("round", name := uuid.uuid4().hex)
             return dist.PrefixStore(name, store)

@@ -8,7 +8,7 @@ PROCESSES_HERE = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # on this machine
 
 
 def followed(seconds: float) -> bool:
-    """If torchrun started this as a rank but 0, be it until rank 0 ends or is silent for `seconds`. Returns whether it did."""
+    """Whether torchrun made this another rank than 0, which it then was until rank 0 ended or gave no answer for `seconds`."""
     if int(os.environ.get("RANK", "0")) == 0:
         return False
     from alignment.system.ranks import follow
