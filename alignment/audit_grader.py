@@ -1,7 +1,6 @@
 """Audit the grading of a run: grade its completions again with three graders and list their disagreements.
 
-uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0
-"""
+uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

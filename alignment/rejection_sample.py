@@ -1,7 +1,6 @@
 """Sample many answers a problem and keep the good ones, as data for SFT (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.3).
 
-uv run -m alignment.rejection_sample --model checkpoints/tiny_grpo_clip_seed0/final --output kept.jsonl
-"""
+uv run -m alignment.rejection_sample --model checkpoints/tiny_grpo_clip_seed0/final --output kept.jsonl"""
 
 import dataclasses
 import json

@@ -40,8 +40,7 @@ def distinct(problems: Iterable[Problem], key: Key, most: int | None = None) -> 
 
 
 def without(problems: Sequence[Problem], keys: Container[str], key: Key) -> Sequence[Problem]:
-    """The problems whose key is not among `keys`; `Endless` ones draw another problem in the place of one that is. Raises
-    `UserError` where `MOST_REDRAWS` problems in a row have such a key."""
+    """The problems whose key is not in `keys`; `Endless` ones are redrawn. Raises `UserError` after `MOST_REDRAWS` in a row."""
     if isinstance(problems, Endless):
         return Endless(lambda index: _redrawn(problems, index, keys, key))
     return [problem for problem in problems if key(problem) not in keys]

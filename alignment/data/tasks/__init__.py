@@ -17,13 +17,11 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True)
 class Task:
-    """One source of verifiable problems.
-
-    `problems(split, dataset_path)` returns the problems of a split, the same ones every time; training problems may be
-    `Endless`. `demonstrations(split, dataset_path, seed)` returns (problem, response) pairs of that split, for SFT. `prompt`
-    names the prompt template. `rules` name the rules that can grade a response, each one of `RULES` or a function of the
-    user's own, package.module:function; evaluations are by the first. `stop` are the strings that end a response. Problems
-    with equal `key` ask the same question: evaluations ask it once, and training leaves it to the test split."""
+    """One source of verifiable problems. `problems(split, dataset_path)` returns a split's problems, the same ones every time;
+    training problems may be `Endless`. `demonstrations(split, dataset_path, seed)` returns its (problem, response) pairs, for
+    SFT. `prompt` names the prompt template, `rules` the rules that can grade a response, each of `RULES` or a function of the
+    user's own, package.module:function; evaluations are by the first. `stop` are the strings that end a response. Problems with
+    equal `key` ask the same question: evaluations ask it once, and training leaves it to the test split."""
 
     name: str
     problems: Callable[[Split, str], Sequence[Problem]]

@@ -4,10 +4,8 @@ Problem: `What is 2 + 3 * 4 - 1?`. A careful solution works one operation at a t
 
     <think> 3 * 4 = 12 ; 2 + 12 = 14 ; 14 - 1 = 13 </think> <answer> 13 </answer>
 
-The last demonstrations come from a deliberately careless teacher, who often ignores precedence, skips the work or drops the
-tags. A policy warmed up on all of them knows how to be careful and seldom is; reinforcement learning then finds out which
-of its habits pay.
-"""
+The last demonstrations come from a careless teacher, who often ignores precedence, skips the work or drops the tags. A policy
+warmed up on all of them can be careful and seldom is; reinforcement learning then finds out which of its habits pay."""
 
 import hashlib
 import itertools
@@ -39,9 +37,8 @@ def problems(split: str, dataset_path: str = "") -> tuple[Problem, ...]:
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """(problem, response) pairs on problems of this split, short problems as often as long ones. Training pairs are in teaching
-    order: first careful solutions, which show how to calculate, then those of the careless teacher, whose habits the policy
-    ends up with. Test pairs are all careless."""
+    """(problem, response) pairs of this split, short problems as often as long ones. Training pairs first show how to
+    calculate, then what a careless teacher does, whose habits the policy keeps. Test pairs are all careless."""
     rng = random.Random(f"{split} {seed}")
     by_length = [[e for e in _expressions(split) if len(e) == length] for length in (3, 5, 7)]
     chosen = [rng.choice(rng.choice(by_length)) for _ in range(DEMONSTRATIONS[split])]

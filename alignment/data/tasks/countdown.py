@@ -5,12 +5,10 @@ Problem: `3 4 2 -> 14`. A response combines two numbers at a time, and answers w
     <think> 3 + 4 = 7 ; 7 * 2 = 14 </think>
     <answer>(3 + 4) * 2</answer>
 
-Without a data set, problems are generated without end, each from a solution. With one, they are read from Parquet files with
-the columns `nums` and `target`, such as those of Countdown-Tasks-3to4: if some files are named "train" and others "test",
-these are the splits; otherwise one row in eight belongs to the test split. `countdown_small` has three numbers up to 9 and
-targets up to 30, which a tiny policy can learn on a CPU; its last demonstrations come from a careless teacher, who often
-combines the numbers without a look at the target.
-"""
+Without a data set, problems are generated without end, each from a solution. With one, they are rows of Parquet files with the
+columns `nums` and `target`, such as those of Countdown-Tasks-3to4: files named "train" and "test" are the splits, else one row
+in eight belongs to the test split. `countdown_small` has three numbers up to 9 and targets up to 30, which a tiny policy can
+learn on a CPU; its last demonstrations come from a careless teacher, who often combines numbers with no look at the target."""
 
 import operator
 import random

@@ -4,8 +4,7 @@ A row of `train.jsonl` or `test.jsonl`:
 
     {"question": "Natalia sold 48 clips in April ...", "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\\n#### 72"}
 
-    uv run -m alignment.download        # fetches both files into dataset/gsm8k/
-"""
+    uv run -m alignment.download        # fetches both files into dataset/gsm8k/"""
 
 import random
 import ssl
@@ -35,8 +34,7 @@ def problems(split: str, dataset_path: str = "") -> list[Problem]:
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """(problem, response) pairs from the worked solutions, without their calculator annotations, shuffled by `seed`. Raises
-    `UserError` as `problems` does."""
+    """(problem, response) pairs of worked solutions, less calculator annotations, shuffled by `seed`; raises as `problems`."""
     pairs = [pair for pair in _pairs(split, dataset_path) if pair[1]]
     random.Random(seed).shuffle(pairs)
     return pairs
