@@ -48,13 +48,13 @@ def group_advantages(
 ) -> torch.Tensor:
     """A = r - b, and with `normalize_by_std` A = (r - b) / (std + eps). Shapes [batch, 1] -> [batch, 1].
 
-    `baseline`: "group_mean" (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the division Dr. GRPO, Liu et
-    al. 2025, arXiv:2503.20783, section 3.2) or "leave_one_out", the mean of the group's other rewards (RLOO, Kool et al.
-    2019; Ahmadian et al. 2024, arXiv:2402.14740, eq. 8). `std_of`: "group" (unbiased), "group_population" (divided by the
-    group's size), or "batch", the unbiased deviation of all rewards (Liu et al. 2025, arXiv:2508.08221).
+    `baseline`: "group_mean" (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the division Dr. GRPO, Liu et al.
+    2025, arXiv:2503.20783, section 3.2) or "leave_one_out", the mean of the group's other rewards (RLOO, Kool et al. 2019;
+    Ahmadian et al. 2024, arXiv:2402.14740, eq. 8). `std_of`: "group" (unbiased), "group_population" (divided by the group's
+    size), or "batch", the unbiased deviation of all rewards (Liu et al. 2025, arXiv:2508.08221).
 
-    A response whose `counted_B1` is False has the advantage 0 and influences no mean or deviation. The only counted response
-    of a group also has the advantage 0. Raises ValueError for incomplete groups and for a group size below 2."""
+    Responses whose `counted_B1` is False, and a group's only counted one, have the advantage 0; the former enter no mean or
+    deviation. Raises ValueError for incomplete groups and for a group size below 2."""
     import einx
     import torch
 
@@ -112,7 +112,6 @@ def group_statistics(raw_rewards_B1: torch.Tensor, group_size: int) -> dict[str,
 
 
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), a term of the reward.
-
-    It is 0 up to `max_new_tokens - buffer` tokens and falls linearly to -1 at `max_new_tokens`. A buffer of 0 turns it off."""
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), added to the reward: 0 up to max_new_tokens -
+    buffer tokens, then a linear fall to -1 at max_new_tokens. A buffer of 0 turns it off."""
     return -max(0, length - (max_new_tokens - buffer)) / buffer if buffer else 0.0

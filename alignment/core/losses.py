@@ -1,9 +1,8 @@
-"""Policy-gradient losses, with all facts about each in one entry of `LOSSES`; what they are divided by; KL; importance weights;
-and the loss of one micro-batch, which adds all of these up.
+"""Policy-gradient losses, each with its facts in one entry of `LOSSES`; their denominators; KL; importance weights; and the
+loss of one micro-batch, which adds these up.
 
-Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy that sampled. Each loss
-returns (per-token loss [batch, sequence], per-token metadata). This module loads no tensor library when it is imported, so
-that arguments can be checked against `LOSSES` at once.
+Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy that sampled. Each loss returns
+(per-token loss [batch, sequence], per-token metadata). Importing this module loads no torch, so arguments are checked at once.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ def masked_normalize(
 
 @dataclass(frozen=True)
 class Normalization:
-    """One way to turn per-token losses into a scalar.
-
-    `total(loss [batch, sequence], mask)` is the sum over a micro-batch; `denominator(response lengths, max_new_tokens)` is what
-    the sum of an optimiser step's micro-batches is divided by."""
+    """One way to turn per-token losses into a scalar: `total(loss [batch, sequence], mask)` sums over a micro-batch;
+    `denominator(response lengths, max_new_tokens)` divides the sum of an optimiser step."""
 
     total: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     denominator: Callable[[Sequence[int], int], float]
@@ -54,11 +51,11 @@ NORMALIZATIONS: Mapping[str, Normalization] = {
 
 
 def loss_denominator(loss_normalization: str, response_lengths: Sequence[int], max_new_tokens: int) -> float:
-    """What the summed loss of one optimiser step is divided by, counted over the whole step.
+    """The number that the summed loss of a whole optimiser step is divided by.
 
-    sequence_mean: the number of sequences, each weighing the same (GRPO, arXiv:2402.03300, eq. 3). token_mean: the
-    number of response tokens, each weighing the same (DAPO, arXiv:2503.14476, eq. 8). constant: sequences times the
-    most tokens one may have, so that length changes no token's weight (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    sequence_mean: sequences, which weigh the same (GRPO, arXiv:2402.03300, eq. 3). token_mean: response tokens, which weigh the
+    same (DAPO, arXiv:2503.14476, eq. 8). constant: sequences * `max_new_tokens`, so that length changes no token's weight (Dr.
+    GRPO, arXiv:2503.20783, section 3.2)."""
     return float(NORMALIZATIONS[loss_normalization].denominator(response_lengths, max_new_tokens))
 
 
@@ -142,9 +139,9 @@ def compute_grpo_clip_loss(
     """-min(rho * A, clip(rho, 1 - c, 1 + c_high) * A) with rho = pi / pi_old, per token.
 
     PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages (arXiv:2402.03300, eq. 3).
-    `cliprange_high` (None: `cliprange`) clips higher than lower (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 10). With
-    `dual_clip` d > 1 the surrogate of a negative advantage is at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5).
-    Metadata: "ratio" float and "clipped" bool (a bound is what counts, so the gradient is zero)."""
+    `cliprange_high` (None: `cliprange`) is DAPO's upper range (Yu et al. 2025, arXiv:2503.14476, eq. 10). With `dual_clip` d >
+    1 the surrogate of a negative advantage is at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5). Metadata: "ratio", and
+    bool "clipped" where a bound counts, so that the gradient is zero."""
     config = LossConfig(LOSSES["grpo_clip"], cliprange, cliprange_high, dual_clip)
     return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
 
@@ -248,14 +245,13 @@ KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def kl_penalty(policy_log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimates of KL(pi, pi_ref) in nats at each sampled token, [batch, sequence], with l = log pi_ref - log pi:
 
-    k1 = -l, k2 = l^2 / 2, k3 = exp(l) - l - 1 (Schulman 2020, "Approximating KL divergence"; k3 is GRPO's,
-    arXiv:2402.03300, eq. 4). Averaged over samples of pi, k1 and k3 are the divergence. As terms of a loss they differ:
-    the expected gradient of k1 is zero, that of k2 is the divergence's own (Tang & Munos 2025, arXiv:2506.09477).
+    k1 = -l, k2 = l^2 / 2, k3 = exp(l) - l - 1 (Schulman 2020, "Approximating KL divergence"; k3 is GRPO's, arXiv:2402.03300,
+    eq. 4). The means of k1 and k3 over samples of pi are the divergence. As terms of a loss they differ: the expected gradient
+    of k1 is zero, that of k2 is the divergence's own (Tang & Munos 2025, arXiv:2506.09477).
 
-    Under top-p or top-k the log-probs of each model are of its own truncated distribution, to which the sampled token is added
-    where it is outside. The divergence of two such distributions may be infinite, and no estimate is unbiased: the mean of
-    k3 - k1, E[exp(l)] - 1, is no longer 0, because the reference's share of tokens that pi never samples is missing from it.
-    At top-p .5 the means of k1 and k3 were .0386 and .0148 on the same tokens."""
+    Under top-p or top-k each model's log-probs are of its own truncated distribution, plus the sampled token where it is
+    outside. The divergence may then be infinite, and no estimate is unbiased: the mean of k3 - k1, E[exp(l)] - 1, lacks the
+    reference's share of tokens that pi never samples. At top-p .5 the means of k1 and k3 were .0386 and .0148."""
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
@@ -270,11 +266,10 @@ CORRECTIONS = ("none", *(f"{level}_{bound}" for level in ("token", "sequence") f
 def sampler_weights(
     old_log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, mask: torch.Tensor, correction: str, cap: float
 ) -> torch.Tensor:
-    """Importance weights of the policy as the trainer computes it, to the one that the sampler drew from, [batch, sequence].
+    """Importance weights of the trainer's policy to the sampler's distribution, [batch, sequence], without gradient.
 
-    w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens). "truncate" takes
-    min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1), "mask" w where it is at most cap,
-    else 0. Without gradient."""
+    w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens); "truncate": min(w, cap)
+    (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1), "mask": w where it is at most cap, else 0."""
     if correction == "none":
         return old_log_probs.new_ones(old_log_probs.shape)
     level, _, bound = correction.partition("_")
@@ -285,18 +280,17 @@ def sampler_weights(
 
 
 def micro_batch_loss(inputs: LossInputs, denominator: float | torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """The scalar loss of one micro-batch, with its graph, and sums over its response tokens.
+    """The scalar loss of one micro-batch, with its graph, and sums over its response tokens, without waiting for the device.
 
-    The loss of a token is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times `kl_penalty`.
-    `denominator` counts the whole optimiser step (`loss_denominator`), so that any cut into micro-batches gives the same
-    gradient. The sums are on the device of the inputs, and nothing here waits for it: "response_tokens", for losses with a
-    ratio "ratio_sum", "ratio_max" and "clipped_tokens", with a reference "kl_sum", with a correction "weight_sum"."""
+    A token's loss is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times `kl_penalty`. `denominator`
+    counts the whole optimiser step (`loss_denominator`), so any cut into micro-batches has the same gradient. Sums:
+    "response_tokens"; of a ratio "ratio_sum", "ratio_max", "clipped_tokens"; of a reference "kl_sum"; of a correction
+    "weight_sum"."""
     config = inputs.config
     loss_BT, per_token = config.loss.function(inputs)
     if config.sampler_correction != "none":
-        weight_BT = sampler_weights(
-            inputs.old_log_probs, inputs.sampler_log_probs, inputs.mask, config.sampler_correction, config.correction_cap
-        )
+        log_probs = inputs.old_log_probs, inputs.sampler_log_probs
+        weight_BT = sampler_weights(*log_probs, inputs.mask, config.sampler_correction, config.correction_cap)
         loss_BT, per_token = loss_BT * weight_BT, {**per_token, "weight": weight_BT}
     if config.beta:
         kl_BT = kl_penalty(inputs.log_probs, inputs.reference_log_probs, config.kl_estimator)
@@ -332,13 +326,12 @@ def grpo_microbatch_train_step(
     sampler_log_probs: torch.Tensor | None = None,
     **numbers,
 ) -> tuple[torch.Tensor, Sums]:
-    """Loss and backward of one micro-batch (`micro_batch_loss`); gradients add up over the micro-batches of an optimiser step.
+    """Loss and backward of one micro-batch (`micro_batch_loss`); gradients add up over those of an optimiser step. Returns the
+    scalar loss, detached, and sums over response tokens.
 
-    Without `denominator` all `gradient_accumulation_steps` micro-batches are taken to be alike: sequence_mean divides by
-    batch * steps, token_mean by this micro-batch's tokens * steps; "constant" has no such default (ValueError). `numbers` are
-    further fields of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction, correction_cap.
-
-    Returns the scalar loss, detached, and sums over response tokens."""
+    Without `denominator` all `gradient_accumulation_steps` micro-batches are taken to be alike: batch * steps for
+    sequence_mean, this micro-batch's tokens * steps for token_mean; "constant" has no such default (ValueError). `numbers` are
+    further fields of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction, correction_cap."""
     if denominator is None:
         counts = {"sequence_mean": response_mask.shape[0], "token_mean": response_mask.sum()}
         if loss_normalization not in counts:
@@ -357,10 +350,8 @@ def sft_microbatch_train_step(
     gradient_accumulation_steps: int,
     normalize_constant: float = 1.0,
 ) -> tuple[torch.Tensor, Sums]:
-    """Negative log-likelihood of the response tokens and its backward.
-
-    loss = sum over responses of -log pi / normalize_constant, averaged over the batch and over
-    `gradient_accumulation_steps`. Returns the detached scalar loss and {"response_tokens"}."""
+    """Negative log-likelihood of the response tokens and its backward: the sum over a response of -log pi / normalize_constant,
+    averaged over the batch and `gradient_accumulation_steps`. Returns the scalar loss, detached, and {"response_tokens"}."""
     per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
     loss = per_sequence_B.mean() / gradient_accumulation_steps
     loss.backward()

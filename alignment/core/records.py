@@ -38,8 +38,8 @@ class Endless:
 
 @dataclass(frozen=True)
 class Distribution:
-    """What log-probs are taken under: softmax(logits / temperature), within the `top_k` most likely tokens (0: all) and, of
-    these, the nucleus that reaches `top_p`. The same for the sampler and for both sides of every ratio."""
+    """softmax(logits / temperature), within the `top_k` most likely tokens (0: all) and, of these, the nucleus that reaches
+    `top_p`. The sampler and both sides of every ratio take log-probs under the same one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -58,8 +58,7 @@ class SamplingConfig:
     stop: tuple[str, ...] = ("</answer>",)
     seed: int = 0
     first_prompt: int = 0
-    """Number of the first prompt, where others draw those before it: a response's random numbers follow from `seed` and its
-    prompt's number."""
+    """The first prompt's number, where others draw those before: `seed` and its number give a prompt's random numbers."""
 
     @property
     def distribution(self) -> Distribution:
@@ -68,10 +67,8 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response.
-
-    `token_ids` hold every sampled token, the stop string's and EOS included: train on them, never on re-tokenised
-    `text`. `log_probs` are nats under the distribution they were drawn from, after temperature, top-k and top-p."""
+    """One sampled response. `token_ids` hold every sampled token, the stop string's and EOS included: train on them, never on
+    re-tokenised `text`. `log_probs` are nats under the distribution they were drawn from, with temperature, top-k and top-p."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -92,10 +89,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences, shifted for next-token prediction: `labels[b, t]` follows `input_ids[b, t]`.
-
-    `input_ids`, `labels`: int64 [batch, sequence]. `response_mask`: bool [batch, sequence], true where the label is a
-    response token. Padding sits on the right, so causal attention needs no mask of its own."""
+    """Right-padded sequences, shifted: `labels[b, t]` follows `input_ids[b, t]` (int64 [batch, sequence]). `response_mask`
+    (bool, likewise) is true where the label is a response token. With padding on the right, causal attention needs no mask."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -115,10 +110,8 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One step's B responses, ready to train on: a padded batch, and one number or one row of numbers for each response.
-
-    `raw_rewards_B1` include the penalty of overlong responses. `counted_B1` (bool) is false for responses that enter neither
-    baselines nor updates."""
+    """One step's B responses, ready to train on. `raw_rewards_B1` include the penalty of overlong responses. Responses whose
+    `counted_B1` (bool) is false enter neither baselines nor updates."""
 
     batch: Batch
     raw_rewards_B1: torch.Tensor

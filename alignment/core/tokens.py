@@ -8,10 +8,8 @@ from alignment.core.records import Batch
 
 
 def collate(prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]], pad_token_id: int) -> Batch:
-    """Right-pad prompt + response and shift by one.
-
-    Returns a `Batch` of shape [batch, max(len(prompt) + len(response)) - 1] on the CPU. The mask comes from lengths, not
-    from `ids != pad`, because many tokenizers pad with EOS, which is also a real response token."""
+    """Right-pad prompt + response and shift by one: a `Batch` [batch, max(len(prompt) + len(response)) - 1] on the CPU. Its
+    mask comes from lengths, not `ids != pad`: many tokenizers pad with EOS, which is also a real response token."""
     sequences = [[*prompt, *response] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
     width = max(map(len, sequences))
     padded = torch.tensor([ids + [pad_token_id] * (width - len(ids)) for ids in sequences], dtype=torch.int64)
@@ -60,10 +58,8 @@ def packed_tokens(rows: Sequence[Row]) -> int:
 
 
 def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
-    """Cut rows into micro-batches of at most `most_tokens` packed tokens (one row at least).
-
-    Returns the row numbers of each: rows of one prompt together, and prompts of long responses first, so that memory peaks
-    at once rather than late and a micro-batch's responses are of similar length."""
+    """The row numbers of micro-batches of at most `most_tokens` packed tokens (one row at least): rows of one prompt together,
+    and prompts of long responses first, so that memory peaks at once and a micro-batch's responses are of similar length."""
     longest_first = sorted(range(len(rows)), key=lambda row: -len(rows[row][1]))
     pieces: list[list[int]] = []
     budget = 0
@@ -82,10 +78,8 @@ def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
 
 
 def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, torch.Tensor]:
-    """Tokenise prompts and outputs apart (so that the border never moves), join, pad and shift.
-
-    Returns {"input_ids", "labels": int64 [batch, sequence], "response_mask": bool [batch, sequence]}, where sequence is
-    the longest joined length minus 1."""
+    """Tokenise prompts and outputs apart (so that the border never moves), join, pad and shift. Returns {"input_ids", "labels":
+    int64, "response_mask": bool}, all [batch, longest joined length - 1]."""
     prompt_ids = tokenizer(list(prompt_strs))["input_ids"]
     output_ids = tokenizer(list(output_strs), add_special_tokens=False)["input_ids"]
     return vars(collate(prompt_ids, output_ids, pad_token_id(tokenizer)))
