@@ -1,7 +1,6 @@
 """Advantages: rewards minus the baseline of their group and, with --normalize_by_std, divided by a standard deviation.
 
-Axes: P prompts, G samples of a prompt (the group), B = P * G responses.
-"""
+Axes: P prompts, G samples of a prompt (the group), B = P * G responses."""
 
 from __future__ import annotations
 
@@ -85,9 +84,8 @@ def compute_group_normalized_rewards(
     advantage_eps: float,
     normalize_by_std: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Score every response and normalise within its group of `group_size` consecutive responses.
-
-    Returns (advantages [batch, 1], raw_rewards [batch, 1], metadata). Raises ValueError like `group_advantages`."""
+    """Score every response and normalise within its group of `group_size` consecutive responses. Returns (advantages [batch,
+    1], raw_rewards [batch, 1], metadata). Raises ValueError like `group_advantages`."""
     import torch
 
     scores = [reward_fn(r, g) for r, g in zip(rollout_responses, repeated_ground_truths, strict=True)]

@@ -2,8 +2,7 @@
 loss of one micro-batch, which adds these up.
 
 Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy that sampled. Each loss returns
-(per-token loss [batch, sequence], per-token metadata). Importing this module loads no torch, so arguments are checked at once.
-"""
+(per-token loss [batch, sequence], per-token metadata). Importing this module loads no torch, so arguments are checked at once."""
 
 from __future__ import annotations
 
@@ -51,11 +50,9 @@ NORMALIZATIONS: Mapping[str, Normalization] = {
 
 
 def loss_denominator(loss_normalization: str, response_lengths: Sequence[int], max_new_tokens: int) -> float:
-    """The number that the summed loss of a whole optimiser step is divided by.
-
-    sequence_mean: sequences, which weigh the same (GRPO, arXiv:2402.03300, eq. 3). token_mean: response tokens, which weigh the
-    same (DAPO, arXiv:2503.14476, eq. 8). constant: sequences * `max_new_tokens`, so that length changes no token's weight (Dr.
-    GRPO, arXiv:2503.20783, section 3.2)."""
+    """The number that the summed loss of a whole optimiser step is divided by: sequences, which weigh the same (sequence_mean:
+    GRPO, arXiv:2402.03300, eq. 3), response tokens, likewise (token_mean: DAPO, arXiv:2503.14476, eq. 8), or sequences *
+    `max_new_tokens`, so that length changes no token's weight (constant: Dr. GRPO, arXiv:2503.20783, section 3.2)."""
     return float(NORMALIZATIONS[loss_normalization].denominator(response_lengths, max_new_tokens))
 
 
@@ -251,7 +248,7 @@ def kl_penalty(policy_log_probs: torch.Tensor, reference_log_probs: torch.Tensor
 
     Under top-p or top-k each model's log-probs are of its own truncated distribution, plus the sampled token where it is
     outside. The divergence may then be infinite, and no estimate is unbiased: the mean of k3 - k1, E[exp(l)] - 1, lacks the
-    reference's share of tokens that pi never samples. At top-p .5 the means of k1 and k3 were .0386 and .0148."""
+    reference's share of tokens that pi never samples. At top-p .5 the same tokens had mean k1 .0386 and k3 .0148."""
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
@@ -284,8 +281,7 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | torch.Tensor) -> t
 
     A token's loss is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times `kl_penalty`. `denominator`
     counts the whole optimiser step (`loss_denominator`), so any cut into micro-batches has the same gradient. Sums:
-    "response_tokens"; of a ratio "ratio_sum", "ratio_max", "clipped_tokens"; of a reference "kl_sum"; of a correction
-    "weight_sum"."""
+    "response_tokens", "ratio_sum", "ratio_max", "clipped_tokens"; "kl_sum" with a reference, "weight_sum" with a correction."""
     config = inputs.config
     loss_BT, per_token = config.loss.function(inputs)
     if config.sampler_correction != "none":

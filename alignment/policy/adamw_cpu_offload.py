@@ -5,15 +5,13 @@ from torch.optim.adamw import adamw
 
 
 class CPUOffloadAdamW(torch.optim.AdamW):
-    """AdamW whose moments and whose step are on the CPU, so that a GPU holds 8 bytes a parameter, weight and gradient, instead
-    of 16 (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840).
+    """AdamW with moments and step on the CPU: a GPU holds 8 bytes a parameter, weight and gradient, not 16 (ZeRO-Offload: Ren
+    et al. 2021, arXiv:2101.06840). Weight and gradient come to the CPU one parameter at a time, torch's fused AdamW steps
+    there, and the weight goes back: 12 bytes a parameter over the bus. The host holds the moments, 8 bytes a parameter. Devices
+    may be mixed; what is on the CPU is stepped in place.
 
-    Parameters go one at a time: weight and gradient come to the CPU, torch's fused AdamW steps there, and the weight goes
-    back. An update moves 12 bytes a parameter over the bus; the host holds the moments, 8 bytes a parameter, and one
-    parameter with its gradient. Any mix of devices will do. What is on the CPU already is stepped in place.
-
-    It stands here because torchao's `CPUOffloadOptimizer` copies gradients during backward, before they are clipped or found
-    not to be finite, serves one GPU only, and runs on no CPU, where a test could compare it with AdamW bit for bit."""
+    torchao's `CPUOffloadOptimizer` copies gradients during backward, before they are clipped or found not to be finite, and
+    serves one GPU only, and no CPU, where a test could compare it with AdamW bit for bit."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

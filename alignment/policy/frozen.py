@@ -13,8 +13,7 @@ from alignment.policy.packing import takes_plain_path
 from alignment.policy.parallel_micro_batches import Result, cut_for_parallel, run_parallel
 
 ONE_TOKEN = Batch(*[torch.zeros(1, 1, dtype=torch.int64)] * 2, torch.ones(1, 1, dtype=torch.bool))
-"""A batch for a micro-batch without rows, which a rank computes, and discards, while others have rows: collectives need every
-rank."""
+"""A batch for a micro-batch without rows: collectives need every rank, so one computes and discards it."""
 
 
 class MicroBatchedModel:
@@ -30,8 +29,8 @@ class MicroBatchedModel:
     def in_micro_batches(
         self, compute: Callable[[Sequence[int]], Result], rows: Sequence[Row], parameters: Iterable[torch.nn.Parameter] = ()
     ) -> Iterator[tuple[Sequence[int], Result]]:
-        """(indices into `rows`, `compute` of them) of each micro-batch. A CPU may compute two at a time; `parameters` are those
-        to whose gradients `compute` adds."""
+        """Yields (indices into `rows`, `compute` of them), on a CPU perhaps in pairs; `compute` adds to gradients of
+        `parameters`."""
         pieces, parallel = cut_for_parallel(self.model, rows, self.micro_batch_tokens)
         return zip(pieces, run_parallel(compute, pieces, parallel, parameters), strict=True)
 
@@ -52,9 +51,8 @@ class MicroBatchedModel:
 
 
 class FrozenModel:
-    """A model on one device, of whose weights no gradient is taken. Raises `UserError` for weights that cannot be loaded.
-    `dtype` is the type of its matrix products. With the same weights its log-probs are a policy's, bit for bit: what autocast
-    would cast for a product is kept in `dtype`, and all else, such as norms and embeddings, in float32."""
+    """A model for log-probs alone, with matrix products in `dtype`. Raises `UserError` for weights that cannot be loaded. With
+    the same weights its log-probs are a policy's, bit for bit: what autocast would cast is in `dtype`, all else in fp32."""
 
     def __init__(self, model_path: str, device: str, dtype: torch.dtype):
         self.model = load_model(model_path, (device,), torch.float32, dtype)

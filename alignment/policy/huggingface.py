@@ -1,10 +1,8 @@
 """What this package uses of transformers, without libraries that only other uses need.
 
-transformers loads sharded tensors, torchao and scipy wherever they are installed, for models that are sharded or quantised and
-for the detection of objects. It and torch's optimisers load torch's compiler, to exempt functions from it. None of that takes
-part in what this package computes. Importing this module takes 3.5 s of a core instead of 6.
-Under torchrun, beside vLLM, or where transformers is loaded already, nothing is left out.
-"""
+transformers loads sharded tensors, torchao and scipy wherever they are installed, for sharded or quantised models and object
+detection. It and torch's optimisers load torch's compiler, to exempt functions from it. Without these, importing this module
+takes 3.5 s of a core instead of 6. Under torchrun, beside vLLM, or where transformers is loaded already, all are loaded."""
 
 import importlib
 import os

@@ -61,8 +61,7 @@ def _load(loader, model_path: str, **options):
 
 
 def load_tokenizer(model_path: str):
-    """The model's tokenizer. Raises `UserError` where it has no end-of-sequence token, since a response could never end, and
-    where it makes token ids that the model has no embedding of."""
+    """The model's tokenizer. Raises `UserError` if it has no EOS token, or makes ids without an embedding."""
     vocabulary = load_config(model_path).vocab_size
     tokenizer = _load(AutoTokenizer.from_pretrained, model_path)
     if tokenizer.eos_token_id is None:
@@ -101,9 +100,8 @@ def compute_dtype(name: str, device: str) -> str:
 
 
 def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, products: torch.dtype | None = None):
-    """Load a causal language model, whole on one device or split by layers over several, and choose its path by a self-check.
-    What autocast would cast is loaded in the type `products` (None: `dtype`). Raises `UserError` for weights that are missing
-    or damaged, and for a model whose log-probs no path computes exactly."""
+    """Load a causal language model on one device, or by layers on several (what autocast would cast in `products`, else
+    `dtype`), and choose its path by a self-check. Raises `UserError` for missing or damaged weights, or if no path is exact."""
     model = _load_weights(model_path, dtype, products)
     whole = len(devices) == 1
     model = model.to(devices[0]) if whole else spread(model, partition_layers(ModelShape.of(model), devices))
@@ -141,8 +139,7 @@ def load_weights(model_path: str, dtype: torch.dtype) -> Iterable[tuple[str, tor
 
 @torch.no_grad()
 def copy_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy weights over a model's own of these names, in place, with a cast where the types differ; nothing where they are its
-    own already."""
+    """Copy weights over a model's own of these names, in place, cast to their type; leaves those that are its own already."""
     own = dict(model.named_parameters())
     for name, tensor in weights:
         if own[name].data_ptr() != tensor.data_ptr():

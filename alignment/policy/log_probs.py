@@ -8,7 +8,7 @@ from alignment.policy.packing import attention_by_layout, pack, send, soft_cappe
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
 NUCLEUS_TOKENS = 512  # of each row that are sorted first to find its nucleus
-LOGITS_IN_CACHE = {"cpu": 2**20}  # of which so many are gone over at a time, where passes over memory are what takes time
+LOGITS_IN_CACHE = {"cpu": 2**20}  # gone over at a time, where passes over memory are what takes time
 
 
 def compute_entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -27,12 +27,10 @@ def cumulative(values: torch.Tensor) -> torch.Tensor:
 def sampling_logits(
     logits: torch.Tensor, temperature: float, top_p: float, top_k: int = 0, keep: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Logits [N, V] of the distribution that is sampled from: z / temperature, -inf outside the `top_k` most likely tokens (0:
-    all) and outside the nucleus.
-
-    The nucleus is the smallest set of most likely tokens whose probability, among the `top_k`, reaches `top_p` (Holtzman et
-    al. 2020, arXiv:1904.09751). `keep` [N] names a token a row that stays in whatever its rank: rounding, and other weights,
-    can push a sampled token over the edge, and its log-probability must stay finite."""
+    """Logits [N, V] that are sampled from: z / temperature, -inf outside the `top_k` most likely tokens (0: all) and the
+    nucleus, the smallest set of most likely tokens whose probability, among the `top_k`, reaches `top_p` (Holtzman et al. 2020,
+    arXiv:1904.09751). `keep` [N] names a token of each row that stays in: rounding, and other weights, can push a sampled token
+    over the edge, and its log-probability must stay finite."""
     scaled = logits.float() / temperature
     top_k = min(top_k, scaled.shape[-1])
     if top_p >= 1 and not top_k:
@@ -48,9 +46,8 @@ def sampling_logits(
 
 def truncation_edge(logits: torch.Tensor, top_p: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The logit of the least likely token that stays in each row of [N, V], and how many tokens with that logit stay: [N, 1].
-
-    Most nuclei are a small part of a vocabulary, so the few most likely tokens are sorted, and more of them where they do not
-    reach `top_p`: sorting all takes some ten times as long."""
+    Sorts a few tokens, and more where these do not reach `top_p`: most nuclei are small; sorting all takes ten times as
+    long."""
     number = top_k or NUCLEUS_TOKENS
     while True:
         ordered = logits.topk(min(number, logits.shape[-1]), dim=-1).values
@@ -78,14 +75,13 @@ def get_response_log_probs(
 ) -> dict[str, torch.Tensor]:
     """log pi(label | prefix) in nats, fp32, for the positions in `response_mask` (everywhere when None), 0 elsewhere.
 
-    `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded. Give them on the CPU: where rows end and which
-    share a prompt is read off them, for which the host would wait for a GPU. Returns {"log_probs": [batch, sequence]} on the
-    output head's device; if `return_token_entropy` also, detached and of that shape, "token_entropy" of the tempered
-    distribution and "sampling_entropy" of the tempered, truncated one (`sampling_logits`), which log-probs are taken under.
+    `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded, on the CPU: on a GPU the host would wait to read
+    where rows end and which share a prompt. Returns {"log_probs": [batch, sequence]} on the output head's device; if
+    `return_token_entropy` also, detached and of that shape, "token_entropy" of the tempered distribution and "sampling_entropy"
+    of the tempered, truncated one (`sampling_logits`), which log-probs are taken under.
 
-    No padding is computed, a prompt of several rows once (`packing.Packing`), and logits for the mask's positions only, a
-    bounded number at a time. A model that takes the plain path computes padding and all logits. Raises ValueError for a model
-    that does not hand on what its attention is told."""
+    Computes no padding, a shared prompt once (`packing.Packing`), and logits for the mask's positions, some at a time; on the
+    plain path, padding and all logits. Raises ValueError for a model that does not hand on what its attention is told."""
     input_ids, labels = input_ids.cpu(), labels.cpu()
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
     hidden_NH = hidden_states(model, input_ids, mask)
@@ -109,8 +105,7 @@ def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask
 
 
 def padded_logits(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The model's own logits at the mask's N positions, [N, V], in the order of the flattened mask. `input_ids` and `mask`:
-    [batch, sequence], right-padded."""
+    """The model's own logits [N, V] at the N positions of a right-padded mask [batch, sequence], flattened."""
     device = model.get_input_embeddings().weight.device
     last_B1 = mask.int().cumsum(dim=1).argmax(dim=1, keepdim=True)
     attention_mask = (torch.arange(mask.shape[1]) <= last_B1).long()
@@ -140,9 +135,8 @@ def head_log_probs(
         if getattr(head, "bias", None) is not None:  # a bias is the weight of one more input, which is always 1
             hidden_NH = torch.nn.functional.pad(hidden_NH, (0, 1), value=1.0)
             weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
-        log_probs_N, entropies_2N = LabelLogProbs.apply(
-            hidden_NH, weight_VH, targets_N, numbers, return_token_entropy, soft_cap
-        )
+        inputs = (hidden_NH, weight_VH, targets_N, numbers, return_token_entropy, soft_cap)
+        log_probs_N, entropies_2N = LabelLogProbs.apply(*inputs)
     places = send(response_mask.flatten().nonzero().squeeze(1), device)
     values = {"log_probs": log_probs_N}
     if return_token_entropy:
@@ -182,11 +176,10 @@ def logits_log_probs(logits_NV, labels_N, distribution, with_entropy) -> tuple[t
 class LabelLogProbs(torch.autograd.Function):
     """log softmax(h W^T)[label] of the tempered, truncated distribution, and entropies, without all logits in memory.
 
-    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropies are wanted, soft cap c or None)
-    -> log-probs [N] and entropies [2, N] of the tempered and of the truncated distribution (zeros unless wanted; without
-    gradient), fp32. With p = softmax of a row and g its incoming gradient, d(log p_y)/dz = (1[y] - p) / temperature, and with
-    a cap this times 1 - tanh(z / c)^2. Rows go through in pieces of `LOGITS_IN_MEMORY` logits; a single piece without a cap
-    keeps p for backward, others compute it again."""
+    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropies are wanted, soft cap c or None) ->
+    log-probs [N] and entropies [2, N] of the tempered and of the truncated distribution (zeros unless wanted; without
+    gradient), fp32. With p = softmax of a row, d(log p_y)/dz = (1[y] - p) / temperature, times 1 - tanh(z / c)^2 with a cap.
+    Rows go in pieces of `LOGITS_IN_MEMORY` logits; backward computes p again, except for a single piece without a cap."""
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, with_entropy, soft_cap=None):
@@ -238,8 +231,7 @@ class LabelLogProbs(torch.autograd.Function):
 
 
 def fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The matrix product in fp32. GPUs sum products of 16-bit numbers in fp32; a 16-bit result would round a logit of 20 by up
-    to 0.06. A CPU has no such kernel, and its result is rounded."""
+    """The matrix product in fp32: 16 bits would move a logit of 20 by up to 0.06. A CPU has no such kernel, and rounds."""
     if left.is_cuda and left.itemsize == 2:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

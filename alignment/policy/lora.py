@@ -21,9 +21,8 @@ FILE = "adapter_model.safetensors"
 
 
 def load_trained_model(config: PolicyConfig, devices: tuple[str, ...]) -> PreTrainedModel:
-    """The model of a policy, in float32. With --lora_rank all of it is frozen but its adapters: new ones, where B is 0, or
-    those of `config.checkpoint`. Raises `UserError` as `load_model` and `adapted_layers` do, and for a model that does not make
-    the checkpoint's weights with them."""
+    """A policy's model, in float32. With --lora_rank only adapters are trained: new ones, where B is 0, or
+    `config.checkpoint`'s. Raises `UserError` as `load_model` and `adapted_layers` do, and if these do not make its weights."""
     model = load_model(config.model_path, devices, torch.float32)
     if config.lora_rank:
         _add_adapters(model, config)
@@ -70,8 +69,7 @@ def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of every weight, unsharded, adapters added to it; tied weights once. A merged tensor is a new
-    one, made when it is asked for, so nothing is ever rounded twice."""
+    """(Hugging Face name, tensor) of each weight, unsharded, tied ones once; adapters go into a copy: none is rounded twice."""
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted(model).items()}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -99,8 +97,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def use_adapters(model: torch.nn.Module, kind: str) -> None:
-    """See `Policy.use_adapters`. Only B is replaced, so that numbers of alpha / rank * B A have the variance 1 / inputs: PEFT
-    draws A with the variance 1 / (3 * inputs)."""
+    """See `Policy.use_adapters`. The new B gives alpha / rank * B A the variance 1 / inputs; PEFT's A has 1 / (3 * inputs)."""
     from torch.distributed.tensor import DTensor, distribute_tensor  # here, because it takes a second
 
     for number, layer in enumerate(_adapted(model).values()):
@@ -115,8 +112,7 @@ def use_adapters(model: torch.nn.Module, kind: str) -> None:
 
 
 def save(model: PreTrainedModel, folder: Path, writes: bool = True) -> None:
-    """Write the adapters of a model, if it has any, to a folder in `folder` that `peft.PeftModel.from_pretrained` reads. All
-    ranks call it, one of which `writes`."""
+    """Write a model's adapters, if any, to adapter/ in `folder`, as PEFT reads them. All ranks call it; one `writes`."""
     matrices = {name: whole(parameter.detach()).cpu() for name, parameter in _parameters(model).items()}
     if matrices and writes:
         model.peft_config["default"].save_pretrained(folder / ADAPTER)

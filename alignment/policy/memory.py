@@ -1,5 +1,4 @@
-"""Bytes on a device: how many tokens of a micro-batch the free memory allows; and, from a model's shape alone, the most that
-each GPU holds during a training step, by kind."""
+"""Bytes on a device: the micro-batch tokens that the free memory allows; a training step's peak, by kind, from shapes alone."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -36,8 +35,7 @@ def activation_bytes(config, itemsize: int = 4) -> int:
 
 
 def checkpointed_activation_bytes(config, itemsize: int = 4) -> int:
-    """`activation_bytes` under gradient checkpointing: the input of every layer, about three vectors at the model's ends, and
-    the activations of the one layer that backward recomputes."""
+    """`activation_bytes` under gradient checkpointing: each layer's input, three vectors at the ends, one whole layer."""
     one_layer = activation_bytes(config, itemsize) // config.num_hidden_layers
     return 4 * (config.num_hidden_layers + 3) * config.hidden_size + one_layer
 
@@ -80,8 +78,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def choose_micro_batch_tokens(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: PolicyConfig, longest: int, processes=1, whole=0
 ) -> tuple[int, bool]:
-    """`tokens_that_fit` a device beside weights, gradients and moments. So many `processes` share its memory, and each also
-    holds `whole` bytes of copies of weights."""
+    """`tokens_that_fit` beside weights, gradients, moments and `whole` bytes of copies, where `processes` share a device."""
     devices = [str(device) for device in devices_of(model)]
     parameters = sum(own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad) // len(devices)
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -96,11 +93,9 @@ def choose_micro_batch_tokens(
 
 
 def tokens_that_fit(config, itemsize: int, free: int, longest: int, limit: int) -> tuple[int, bool]:
-    """(tokens of the largest micro-batch whose activations fit so many free bytes, whether it takes gradient checkpointing).
-    Tokens are rounded down to a power of two, so that slightly less free memory does not change a repeated run.
-
-    `longest` is the number of tokens of the longest row. If it does not fit, gradient checkpointing is needed, which computes
-    layers twice. Activations take `limit` bytes at most."""
+    """(tokens of the largest micro-batch whose activations fit `free` and `limit` bytes, whether it takes gradient
+    checkpointing, which computes layers twice: where the longest row, of `longest` tokens, does not fit otherwise). Tokens are
+    rounded down to a power of two, so that slightly less free memory does not change a repeated run."""
     available = int(ACTIVATION_SHARE * max(free, 0))
     per_token = activation_bytes(config, itemsize)
     checkpointing = available < longest * per_token
@@ -111,9 +106,8 @@ def tokens_that_fit(config, itemsize: int, free: int, longest: int, limit: int) 
 
 
 def gathered_bytes(layers: Sequence[int], outside: int, itemsize: int) -> int:
-    """Bytes that a rank holds beside its own parts, of layers of so many parameters and so many outside them. In fp32, as
-    weights and as gradients: what is outside and two layers, the one at work and one on its way. Autocast's casts of all
-    layers stay until backward."""
+    """Bytes that a rank holds beside its own parts, of layers of so many parameters and so many outside: in fp32, as weights
+    and as gradients, what is outside and two layers, at work and on its way; and autocast's casts of all layers."""
     return 8 * (outside + 2 * max(layers)) + 2 * sum(layers) * (itemsize == 2)
 
 
@@ -139,11 +133,10 @@ class StepShape:
 
 def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[tuple[str, dict[str, int]]]:
     """(device, kind -> bytes at the worst moment) of the machine's ranks, or of the devices of a policy of one process, then of
-    the devices of other roles alone. The worst is the head of an update's later micro-batch, where all of its activations, the
-    gradient of those before, and temporaries of logits exist; for a rank also where whole layers or their gradients are on
-    their way; or sampling, where keys and values do and gradients do not.
-
-    Between them, engines and frozen models stay. Counts for a model of fp32 weights whose linear layers autocast casts."""
+    other roles' own devices. The worst is the head of an update's later micro-batch: all of its activations, earlier ones'
+    gradient, and temporaries of logits; for a rank also where whole layers or their gradients are on their way; or sampling,
+    with keys and values but no gradients. Engines and frozen models stay. Counts for fp32 weights whose linear layers autocast
+    casts."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
     others = {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
     shares += [Share(device, "", (), 0) for device in sorted(others)]
@@ -193,8 +186,8 @@ def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence
     layers = [name for name in shape.layers if name in held]
     heads = getattr(config, "num_attention_heads", 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # Rows of one prompt need a bias, which each layer casts for itself, and keeps where one piece has all of a row's queries;
-    # keys and values of other rows are repeated.
+    # Rows of one prompt need a bias, which each layer casts, and keeps where one piece has all of a row's queries; other rows'
+    # keys and values are repeated.
     rows, queries = (tokens - step.prompt) // step.max_new_tokens, min(step.max_new_tokens, QUERIES_AT_A_TIME)
     bias = rows * (heads // kv_heads) * queries * (step.prompt + step.max_new_tokens) if rows > 1 else 0
     kept = len(layers) if queries == step.max_new_tokens else 1
@@ -212,9 +205,8 @@ def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence
 
 def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int]) -> Iterator[dict[str, int]]:
     """The update of a rank, which gathers in fp32 (or copies, where it has all weights) what is outside the layers for a whole
-    micro-batch, and each layer for its forward and its backward pass. At the head, and in the backward pass of the last layer
-    but one, where the next one is gathered ahead, this one's gradient is whole, and the last one's on its way to the ranks
-    that keep it."""
+    micro-batch, and each layer for its forward and backward pass: at the head, and in backward of the last layer but one, where
+    the next one is gathered ahead, this one's gradient is whole, and the last one's is on its way to its ranks."""
     outside = shape.state_bytes([name for name in shape.parameters if name not in shape.layers], 4)
     layer = max(shape.state_bytes([name], 4) for name in shape.layers)
     gradient = 4 * max(shape.trained([name]) for name in shape.layers)
@@ -227,9 +219,9 @@ def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int]) -> Ite
 
 
 def head_bytes(config: Any, step: StepShape, tokens: int, trained: bool) -> int:
-    """Bytes of `LabelLogProbs`: the head's weight cast; its gradient, in fp32 and as a product in bf16; and temporaries, as
-    multiples of a piece's fp32 logits: with the entropies, in the forward pass alone, or without. Truncation takes
-    a tempered copy, masks, and places of tokens that are equally likely."""
+    """Bytes of `LabelLogProbs`: the head's weight cast; its gradient, in fp32 and as a bf16 product; and temporaries, as
+    multiples of a piece's fp32 logits: with entropies, in forward alone, or without. Truncation adds a copy, masks and
+    ranks."""
     head = config.vocab_size * config.hidden_size
     cast = 2 * head * (step.itemsize == 2)
     piece = 4 * row_pieces(tokens - step.prompt, config.vocab_size)[0].stop * config.vocab_size

@@ -1,7 +1,5 @@
-"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with its moments beside the weights, on the CPU, or in 8 bits.
-
-This module loads no tensor library when it is imported, so that arguments and plans can read `OPTIMIZERS` at once.
-"""
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with its moments beside the weights, on the CPU, or in 8 bits. Importing
+this module loads no torch, so that arguments and plans can read `OPTIMIZERS` at once."""
 
 from __future__ import annotations
 

@@ -19,9 +19,8 @@ QUERIES_AT_A_TIME = 256  # of each row, where attention needs a bias
 
 @dataclass
 class Packing:
-    """N tokens in one sequence: first S prefixes, then R suffixes that each go on from the end of a prefix. No padding. A
-    prompt of several rows is a prefix, and their responses are its suffixes; a row that shares its prompt with no other is a
-    prefix as a whole. What a token sees are the tokens before it in its prefix and, in a suffix, in the suffix."""
+    """N tokens in one sequence without padding: first S prefixes, then R suffixes. A prompt of several rows is a prefix, their
+    responses its suffixes; any other row is a prefix as a whole. A token sees those before it in its suffix and prefix."""
 
     input_ids_1N: torch.Tensor
     position_ids_1N: torch.Tensor
@@ -151,12 +150,11 @@ class Layout(Protocol):
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, layout: Layout | None = None, **kwargs):
-    """(Output, None) of scaled dot-product attention as transformers calls it, by a layout where one is given.
+    """(Output, None) of scaled dot-product attention as transformers calls it, by a layout where one is given. Raises
+    ValueError for arguments that it does not know, such as a position bias, and for those that only a layout knows.
 
-    Raises ValueError for what it was told and does not know, such as a position bias, and for what only a layout does.
-
-    It has no mask but the one it is handed: transformers would build one for every forward pass, and read a value from the
-    device for it, which on a split policy would keep micro-batches from overlapping."""
+    Registered without a mask: transformers would build one each pass and read a value from the device for it, which on a split
+    policy would keep micro-batches from overlapping."""
     window, soft_cap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
     if layout is None:
         if soft_cap is not None or sinks is not None or (window is not None and key.shape[2] > window):
@@ -201,30 +199,25 @@ def attention_named(model: torch.nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def attention_by_layout(model: torch.nn.Module, layout: Layout) -> Iterator[None]:
-    """Have a model's attention go by a layout, whatever it was loaded with. Raises ValueError for a model that does not hand it
-    on, or that would run its layers again in backward without it."""
+    """Have a model's attention go by a layout. Raises ValueError if the model drops it, or would on recomputing layers."""
     if model.config._attn_implementation != ATTENTION and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(f"load the model with attn_implementation={ATTENTION!r}: its layers are run again in backward")
     with attention_named(model, ATTENTION):
         yield
     if not layout.applied:
-        raise ValueError(
-            f"{type(model).__name__} does not pass keyword arguments to its attention, so it cannot be told a layout"
-        )
+        name = type(model).__name__
+        raise ValueError(f"{name} does not pass keyword arguments to its attention, so it cannot be told a layout")
 
 
 def _attend(qkv_NHD, queries_RQ, keys_RK, padding_R, rule: AttentionRule, biases: dict[tuple, torch.Tensor]) -> torch.Tensor:
-    """Causal attention of some places to others, of which the last Q are the same: [R * Q, H, D]. Keys in the first places of
-    a row, as many as `padding_R`, are nobody's.
-
-    Many queries go in pieces, each with a bias of its own, which backward makes again: no tensor grows with their square."""
+    """Causal attention of places to others, the last Q of which are the same: [R * Q, H, D]. A row's first `padding_R` keys are
+    nobody's. Many queries go in pieces, whose biases backward makes again: no tensor grows with their square."""
     q_NHD, k_NHD, v_NHD = qkv_NHD
     (rows, width), heads, groups = queries_RQ.shape, k_NHD.shape[1], q_NHD.shape[1] // k_NHD.shape[1]
     q = q_NHD.index_select(0, queries_RQ.flatten()).view(rows, width, heads, groups, -1)
-    k, v = (
-        t.index_select(0, keys_RK.flatten()).view(rows, keys_RK.shape[1], heads, -1).transpose(1, 2) for t in (k_NHD, v_NHD)
-    )
-    before = keys_RK.shape[1] - width
+    keys = keys_RK.shape[1]
+    k, v = (t.index_select(0, keys_RK.flatten()).view(rows, keys, heads, -1).transpose(1, 2) for t in (k_NHD, v_NHD))
+    before = keys - width
     if before == 0 and rule.is_plain and (rule.window is None or rule.window >= width):
         q = q.flatten(2, 3).transpose(1, 2)
         grouped = groups > 1

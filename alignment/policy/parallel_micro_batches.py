@@ -36,11 +36,9 @@ def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: i
 
 
 def _may_run_in_parallel(model: PreTrainedModel) -> bool:
-    """Whether two forward passes of a model at once cannot disturb each other.
-
-    They would on devices that order their work themselves, and with another attention than ours, which is swapped for the time
-    of a pass (`attention_by_layout`). So would modules that hold state: dropout draws from one generator, and some rotary
-    embeddings follow the longest sequence of a pass."""
+    """Whether two forward passes of a model at once cannot disturb each other. They would on devices that order their work
+    themselves, and with another attention than ours, which is swapped for a pass (`attention_by_layout`). So would modules that
+    hold state: dropout draws from one generator, and some rotary embeddings follow the longest sequence of a pass."""
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     return on_cpu and model.config._attn_implementation == ATTENTION and not any(map(_holds_state, model.modules()))
 
@@ -56,9 +54,8 @@ def run_parallel(
 ) -> Iterator[Result]:
     """`work` of each piece, in the order of the pieces, `parallel` of them at once in threads that share torch's threads.
 
-    Threads that multiply their own matrices keep the cores busy; threads that share every product wait for one another
-    after each (benchmarks/README.md). `parameters` are those to whose gradients `work` adds. Gradient mode and autocast
-    belong to a thread, so `work` sets what it needs of them."""
+    Threads that multiply their own matrices keep the cores busy; those that share every product wait for one another after each
+    (benchmarks/README.md). `work` adds to gradients of `parameters`, in its thread's own gradient mode and autocast."""
     if parallel == 1:
         yield from map(work, pieces)
         return
@@ -84,8 +81,7 @@ def run_parallel(
 
 
 class OrderedAccumulation:
-    """Lets each worker thread add to a gradient only after the workers before it have: first every worker's first addition, in
-    the workers' order, then their second ones (a tied output head has two)."""
+    """Orders workers' additions to a gradient: each one's first, in their order, then the second (a tied head has two)."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
         self.local, self.changed, self.hooks = threading.local(), threading.Condition(), []

@@ -1,8 +1,5 @@
-"""GPUs + model shape -> which role and which layer sits where, and the bytes on each. No device is touched.
-
-Devices are the strings "cpu" and "cuda:N". A device map is the dict that `from_pretrained(device_map=...)` and
-`accelerate.dispatch_model` take: both accept "cuda:3" as well as 3, and strings say the same thing in a log.
-"""
+"""GPUs + model shape -> which role and which layer sits where, and the bytes on each. No device is touched. Devices are the
+strings "cpu" and "cuda:N", as in the device maps of `from_pretrained` and `accelerate.dispatch_model`."""
 
 from __future__ import annotations
 
@@ -49,10 +46,9 @@ def assign_roles(
 ) -> Roles:
     """Give each role its device; None and () ask for the default. `sample_device` may list several, with commas.
 
-    By default sampler, reference and eval take the highest GPUs in that order and the policy keeps the rest: 7, 6, 5
-    and 0-4 of eight. With three GPUs reference and eval share one, with two all three share cuda:1, one GPU holds
-    everything, and without a GPU everything is on "cpu". What is named is honoured; the defaults fill the highest
-    GPUs left and share once these run out, never taking the policy's last one.
+    By default sampler, reference and eval take the highest GPUs in that order and the policy keeps the rest: 7, 6, 5 and 0-4 of
+    eight. With three GPUs reference and eval share one, with two all three share cuda:1; one GPU, or the CPU, holds everything.
+    Defaults fill the highest GPUs that no flag names, then share, but never take the policy's last one.
 
     Raises UserError for a device that is malformed, absent, or taken, naming the flag and what to change."""
     gpus = tuple(f"cuda:{index}" for index in range(num_gpus))
@@ -102,9 +98,8 @@ def _read_device(flag: str, text: str, gpus: Sequence[str]) -> str:
 
 
 def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
-    """Fill in the helpers that were not named: the highest spare GPU each, then sharing. One that finds no spare GPU joins the
-    helper just before it (eval the reference, the reference the sampler), else one after it, and goes among the policy's GPUs
-    only when the policy has them all."""
+    """Fill in the helpers that were not named: the highest spare GPU each; else that of the helper just before (eval the
+    reference, the reference the sampler), else of one after it; and one of the policy's only when the policy has them all."""
     placed, left = dict(named), list(spare)
     for index, role in enumerate(HELPERS):
         if role not in named:
@@ -118,8 +113,7 @@ def _refuse_vllm_clashes(
     named: dict[str, str], helpers: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
 ) -> None:
     """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another role needs. The sampler and
-    eval may share a GPU, since they then share one engine, and a single GPU holds everything by design. Sampler and reference
-    may share while no GPU is spare: that is the default for two GPUs."""
+    eval may share a GPU, and so an engine; a single GPU holds all roles; sampler and reference may share if no GPU is spare."""
     greedy = "but vLLM claims most of its GPU's memory at start"
     for role in ("sample", "eval"):
         if helpers[role] == "cpu":
@@ -185,9 +179,8 @@ class ModelShape:
                 counted |= own
                 parameters[names[module]] = sum(parameter.numel() for parameter in own)
         if counted != set(model.parameters()):
-            raise UserError(
-                f"model_type {model.config.model_type!r} is no embedding, list of layers and head, so it cannot be placed"
-            )
+            kind = model.config.model_type
+            raise UserError(f"model_type {kind!r} is no embedding, list of layers and head, so it cannot be placed")
         cast = sum(parameter.numel() for parameter in cast_by_autocast(model))
         return cls(parameters, tuple(names[layer] for layer in stacks[0]), names[model.get_output_embeddings()], cast=cast)
 
@@ -221,8 +214,7 @@ def empty_model(config: Any) -> PreTrainedModel:
 
 
 def adapted_layers(model: PreTrainedModel, targets: str) -> dict[str, Any]:
-    """Name -> linear layer that gets an adapter: those called one of --lora_targets, or all but the head where it is empty.
-    Raises `UserError` for a target that is no such layer's name."""
+    """Name -> linear layer that gets an adapter: by --lora_targets (`UserError` for others), or all but the head."""
     named = ((name, module) for name, module in model.named_modules() if module is not model.get_output_embeddings())
     linear = {"Linear", "Conv1D"}  # GPT-2's layers are of the latter class, Falcon's of one derived from the former
     layers = {name: module for name, module in named if linear & {kind.__name__ for kind in type(module).__mro__}}
@@ -246,13 +238,11 @@ def cast_by_autocast(model: PreTrainedModel) -> list[Any]:
 def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str]:
     """Spread a model over `devices` in forward order: module name -> device, for `from_pretrained(device_map=...)`.
 
-    Each device gets one contiguous run of [embedding, layers, head]; the largest run is as small as it can be
-    and, among such splits, the bytes are as even as they can be. The last norm stays with the last layer, a tied head
-    with the embedding it shares, and rotary embeddings with the first device, where the forward pass computes them. Every
-    device gets something while there are modules to give; of more devices than that, the first ones are used.
+    Each device gets one contiguous run of [embedding, layers, head]; the largest run is as small and, among such splits, the
+    bytes are as even as they can be. The last norm stays with the last layer, a tied head with its embedding, and rotary
+    embeddings with the first device, which computes them. Of more devices than modules, the first ones are used.
 
-    A map that mixes "cpu" with GPUs places layers for our own moves only: accelerate takes "cpu" there to mean weights
-    that are offloaded and brought to a GPU at each use, which cannot be trained."""
+    A map that mixes "cpu" with GPUs is for our own moves only: accelerate offloads "cpu" weights, so they cannot be trained."""
     if not devices or len(set(devices)) < len(devices):
         raise ValueError(f"partition_layers needs at least one device, each listed once, got {list(devices)}")
     runs: list[list[str]] = [[]]
@@ -269,11 +259,10 @@ def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
-    """Cut `sizes` into `parts` contiguous, non-empty parts; returns the part that each item falls in.
+    """The part, of `parts` contiguous and non-empty ones, that each item of `sizes` falls in; 1 <= parts <= len(sizes).
 
-    Exact: the largest part's sum is minimal and, among such cuts, so is the sum of squares. The second says which of
-    many equal bottlenecks to take, so that one big embedding does not excuse a lopsided rest. Needs
-    1 <= parts <= len(sizes). The time is O(parts * len(sizes)^2)."""
+    Exact, in O(parts * len(sizes)^2): the largest part's sum is minimal and, among such cuts, so is the sum of squares, so that
+    one big embedding does not excuse a lopsided rest."""
     ends = list(accumulate(sizes, initial=0))
     largest = ends  # by end: the least that the largest part of the first `end` items can have, in one part, then two, ...
     for _ in range(parts - 1):
@@ -294,8 +283,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Share:
-    """One role's part of one device. `bytes` are its parameters' and, for the policy, gradients' and moments'; not
-    activations, not caches, not what vLLM claims beyond the weights."""
+    """One role's part of a device. `bytes` of parameters, the policy's gradients and moments; not of activations or caches."""
 
     device: str
     role: str
@@ -308,10 +296,9 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
     """("forward", "head" or "backward", number of the micro-batch) in the order in which a step issues them.
 
     In blocks of `in_flight`: all of a block's forwards, then, from the output head and the loss on, what leads back (GPipe,
-    Huang et al. 2019, arXiv:1811.06965). A device does what it is given in that order; with one in flight, the first device of
-    a split model waits through each micro-batch's whole way there and back. `heads_first` is for a head
-    that is not on the last layers' device, as a tied one: a block's heads then come before all of its backwards, of which the
-    first ends on that device too."""
+    Huang et al. 2019, arXiv:1811.06965). A device works in that order; with one in flight, a split model's first device waits
+    through each micro-batch's whole way. `heads_first` is for a head off the last layers' device, as a tied one: all of a
+    block's heads then come before its backwards, the first of which ends on that device too."""
     for start in range(0, micro_batches, in_flight):
         block = range(start, min(start + in_flight, micro_batches))
         forwards, heads, backwards = ([(action, number) for number in block] for action in ("forward", "head", "backward"))
@@ -345,8 +332,7 @@ def place(
     shared = roles.eval in roles.sample
     copies = [("sample+eval" if shared else "sample", device) for device in roles.sample]
     copies += [] if shared else [("eval", roles.eval)]
-    # A policy that sits whole on the reference's device is the old policy itself, until its first update; one with adapters is
-    # the reference, too.
+    # A policy whole on the reference's device is the old policy, until its first update; one with adapters the reference, too.
     copies += [] if shape.adapters or roles.policy == (roles.reference,) else [("reference", roles.reference)]
     everything, total = tuple(shape.parameters), sum(shape.parameters.values())
     on_host = shape.trained(everything) * OPTIMIZERS[optimizer].host_bytes * (len(policy) if kind == "replicated" else 1)

@@ -26,10 +26,8 @@ class PolicyConfig:
     dtype: str  # Type of matrix products: "float32" or "bfloat16". Trained weights are kept in float32.
     optimizer: str = "adamw"
     weight_decay: float = 0.0
-    micro_batch_tokens: int = 0
-    """Tokens of a micro-batch; 0: as many as fit the free memory (`Policy.choose_micro_batch_tokens`)."""
-    rank_timeout: float = 60.0
-    """Seconds after which a rank that does not answer is lost."""
+    micro_batch_tokens: int = 0  # 0: as many as fit the free memory (`Policy.choose_micro_batch_tokens`).
+    rank_timeout: float = 60.0  # Seconds after which a rank that does not answer is lost.
     lora_rank: int = 0  # Rank of adapters (`policy/lora.py`), which are then all that is trained; 0: there are none.
     lora_alpha: int = 32
     lora_targets: str = ""  # Names of the adapted layers, with commas between; empty: all linear layers but the head.
@@ -39,11 +37,9 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss that the policy minimises.
-
-    The policy calls `loss(rows, log_probs [b, t], mask [b, t])` for each micro-batch with its row numbers in the batch. It
-    returns a differentiable scalar, and tensors to report. The log-probs are those of `distribution`; with `entropy`, each
-    micro-batch also reports "entropy_sum" and "sampling_entropy_sum" (before and after truncation)."""
+    """The loss that the policy minimises: `loss(rows, log_probs [b, t], mask [b, t])` of each micro-batch, with its row numbers
+    in the batch, returns a differentiable scalar, and tensors to report. Log-probs are those of `distribution`; with `entropy`,
+    a micro-batch also reports "entropy_sum" and "sampling_entropy_sum" (before and after truncation)."""
 
     loss: MicroBatchLoss
     distribution: Distribution = Distribution()
@@ -52,9 +48,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """The rows of one micro-batch, their log-probs [b, t] without gradient, and the sums that the loss reported, with "loss".
-
-    `sums["tokens"]` is the number of computed tokens; a prompt that several rows share counts once."""
+    """The rows of one micro-batch, their log-probs [b, t] without gradient, and the sums that the loss reported, with "loss",
+    and with "tokens", the number of computed tokens, of which a shared prompt's count once."""
 
     rows: Sequence[int]
     log_probs: torch.Tensor
@@ -62,8 +57,7 @@ class MicroBatchResult:
 
 
 class Policy(Protocol):
-    """The whole interface to the trained weights. Batches are on the CPU, [B, T], right-padded; `rows` selects rows by number.
-    Weights have their Hugging Face names."""
+    """The whole interface to the trained weights. Batches are on the CPU, [B, T], right-padded; `rows` are row numbers."""
 
     devices: tuple[str, ...]
     config: PretrainedConfig
@@ -95,7 +89,7 @@ class Policy(Protocol):
         """The gradient of all that is trained as one flat tensor [D] on the CPU, zeros for weights without a gradient."""
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every weight, unsharded, with its adapter's part; tied weights once."""
+        """(Hugging Face name, tensor) of every weight, unsharded, with its adapter's part; tied weights once."""
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
         """The policy's model, for reading only, if all of it is on `device` in `dtype`; else None."""
@@ -140,6 +134,5 @@ def check_parallelism(parallelism: str) -> None:
 
 
 def open_policy(kind: str, config: PolicyConfig) -> Policy:
-    """Load a policy; `kind` is a key of `POLICIES` or a class written as package.module:name. Raises `UserError` for weights
-    that are missing or damaged, and for a name that cannot be imported."""
+    """Load a policy; `kind` is a key of `POLICIES` or package.module:name. Raises `UserError` for a bad name or bad weights."""
     return import_object("--policy_parallelism", POLICIES.get(kind, kind))(config)

@@ -15,8 +15,7 @@ from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
 WINDOW = 4
-"""Attention windows during a check, so that a short row is longer than they are. It stands for the model's own window,
-which the same code reads at the same places."""
+"""Attention windows during a check, shorter than its rows. The same code reads a model's own at the same places."""
 ROWS = ((0, 9), (0, 6), (1, 5), (1, 12), (2, 7))
 """Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of its own."""
 PROMPT_TOKENS = (11, 3, 4)

@@ -120,8 +120,7 @@ class Shard(SingleDevicePolicy):
             tokenizer.save_pretrained(folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        """See `Policy.save_optimizer`. Of the ranks that hold a part of a tensor the first writes it. Raises OSError on all
-        ranks where one cannot."""
+        """See `Policy.save_optimizer`: the first rank that holds a part writes it. Raises OSError on all if one cannot."""
         if self.mesh_shape["parts"] == 1:
             if self.ranks.rank == 0:
                 super().save_optimizer(folder)
@@ -154,9 +153,8 @@ def on_rank_0(method: str) -> Callable:
 
 
 class ShardedPolicy:
-    """A `Policy` of several ranks, one for each of its devices. Every rank of a machine holds a part of the weights, gradient
-    and moments, a `Shard`, whose methods have the names and arguments of `Policy`'s; each machine holds all of them. Raises
-    `RunStopped` where a rank is lost."""
+    """A `Policy` of one rank a device. Each machine holds all weights, gradients and moments, each of its ranks a part, a
+    `Shard`, whose methods have the names and arguments of `Policy`'s. Raises `RunStopped` where a rank is lost."""
 
     replicated = False
 

@@ -25,9 +25,8 @@ OPTIMIZER_FILE = "optimizer.safetensors"  # of a policy of one process
 
 
 class MicroBatch:
-    """The forward and backward pass of some rows of a batch: the constructor, then `head`, then `backward`. `head`
-    backpropagates to the hidden states only, which frees the head's memory before the backward pass of the layers. Without
-    rows the gradient is zeros."""
+    """Forward and backward pass of some rows of a batch: the constructor, then `head`, which backpropagates to the hidden
+    states only and so frees its memory, then `backward`. Without rows the gradient is zeros."""
 
     def __init__(self, policy: "SingleDevicePolicy", batch: Batch, rows: Sequence[int], objective: Objective):
         self.model, self.dtype, self.rows, self.objective = policy.model, policy.dtype, rows, objective
@@ -164,8 +163,8 @@ class SingleDevicePolicy(MicroBatchedModel):
 
 
 def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """All tensors in a folder's safetensors files, on the CPU, of which each name begins with the number of its parameter: the
-    part that this process holds of the parameter. Raises OSError where a part is missing."""
+    """The tensors in a folder's safetensors files, on the CPU, whose names begin with a parameter's number: this process's part
+    of it. Raises OSError where one is missing."""
     import torch.distributed.checkpoint as dcp  # here, because it takes seconds, and a single process does without
 
     reader, tensors = dcp.HuggingFaceStorageReader(str(folder)), {}

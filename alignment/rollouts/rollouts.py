@@ -3,8 +3,7 @@ ahead, by a thread that samples and scores while the trainer is busy with earlie
 
 Which weights sample which rollout is a rule (`Schedule`), not a matter of who was faster, so a run with stale rollouts repeats
 itself and resumes as exactly as any other. By the same rule at most `max_staleness` rollouts wait for the trainer, and as many
-versions of the weights for the sampler: each side waits for the other where it must.
-"""
+versions of the weights for the sampler: each side waits for the other where it must."""
 
 import dataclasses
 import threading
