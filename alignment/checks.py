@@ -21,8 +21,7 @@ from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE, may_have_started_before
 
-EMBEDDED = ("tiny", "tiny_student", "smollm2")
-"""Models that `alignment.data.embedded` builds, which need no download."""
+EMBEDDED = ("tiny", "tiny_student", "smollm2")  # which `alignment.data.embedded` builds without a download
 
 
 def check(args: Args) -> Task:
@@ -63,8 +62,7 @@ def check_rl(args: RLArgs) -> None:
 
 
 def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
-    """The first `max_problems` (0: all) distinct test questions. Says so where the split repeats questions. Raises
-    `UserError` for data that cannot be read."""
+    """The first `max_problems` (0: all) distinct test questions. Prints how many repeat. Raises `UserError` for bad data."""
     number, problems = len(task.problems("test", dataset_path)), task.test_problems(dataset_path)
     if len(problems) < number:
         repeated = f"{number - len(problems)} of {number} questions twice or more"

@@ -1,6 +1,5 @@
-"""From arguments to policies, samplers, evaluations, warm starts, and all that the `train_rl` loop works with.
-
-Below these builders nothing takes an arguments object."""
+"""From arguments to policies, samplers, evaluations, warm starts, and all that `train_rl` works with. Below these builders
+nothing takes an arguments object."""
 
 import dataclasses
 import errno
@@ -109,9 +108,8 @@ def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Ca
 
 
 def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:
-    """The policy's `device_map` for `from_pretrained`: module name -> device. The sampler's, the reference's and the
-    evaluation's devices are reserved; the model is split over the rest, balanced by bytes (`placement.partition_layers`).
-    `num_gpus` plans for a machine other than this one."""
+    """The policy's `device_map` for `from_pretrained`, module name -> device: balanced by bytes over the devices that no other
+    role has (`placement.partition_layers`). `num_gpus` plans for another machine."""
     config = load_config(resolve_model(args.model, args.output_dir))
     return partition_layers(ModelShape.from_config(config), roles_of(args, num_gpus).policy)
 
@@ -123,8 +121,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     base = resolve_model(args.model, args.output_dir)
     tokenizer, context = load_tokenizer(base), context_length(load_config(base))
     problems, evaluate = evaluation(args, tokenizer)
-    # Says that a test problem is too long before it trains.
-    encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)
+    encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)  # refuses long ones now
     splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
     data = SFTData(*splits, pad_token_id(tokenizer))
     target = train_sft(args, data, base, tokenizer, console)

@@ -1,5 +1,4 @@
-"""Show which role and which part of the policy would sit on which device, without owning the GPUs or loading a model, and the
-command that would train so.
+"""Show which role and layer would sit on which device, without the GPUs or a model, and the command that would train so.
 
 uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
 uv run -m alignment.plan --preset smollm2_gsm8k --policy_parallelism sharded --machines 2 --num_gpus 8 --gpu_memory 24
@@ -51,9 +50,8 @@ def main() -> None:
     gpus = "this machine" if args.num_gpus is None else f"{args.num_gpus} GPUs"
     title = f"{args.model} on {gpus}, policy {kind}" + f", on each of {args.machines} machines" * (args.machines > 1)
     console.print(make_table(title, ("device", "role", "layers", "GB"), rows, numbers=("GB",)))
-    console.print(
-        f"GB: weights, and for the policy gradients and the moments of {args.optimizer}; activations and caches come on top"
-    )
+    kept = f"weights, and for the policy gradients and the moments of {args.optimizer}"
+    console.print(f"GB: {kept}; activations and caches come on top")
     if card:
         from alignment.policy.memory import SPARE, peak_bytes
 

@@ -66,8 +66,7 @@ def digests(run: Path) -> dict[str, str]:
 
 
 def differing_parts(args: VerifyArgs, console: Console) -> int:
-    """Train 2k steps straight; then k, kill, resume, k; delete both; and return 0. Raises `RunStopped`, naming the parts of
-    what they have written that differ."""
+    """Train 2k steps straight; then k, kill, resume, k; delete both; return 0. `RunStopped` names the parts that differ."""
     from alignment.runs.run_folder import checkpoint_folder
 
     k = args.kill_after

@@ -2,7 +2,7 @@
 loss of one micro-batch, which adds these up.
 
 Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy that sampled. Each loss returns
-(per-token loss [batch, sequence], per-token metadata). Importing this module loads no torch, so arguments are checked at once."""
+(per-token loss [batch, sequence], per-token metadata). Importing it loads no torch, so arguments are checked at once."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ class MicroBatchedModel:
     def in_micro_batches(
         self, compute: Callable[[Sequence[int]], Result], rows: Sequence[Row], parameters: Iterable[torch.nn.Parameter] = ()
     ) -> Iterator[tuple[Sequence[int], Result]]:
-        """Yields (indices into `rows`, `compute` of them), on a CPU perhaps in pairs; `compute` adds to gradients of
-        `parameters`."""
+        """Yields (indices into `rows`, `compute` of them), on a CPU perhaps in pairs; `parameters` get its gradients."""
         pieces, parallel = cut_for_parallel(self.model, rows, self.micro_batch_tokens)
         return zip(pieces, run_parallel(compute, pieces, parallel, parameters), strict=True)
 

@@ -46,8 +46,7 @@ def sampling_logits(
 
 def truncation_edge(logits: torch.Tensor, top_p: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The logit of the least likely token that stays in each row of [N, V], and how many tokens with that logit stay: [N, 1].
-    Sorts a few tokens, and more where these do not reach `top_p`: most nuclei are small; sorting all takes ten times as
-    long."""
+    Sorts a few tokens, and more where these do not reach `top_p`: most nuclei are small; sorting all takes ten times longer."""
     number = top_k or NUCLEUS_TOKENS
     while True:
         ordered = logits.topk(min(number, logits.shape[-1]), dim=-1).values

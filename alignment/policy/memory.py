@@ -135,8 +135,7 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     """(device, kind -> bytes at the worst moment) of the machine's ranks, or of the devices of a policy of one process, then of
     other roles' own devices. The worst is the head of an update's later micro-batch: all of its activations, earlier ones'
     gradient, and temporaries of logits; for a rank also where whole layers or their gradients are on their way; or sampling,
-    with keys and values but no gradients. Engines and frozen models stay. Counts for fp32 weights whose linear layers autocast
-    casts."""
+    with keys and values but no gradients. Engines and frozen models stay. For fp32 weights whose linear layers are autocast."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
     others = {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
     shares += [Share(device, "", (), 0) for device in sorted(others)]
@@ -220,8 +219,7 @@ def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int]) -> Ite
 
 def head_bytes(config: Any, step: StepShape, tokens: int, trained: bool) -> int:
     """Bytes of `LabelLogProbs`: the head's weight cast; its gradient, in fp32 and as a bf16 product; and temporaries, as
-    multiples of a piece's fp32 logits: with entropies, in forward alone, or without. Truncation adds a copy, masks and
-    ranks."""
+    multiples of a piece's fp32 logits: with entropies, in forward alone, or without. Truncation adds a copy, masks, ranks."""
     head = config.vocab_size * config.hidden_size
     cast = 2 * head * (step.itemsize == 2)
     piece = 4 * row_pieces(tokens - step.prompt, config.vocab_size)[0].stop * config.vocab_size

@@ -37,8 +37,8 @@ def random_pieces(model: torch.nn.Module, lengths: Sequence[int]) -> list[Ids]:
 
 
 class InFloat32(TorchFunctionMode):
-    """Casts numbers of 16 bits to fp32 for each operation that reads them, and for that only. In 16 bits rounding alone makes
-    tenths of a nat in a deep model. What an operation writes into a 16-bit tensor is lost; forward passes write into none."""
+    """Casts 16-bit numbers to fp32 for each operation that reads them: rounding alone makes tenths of a nat in a deep model.
+    What an operation writes into a 16-bit tensor is lost; forward passes write into none."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         widen = lambda tensor: tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor

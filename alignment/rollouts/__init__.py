@@ -1,2 +1,1 @@
-"""The way from prompts to scored rollouts: the choice of prompts, refills, groups, synchronous and asynchronous sources. It
-never computes a loss and never changes a weight."""
+"""From prompts to scored rollouts: the prompts, refills, groups, sources. It never computes a loss or changes a weight."""

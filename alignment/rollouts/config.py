@@ -1,5 +1,4 @@
-"""What a step's rollout is sampled from, how, and with which version of the weights; which prompts a step trains on; and how a
-rollout becomes updates."""
+"""What a step's rollout is sampled from, how, and by which version of the weights; and how it becomes updates."""
 
 import dataclasses
 import functools
@@ -58,11 +57,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """The optimiser updates made on each rollout. The fields are those of the flags of the same names, but for:
-
-    `distribution`, under which all log-probs are taken, and `old_log_probs`: "ratio_one" where the old policy is the policy
-    itself (one update a rollout) or plays no part, "policy" where a pass before the first update computes them, "sampler" where
-    those of the sampler serve."""
+    """The optimiser updates made on each rollout. The fields are those of the flags of the same names, but for `distribution`,
+    under which all log-probs are taken, and `old_log_probs`: "ratio_one" where the old policy is the policy itself (one update
+    a rollout) or plays no part, "policy" where a pass before the first update computes them, "sampler" where its own serve."""
 
     loss: LossConfig
     advantage: AdvantageConfig
@@ -86,8 +83,7 @@ def derived_seed(*parts: int | str) -> int:
 
 
 def training_problems(problems: Sequence[Problem], max_prompt_tokens: int, num_problems: int, tokenizer) -> Sequence[Problem]:
-    """The first `num_problems` (0: all) problems whose prompts have at most `max_prompt_tokens` tokens (0: any length). Raises
-    `UserError` where every prompt is longer."""
+    """The first `num_problems` (0: all) with prompts of at most `max_prompt_tokens` (0: any); `UserError` if none has."""
     if isinstance(problems, Endless):
         return [problems[i] for i in range(num_problems)] if num_problems else problems
     if max_prompt_tokens:

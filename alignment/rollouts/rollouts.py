@@ -1,9 +1,8 @@
-"""One step's rollout after another: sampled between the updates, by a sampler that has each step's weights (`SyncRollouts`), or
+"""One step's rollout after another: sampled between the updates, by a sampler with each step's weights (`SyncRollouts`), or
 ahead, by a thread that samples and scores while the trainer is busy with earlier ones (`AheadRollouts`).
 
-Which weights sample which rollout is a rule (`Schedule`), not a matter of who was faster, so a run with stale rollouts repeats
-itself and resumes as exactly as any other. By the same rule at most `max_staleness` rollouts wait for the trainer, and as many
-versions of the weights for the sampler: each side waits for the other where it must."""
+Which weights sample which rollout is a rule (`Schedule`), not a matter of speed, so a run with stale rollouts repeats itself
+and resumes as exactly as any other. At most `max_staleness` rollouts, and versions of the weights, wait for the other side."""
 
 import dataclasses
 import threading
@@ -42,8 +41,8 @@ class SyncRollouts:
 
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
-        """Give the sampler the weights that `step` steps have made while the block runs, and wait for it after the block.
-        Signals are deferred from here on: the step is made, but not yet logged."""
+        """Give the sampler the weights that `step` steps have made while the block runs, and wait for it after. Defers signals
+        from here on: the step is made, but not yet logged."""
         defer_signals()
         with run_in_background(lambda: self._give_weights(policy, step), self.clock("sync")):
             yield

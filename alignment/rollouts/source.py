@@ -1,5 +1,4 @@
-"""Sampling and scoring one step: prompts to groups, with refills for groups of equal rewards, and groups to the batch that
-updates are made from."""
+"""One step's samples and scores: prompts to groups, with refills for groups of equal rewards, and groups to a batch."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -61,8 +60,7 @@ def refilled_groups(
     """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores.
 
     Groups of equal rewards (zero variance) are replaced by groups of other prompts, up to `max_refills` times (dynamic sampling
-    of DAPO, arXiv:2503.14476, section 3.2). Where too few informative groups come together, the first zero-variance ones fill
-    the step up."""
+    of DAPO, arXiv:2503.14476, section 3.2); the first of them fill the step up where too few informative ones come."""
     wanted = config.prompts_per_rollout
     groups = list(sample(problems_of_step(problems, wanted, config.data_seed, step), 0))
     sampled, informative = list(groups), [group for group in groups if is_informative(group, config)]

@@ -1,2 +1,2 @@
-"""One step of training: the update, old and reference log-probs, the mismatch check, the health of a run. It never samples,
-and never writes to the run folder."""
+"""The update of one step, its old and reference log-probs, the mismatch check; SFT; gradients compared. It never samples or
+writes to the run folder."""

@@ -63,10 +63,8 @@ def estimators(group_sizes: Sequence[int], updates: int) -> Iterator[Estimator]:
 def inspect(
     policy: Policy, rollout: Rollout, planned: Iterable[Estimator], config: UpdateConfig
 ) -> Iterator[tuple[Estimator, Statistics]]:
-    """Each estimator with the statistics of its per-prompt gradients. Those of a second update come after the others: before
-    the first of them, `policy` makes one update on the rollout.
-
-    `config` is the run's own; a loss is looked at by itself, so the KL penalty and the sampler's correction are left out."""
+    """Each estimator with the statistics of its per-prompt gradients; first those before, then those after `policy` has made
+    one update on the rollout. `config` is the run's own, used without the KL penalty and the sampler's correction."""
     loss = dataclasses.replace(config.loss, beta=0.0, sampler_correction="none")
     one_update = {"epochs_per_rollout": 1, "train_mini_batch_size": 0, "warmup_steps": 0, "old_log_probs": "ratio_one"}
     config = dataclasses.replace(config, loss=loss, max_sampler_mismatch=math.inf, **one_update)
@@ -80,8 +78,7 @@ def inspect(
 
 
 def gradient_statistics(policy: Policy, rollout: Rollout, estimator: Estimator, config: UpdateConfig) -> Statistics:
-    """The statistics of one estimator's per-prompt gradients. A prompt has as many responses as the run's groups.
-    Responses that do not count (--skip_unfinished) have none, as in an update."""
+    """The statistics of one estimator's per-prompt gradients, over the counted responses of each of the run's groups."""
     size, std = config.advantage.group_size, estimator.normalize_by_std
     advantage = dataclasses.replace(config.advantage, group_size=estimator.group_size, normalize_by_std=std)
     loss = dataclasses.replace(config.loss, loss=LOSSES[estimator.loss_type], loss_normalization=estimator.loss_normalization)

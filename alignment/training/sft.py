@@ -15,8 +15,7 @@ from alignment.policy.policy import Objective, Policy
 from alignment.system.errors import UserError
 from alignment.system.signals import defer_signals
 
-Example = tuple[tuple[int, ...], tuple[int, ...]]
-"""Prompt ids, response ids."""
+Example = tuple[tuple[int, ...], tuple[int, ...]]  # Prompt ids, response ids.
 VALIDATION_EXAMPLES = 256
 
 
@@ -81,8 +80,8 @@ def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[
 
 
 def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Example]]:
-    """Endless batches, from one pass over the examples after another, each shuffled unless --curriculum keeps their order.
-    Batches are not sorted by length, which would make each one's gradient that of one kind of example."""
+    """Endless batches, pass after pass, each pass shuffled unless --curriculum keeps the order. They are not sorted by length:
+    each one's gradient would be that of one kind of example."""
     for epoch in itertools.count():
         order = list(range(len(examples)))
         if not config.curriculum:

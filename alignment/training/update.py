@@ -1,5 +1,5 @@
-"""The optimiser updates made on one rollout, the old and reference log-probs that its loss compares with, and the comparison of
-its sampler's log-probs with the trainer's: a sampler with stale or wrong weights stops the run."""
+"""The optimiser updates of one rollout, the old and reference log-probs of its loss, and the comparison of its sampler's
+log-probs with the trainer's, which stops the run for stale or wrong weights."""
 
 import dataclasses
 import itertools
@@ -26,9 +26,8 @@ STALE_MISMATCH = 0.5  # limit in nats a token for a sampler some steps behind; o
 
 @dataclass
 class UpdateResult:
-    """The metrics of the updates on one rollout, with log-probs and row numbers for the logs. `trainer_log_probs_BT` are the
-    trainer's log-probs of `rows_with_gradient`, before the first update. `bad` lists the rows of each mini-batch whose loss or
-    gradient was not finite; `update` skipped these."""
+    """The metrics of the updates on one rollout. `trainer_log_probs_BT` are the trainer's log-probs of `rows_with_gradient`,
+    before the first update; `bad` the rows of each mini-batch that was skipped, for a loss or gradient that was not finite."""
 
     report: dict[str, float | None]
     trainer_log_probs_BT: torch.Tensor
@@ -37,11 +36,11 @@ class UpdateResult:
 
 
 def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, steps_old: int = 0) -> UpdateResult:
-    """Make all optimiser updates of one rollout. It defers signals from the first change of the weights on.
+    """Make all optimiser updates of one rollout, with signals deferred from the first change of the weights on.
 
     It skips the forward pass of responses without a gradient, but counts them in every denominator. `mismatch` compares the
-    log-probs of the first mini-batch that has a gradient with the sampler's, whose weights are `steps_old` steps old. It raises
-    `RunStopped` if they differ too much. Inside the loop only `is_finite` waits for the device."""
+    first mini-batch that has a gradient with the sampler, whose weights are `steps_old` steps old, and raises `RunStopped` if
+    they differ too much. Inside the loop only `is_finite` waits for the device."""
     torch.manual_seed(derived_seed(config.seed, step))
     compared = dict.fromkeys(("sampler_mismatch", "sampler_mismatch_max"))
     informative = rows_with_gradient(rollout, config)
@@ -174,11 +173,10 @@ def sampler_mismatch(policy: Policy, rollout: Rollout, distribution: Distributio
 def mismatch(
     trainer_BT: torch.Tensor, rows: Sequence[int], rollout: Rollout, limit: float, steps_old: int = 0
 ) -> dict[str, float]:
-    """Mean and largest difference, in nats a token, between the sampler's log-probs and the trainer's, over some rows.
-
-    Both are taken under the distribution that was sampled from, before the weights change. Raises `RunStopped` where the mean
-    exceeds `limit` (--max_sampler_mismatch): the gradient would be of another policy than the one that was sampled. A sampler
-    whose weights are `steps_old` steps old may differ by up to `STALE_MISMATCH`, because these steps changed the log-probs."""
+    """Mean and largest difference, in nats a token, of the sampler's log-probs from the trainer's, over some rows, both under
+    the sampled distribution and before the weights change. Raises `RunStopped` where the mean exceeds `limit`
+    (--max_sampler_mismatch): the gradient would be of another policy than the one that was sampled. Weights that are
+    `steps_old` steps old may differ by up to `STALE_MISMATCH`."""
     difference = (trainer_BT - rollout.sampler_log_probs_BT)[rows][rollout.batch.response_mask[rows]].abs()
     mean, largest = difference.mean().item(), difference.max().item()
     bound = max(limit, STALE_MISMATCH) if steps_old else limit
@@ -194,11 +192,10 @@ def mismatch(
 
 
 class References:
-    """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` is the policy as it was when the
-    rollout was sampled, on a device of its own; None where the policy itself serves, before its first update. `reference`
-    returns the log-probs [B, T] of the frozen model that training started from, near which the KL penalty keeps the policy,
-    given the batch, the distribution and the tokens of a micro-batch. One that works `in_background`, in another process, is
-    called in a thread."""
+    """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` has the weights that sampled, on a
+    device of its own; None: the policy itself serves, before its first update. `reference(batch, distribution, micro-batch
+    tokens)` returns the log-probs [B, T] of the frozen model that training started from, in a thread if `in_background`, by a
+    process."""
 
     def __init__(
         self, config: UpdateConfig, old_policy: FrozenModel | None,
@@ -209,8 +206,7 @@ class References:
         self._answers: dict[int, Callable[[], torch.Tensor]] = {}
 
     def request(self, step: int, batch: Batch, micro_batch_tokens: int) -> None:
-        """Have a reference that works `in_background` begin with a step's batch; `annotate` waits for what it computes.
-        Any other reference computes in `annotate`."""
+        """Have a reference that works `in_background` begin with a step's batch; any other computes in `annotate`."""
         if self.reference is not None and step not in self._answers:
             answer = partial(self.reference, batch, self.config.distribution, micro_batch_tokens)
             self._answers[step] = start_in_background(answer).result if self.in_background else answer

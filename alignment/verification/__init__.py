@@ -1,2 +1,1 @@
-"""Checks of a policy and its sampler against plain computation: transformers' own models, one response at a time. It never
-loads a run."""
+"""Checks of a policy and its sampler against transformers' own models, one response at a time. It never loads a run."""

@@ -1,5 +1,4 @@
-"""What a policy and its sampler compute, against a plain policy: one response at a time, by transformers' own model, in float32
-on the CPU."""
+"""What a policy and its sampler compute, against transformers' own model, a response at a time, in float32 on the CPU."""
 
 import dataclasses
 import functools
@@ -63,8 +62,7 @@ def distance(policy: Policy, weights: Mapping[str, torch.Tensor]) -> torch.Tenso
 
 @dataclass(frozen=True)
 class Verified:
-    """A policy and the sampler that gets its weights; a `plain_policy` of the same weights; what a run would sample from, and
-    how it would update."""
+    """A policy, the sampler that gets its weights, a `plain` policy of the same weights, and a run's rollouts and updates."""
 
     policy: Policy
     sampler: Sampler
@@ -144,8 +142,7 @@ class Verified:
         policy.step(learning_rate)
 
     def synced(self, rollout: Rollout, wanted: float) -> float:
-        """The mean difference of sampler and policy after updates that move log-probs by at least `wanted` nats, and after the
-        sampler got the weights, with proof of arrival."""
+        """Mean difference of sampler and policy, after updates that move log-probs by `wanted` nats at least, and a sync."""
         before, moved = self.log_probs(rollout), 0.0
         for power in range(8):
             if moved < wanted:
