@@ -122,9 +122,8 @@ def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | N
             parameter.data = parameter.data.to(products or dtype)
 
     family_in_types = type(family.__name__, (family,), {"__module__": family.__module__, "__init__": make})
-    model, report = _load(
-        family_in_types.from_pretrained, model_path, dtype=dtype, attn_implementation=attention, output_loading_info=True
-    )
+    options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+    model, report = _load(family_in_types.from_pretrained, model_path, **options)
     # transformers would fill these in at random and go on.
     absent = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
     if absent:

@@ -8,7 +8,7 @@ from alignment.policy.packing import attention_by_layout, pack, send, soft_cappe
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
 NUCLEUS_TOKENS = 512  # of each row that are sorted first to find its nucleus
-LOGITS_IN_CACHE = {"cpu": 2**20}  # gone over at a time, where passes over memory are what takes time
+LOGITS_IN_CACHE = {"cpu": 2**20}  # logits gone over at a time, where passes over memory take the time
 
 
 def compute_entropy(logits: torch.Tensor) -> torch.Tensor:

@@ -194,8 +194,8 @@ def mismatch(
 class References:
     """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` has the weights that sampled, on a
     device of its own; None: the policy itself serves, before its first update. `reference(batch, distribution, micro-batch
-    tokens)` returns the log-probs [B, T] of the frozen model that training started from, in a thread if `in_background`, by a
-    process."""
+    tokens)` returns the log-probs [B, T] of the model that training started from; a thread calls it if it works
+    `in_background`."""
 
     def __init__(
         self, config: UpdateConfig, old_policy: FrozenModel | None,
