@@ -199,8 +199,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
     refuse_missing_warm_start(args)
     if not Path(args.sft_base).exists():
         console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
-        # One warm start for every run, whatever seed and adapters the one that happens to come first has.
-        try:
+        try:  # one warm start for every run, whatever seed and adapters the first one has
             sft_args = dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name="")
             run_sft(sft_args, check_sft(sft_args), console)
         except MadeMeanwhile:
