@@ -1,5 +1,4 @@
-"""From arguments to policies, samplers, evaluations, warm starts, and all that `train_rl` works with. Below these builders
-nothing takes an arguments object."""
+"""From arguments to policies, samplers, evaluations and warm starts. Below these builders nothing takes an arguments object."""
 
 import dataclasses
 import errno
@@ -115,8 +114,7 @@ def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> d
 
 
 def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, str]]], console: Console) -> Evaluation:
-    """Fine-tune --model on `check_sft`'s demonstrations and save it whole to --sft_base; returns its evaluation on the test
-    problems. Raises `UserError` as `train_sft`."""
+    """Fine-tune --model on `check_sft`'s demonstrations (`train_sft`); returns the evaluation on the test problems."""
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
     tokenizer, context = load_tokenizer(base), context_length(load_config(base))

@@ -134,6 +134,5 @@ def length_penalty(completion: Completion, config: RolloutConfig) -> float:
 
 
 def is_counted(completion: Completion, score: Score, config: RolloutConfig) -> bool:
-    """Whether a completion enters baselines and updates: not one to which no part of the reward applies, and with
-    --skip_unfinished none that was cut off."""
+    """Whether a response enters baselines and updates: one that a reward applies to and, with --skip_unfinished, that ended."""
     return "unscored" not in score and (not config.skip_unfinished or completion.finish_reason == "stop")

@@ -1,2 +1,1 @@
-"""The update of one step, its old and reference log-probs, the mismatch check; SFT; gradients compared. It never samples or
-writes to the run folder."""
+"""The update of a step, old and reference log-probs, the mismatch check, SFT. It never samples or writes to the run folder."""
