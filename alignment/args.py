@@ -474,14 +474,14 @@ def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
         options["default"] = from_preset(cls, parser.parse_known_args(words)[0].preset)  # which decides the others' defaults
     if {"-h", "--help"} & set(words):
         _print_help(cls, options)
-        sys.exit()
+        sys.exit(0)
     printed = "--print_config" in words and "preset" in cls.__dataclass_fields__
     words = [word for word in words if not (printed and word == "--print_config")]
     with on_parse_error(partial(_refuse, cls, words)):
         args = tyro.cli(cls, args=words, **options)
     if printed:
         make_console().print(as_toml(args), markup=False, highlight=False, soft_wrap=True)
-        sys.exit()
+        sys.exit(0)
     return args
 
 
