@@ -41,7 +41,8 @@ def progress_line(name: str, total: int, console: Console, unit: str = "step") -
             task = progress.tasks[bar]
             due = step * 10 // max(1, step, total), task.elapsed // 60
             if not console.is_terminal and due != task.fields["printed"]:
-                left = f", ETA {timedelta(seconds=round(task.time_remaining))}" if task.time_remaining else ""
+                time = str(timedelta(seconds=round(task.time_remaining or 0))).removeprefix("0:").removeprefix("0")
+                left = f", ETA {time}" if task.time_remaining else ""
                 console.print(f"{name}, {unit} {step} of {total}{text and ', '}{text}{left}", markup=False, soft_wrap=True)
                 progress.update(bar, printed=due)
 

@@ -29,8 +29,8 @@ def test_off_a_terminal_a_tenth_or_a_minute_makes_a_line():
             now[0] = seconds
             advance(step, "reward 0.5" if step < 100 else "")
     assert said.getvalue().splitlines() == [
-        "RL, step 3 of 100, reward 0.5, ETA 0:56:35",  # 97 steps of 70 / 2 s
-        "RL, step 10 of 100, reward 0.5, ETA 0:15:00",  # 90 steps of 90 / 9 s
+        "RL, step 3 of 100, reward 0.5, ETA 56:35",  # 97 steps of 70 / 2 s
+        "RL, step 10 of 100, reward 0.5, ETA 15:00",  # 90 steps of 90 / 9 s
         "RL, step 100 of 100",
     ]
 
