@@ -77,6 +77,7 @@ class Args:
     countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
     language_consistency, signed_format, signed_accuracy, the negative controls random, format_only and inverted, and functions
     of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
+    reward_timeout: float = 60.0  # Seconds of one call of a reward function of your own, after which the run saves and stops.
     prompt: str = ""  # Prompt template r1_zero, tiny, countdown_en or countdown_zh, or a file with {question}; empty: its own.
     dataset_path: str = ""  # Folder of the task's files; empty: where the task's download command puts them.
     question_column: str = "question"  # Column of your rows' questions.
@@ -244,7 +245,6 @@ class RLArgs(Args):
     keep_checkpoints: int = 2  # Newest checkpoints kept; 0: all.
     max_bad_steps: int = 3  # The run stops after so many steps in a row of updates whose loss or gradient is not finite.
     max_grader_failures: float = 0.05  # The run stops where more of 20 steps' answers cannot be graded (time, memory).
-    reward_timeout: float = 60.0  # Seconds of one call of a reward function of your own, after which the run saves and stops.
     data_seed: int | None = None  # Seed of the order of prompts and mini-batches; by default --seed.
     sampling_seed: int | None = None  # Seed of the rollouts' samples; by default --seed.
     deterministic: bool = False  # On GPUs, use torch's deterministic kernels, where there are any; slower. A CPU needs none.

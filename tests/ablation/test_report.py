@@ -182,6 +182,24 @@ def test_a_single_run_has_a_page_while_it_trains_and_after(tmp_path, finished):
     assert "| 4 | 0.500 | 1.000 |" in markdown.read_text()
 
 
+def test_a_run_before_its_first_step_has_a_page(tmp_path):
+    run = make_run(tmp_path / "my_run", 0, 0.5, num_steps=4)
+    (run / "summary.json").unlink()
+    (run / "metrics.jsonl").write_text("")
+    (run / "evals.jsonl").write_text((run / "evals.jsonl").read_text().splitlines()[0] + "\n")
+    assert "Still training: 0 of 4 steps" in write_report(read_study([run]), run)[0].read_text()
+
+
+def test_runs_of_an_older_version_and_with_other_trackers_are_of_one_arm(tmp_path):
+    runs = [make_run(tmp_path / f"run{seed}", seed, 0.5) for seed in (0, 1)]
+    record = json.loads((runs[1] / "args.json").read_text())
+    for name in ("trackers", "max_staleness"):
+        record["args"].pop(name, None)
+    record["args"]["reference_url"] = ""
+    (runs[1] / "args.json").write_text(json.dumps(record))
+    assert list(read_study(runs).arms) == ["all runs"]
+
+
 def test_a_followed_report_is_written_until_the_run_is_finished(tmp_path, monkeypatch):
     run = make_run(tmp_path / "r", 0, 0.5, num_steps=4)
     (run / "summary.json").unlink()

@@ -84,6 +84,18 @@ def test_what_the_hub_refuses_is_one_line(run, monkeypatch, capsys):
     assert code == 2 and error == "error: --repo me/tiny: no token; `hf auth login` stores a token\n"
 
 
+def test_a_connection_that_fails_is_one_line(run, monkeypatch, capsys):
+    class ConnectError(Exception):
+        """As the transport's of the hub's library, which is no OSError."""
+
+    def refuse(*arguments, **options):
+        raise ConnectError("no route")
+
+    monkeypatch.setattr(HfApi, "create_repo", refuse)
+    code, _, error = published(monkeypatch, capsys, run, "--repo", "me/tiny")
+    assert code == 2 and error.startswith("error: --repo me/tiny: no route") and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("change", "repo", "message"),
     [

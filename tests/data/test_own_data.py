@@ -1,6 +1,7 @@
 """Problems and demonstrations from rows of the user's own: files of four formats, folders through `datasets`, conversations."""
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from alignment.core.records import Problem
 from alignment.data.prompts import prompted, read_template
 from alignment.data.questions import split_of
 from alignment.data.tasks import DataConfig, find_task, gsm8k
-from alignment.data.tasks.own_data import read_demonstrations, worked_problems
+from alignment.data.tasks.own_data import of_split, read_demonstrations, read_rows, worked_problems
 from alignment.system.errors import UserError
 
 REAL = Path(__file__).parents[3] / "shared" / "dataset"
@@ -270,6 +271,25 @@ def test_the_chat_template_makes_the_prompt_of_a_conversation(tiny_folder, tmp_p
         ("User: Why?\nAssistant: <think>", f" So.{end}"),
         ("P:", f" 7{end}"),
     ]
+
+
+def test_a_conversation_is_in_one_split_and_an_earlier_turn_counts_as_asked(tmp_path, capsys):
+    rows = [{"messages": [*turns(f"Q{i}", "R"), *turns(f"and {i}?", "R2")]} for i in range(10)]
+    shown = [of_split(read_demonstrations(str(write(tmp_path / "a.jsonl", *rows))), s, 0) for s in ("train", "test")]
+    train, test = ({problem.id for problem, _ in split} for split in shown)
+    assert not train & test and len(train | test) == 10 and [len(split) for split in shown] == [18, 2]
+    task = find_task("arithmetic")
+    tested = task.problems("test", "")[0].question
+    problem = Problem("a", "Why?", "", "", (("user", tested), ("assistant", "R"), ("user", "Why?")))
+    assert task.untested([(problem, "R"), (dataclasses.replace(problem, turns=()), "R")], "") == [
+        (dataclasses.replace(problem, turns=()), "R")
+    ]
+
+
+def test_a_row_has_none_where_it_lacks_a_column_of_others(tmp_path):
+    rows = [{"question": "Q", "answer": "1"}, {"question": "Q2", "answer": "2", "tests": "t"}]
+    pairs = worked_problems(read_rows(write(tmp_path / "a.jsonl", *rows)), DataConfig())
+    assert [problem.columns["tests"] for problem, _ in pairs] == [None, "t"]
 
 
 def test_a_conversation_that_asks_a_test_question_is_left_out(tmp_path, capsys):

@@ -99,6 +99,19 @@ def test_it_resumes_by_its_flags_and_refuses_others(tmp_path, monkeypatch, capsy
     assert (target / "summary.json").exists()
 
 
+def test_other_demonstrations_start_anew_and_a_name_changes_nothing(straight, tmp_path, monkeypatch, capsys):
+    target, first = tmp_path / "sft", demonstrations
+    other = lambda folder: first(folder).rename(folder / "before") and (folder / "shown.jsonl").write_text(
+        (folder / "before").read_text().replace("+ 3 =", "plus 3 =")
+    ) and folder / "shown.jsonl"  # fmt: skip
+    monkeypatch.setattr(sys.modules[__name__], "demonstrations", other)
+    assert train(monkeypatch, target, before_step=4, action=kill) == -9
+    monkeypatch.setattr(sys.modules[__name__], "demonstrations", first)
+    assert train(monkeypatch, target, "--run_name", "sft") == 0
+    assert "going on after" not in capsys.readouterr().out
+    assert (target / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
+
+
 def test_a_second_command_trains_in_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
     """It neither waits for the first nor harms it, and the first to end is kept."""
     target = tmp_path / "sft"

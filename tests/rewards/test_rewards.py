@@ -269,6 +269,10 @@ class Judge:
     async def __call__(self, response, ground_truth):
         return await asyncio.sleep(0, 0.75)
 
+def in_a_rank(response, ground_truth):
+    import os
+    return float("RANK" in os.environ or "WORLD_SIZE" in os.environ)
+
 def counts(response, ground_truth):
     CALLS.append(response)
     return len(CALLS)
@@ -304,6 +308,12 @@ def users(tmp_path, monkeypatch):
 def test_functions_of_the_users_own(users, name, expected):
     for _ in range(2):  # the second time in the same process, and loop
         assert rewarded(f"users_rewards:{name}", GOOD)["reward"] == pytest.approx(expected)
+
+
+def test_a_function_is_no_rank_of_torchrun(users, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert rewarded("users_rewards:in_a_rank", GOOD)["reward"] == 0
 
 
 def test_a_function_keeps_its_state_from_call_to_call(users):

@@ -1,7 +1,7 @@
 """Tasks: where problems and worked solutions come from. `TASKS` lists them all."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -43,7 +43,8 @@ class Task:
         """The (problem, response) pairs without the questions of the test split. A problem that has its prompt already, and no
         question, asks what the test problem of that prompt asks."""
         tested = self._tested(dataset_path) | {plain(problem.prompt) for problem in self.problems("test", dataset_path)}
-        return [(problem, response) for problem, response in demonstrations if self.key(problem) not in tested]
+        asked = lambda problem: map(self.key, (problem, *(replace(problem, question=text) for _, text in problem.turns)))
+        return [(problem, response) for problem, response in demonstrations if tested.isdisjoint(asked(problem))]
 
     def _tested(self, dataset_path: str) -> frozenset[str]:
         return frozenset(map(self.key, self.problems("test", dataset_path)))

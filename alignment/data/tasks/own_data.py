@@ -79,7 +79,8 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
 def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
     """Each row's problem, with the response that its worked solution teaches: what stands before the answer in its cell, else
     the column "solution"; "" where there is none. Raises `UserError`, naming the row, where question or answer is not there."""
-    pattern, pairs = _with_group(data.answer_pattern or FINAL_ANSWER), []
+    pattern, pairs, rows = _with_group(data.answer_pattern or FINAL_ANSWER), [], list(rows)
+    names = dict.fromkeys(name for _, row in rows for name in row)  # a row has None where it lacks what others have
     for place, row in rows:
         columns = (data.question_column, data.answer_column)
         question, cell = (cell_text(place, row, c, ": name --question_column and --answer_column").strip() for c in columns)
@@ -88,7 +89,9 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
             raise UserError(f'{place}: "{data.answer_column}" holds no answer where --answer_pattern {pattern.pattern} looks')
         steps = ANNOTATION.sub("", cell[: match.start()] or str(row.get("solution") or "")).strip()
         response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
-        columns = json.loads(json.dumps(row, default=str))  # dates and the like as text, because checkpoints are JSON
+        columns = json.loads(
+            json.dumps(dict.fromkeys(names) | row, default=str)
+        )  # dates and the like as text, because checkpoints are JSON
         pairs.append((Problem(place, question, fill_prompt("r1_zero", question), answer, columns=columns), response))
     return pairs
 
@@ -106,9 +109,10 @@ def of_split(rows: list[Demonstration], split: str, seed: int, key: Key = questi
     if len(rows) < 2:
         raise UserError(f"{len(rows)} rows are too few to train on: SFT needs --demonstrations, or rows with worked solutions")
     random.Random(f"demonstrations {seed}").shuffle(rows)
-    questions = list(dict.fromkeys(key(problem) for problem, _ in rows))
+    asked = [problem.id if problem.turns else key(problem) for problem, _ in rows]  # a conversation is in one split
+    questions = list(dict.fromkeys(asked))
     tested = set(questions[: max(1, len(questions) // VALIDATION_SHARE)]) if len(questions) > 1 else set()
-    return [row for row in rows if (key(row[0]) in tested) == (split == "test")] or rows
+    return [row for row, question in zip(rows, asked, strict=True) if (question in tested) == (split == "test")] or rows
 
 
 def read_demonstrations(*files: str) -> list[Demonstration]:
