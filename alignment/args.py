@@ -487,7 +487,8 @@ def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
 
 def _print_help(cls: type, options: Mapping[str, object]) -> None:
     """Print the flags of a command in the groups of flags.toml, without those that play no part in it."""
-    first, unused = ([name for key in _tables(cls)[-1:] for name in FLAGS[of].get(key, ())] for of in ("first", "unused"))
+    command = (_tables(cls) or ["sweep"])[-1]
+    first, unused = (FLAGS[of].get(command, []) for of in ("first", "unused"))
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         actions = tyro.extras.get_parser(cls, **options)._actions
     flags = {action.dest: action for action in actions if action.dest not in (*unused, "help")}
