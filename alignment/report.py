@@ -13,13 +13,14 @@ from alignment.system.terminal import make_console
 
 def main() -> None:
     args = parse(ReportArgs)
-    from alignment.ablation.report import report
     from alignment.ablation.study import read_study
 
     folders, console = [Path(run) for run in args.runs], make_console()
     while True:
         study = read_study(folders, args.tie)
         if study.runs:
+            from alignment.ablation.report import report  # loads scipy and matplotlib
+
             report(study, Path(args.output) if args.output else folders[0], console)
         elif not args.follow:
             raise UserError(f"--runs {' '.join(args.runs)}: no finished run there, and no single run with an evaluation")
