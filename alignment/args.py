@@ -462,7 +462,7 @@ AnyArgs = TypeVar("AnyArgs")
 
 def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
     """Read the command line: the preset's values, where the command has presets, overridden by the flags given. Raises
-    `UserError` for unknown flags and values that cannot work; malformed values exit with code 2 and a message."""
+    `UserError` for unknown flags, malformed values and values that cannot work."""
     words = sys.argv[1:] if argv is None else argv
     if hasattr(cls, "resume"):
         words = _with_flags_of_run(cls, words)

@@ -21,7 +21,8 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
         source = open_source(args.rollout_config, tokenizer)
         problems, reward = problems_of_step(source.problems, args.preview, args.seeds["data"], 1), source.reward
     else:
-        problems, reward = evaluation(args, tokenizer)[0][: args.preview], Reward(find_rule(args.evaluation_rule))
+        problems = evaluation(args, tokenizer)[0][: args.preview]
+        reward = Reward(find_rule(args.evaluation_rule, args.reward_timeout))
     for problem in problems:
         ids = tokenizer(problem.prompt)["input_ids"]
         print(f"{problem.id}: the prompt, {len(ids)} tokens:", printable(tokenizer.decode(ids)), sep="\n")

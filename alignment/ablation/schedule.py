@@ -325,6 +325,7 @@ class SlurmJob:
 
     command: Command
     threads: int | None
+    process = None  # of the command, once it has begun
 
     def __call__(self) -> int:
         self.process = self.command(threads=self.threads)
@@ -335,12 +336,11 @@ class SlurmJob:
         Returns what the requeued job does, which is the same again, and so resumes the run."""
         from submitit.helpers import DelayedSubmission
 
-        with suppress(
-            psutil.Error, AttributeError
-        ):  # it has ended, or never begun; or it takes too long, and resumes from its last checkpoint
-            run = psutil.Process(self.process.pid)
-            run.terminate()
-            run.wait(SAVE_SECONDS)
+        if self.process is not None:
+            with suppress(psutil.Error):  # it has ended; or it takes too long, and resumes from its last checkpoint
+                run = psutil.Process(self.process.pid)
+                run.terminate()
+                run.wait(SAVE_SECONDS)
         return DelayedSubmission(SlurmJob(self.command, self.threads))
 
 
