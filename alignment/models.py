@@ -27,8 +27,7 @@ from alignment.policy.placement import ModelShape, adapted_layers, empty_model, 
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
 from alignment.policy.reference_model import ReferenceProcess
 from alignment.rewards.rules import find_rule
-from alignment.rollouts.rollouts import AheadRollouts, SyncRollouts
-from alignment.rollouts.source import RolloutSource, collate_groups, open_source
+from alignment.rollouts.source import AheadRollouts, RolloutSource, SyncRollouts, collate_groups, open_source
 from alignment.runs.run import CHANGEABLE_ON_RESUME, Run, RunConfig, open_run, refuse_other_arguments
 from alignment.runs.run_folder import TRAINER, RunFolder, load_rollouts, resumed_run_name
 from alignment.sampling.arrival import prove_adapters_arrive

@@ -31,7 +31,7 @@ from alignment.checks import resolve_model
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.policy.loading import load_tokenizer
-from alignment.rollouts.rollouts import SyncRollouts
+from alignment.rollouts.source import SyncRollouts
 from alignment.runs.run_folder import RunFolder
 
 
