@@ -17,10 +17,9 @@ import tyro
 
 from alignment.checks import resolve_model
 from alignment.policy.loading import load_model, load_tokenizer
-from alignment.sampling.process import EngineProcess
+from alignment.sampling.pool import EngineProcess, received_tensors
 from alignment.sampling.sampler import SamplerConfig
 from alignment.sampling.vllm import VLLMSampler
-from alignment.sampling.process import received_tensors
 from alignment.system.processes import ChildProcess, answer_requests
 
 

@@ -1,7 +1,7 @@
 """Proof that an engine holds the weights that it was sent: checksums of both sides, bit by bit, after every transfer."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ COLUMNS = 8  # of each matrix, other ones for each version
 Held = Mapping[str, tuple[list[str], int]]
 """Of each tensor of an engine, the names of the weights that it is made of, and its checksum."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Checksums = dict[str, tuple[int, int]]  # Name of a weight -> its checksum and that of its transpose.
 
 
 def checked_columns(width: int, version: int) -> list[int]:
@@ -51,7 +52,7 @@ def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> 
     if not hasattr(sampler, "weight_checksums"):
         sampler.load_weights(named_tensors, version)
         return
-    sent: dict[str, tuple[int, int]] = {}
+    sent: Checksums = {}
     sampler.load_weights(with_checksums(named_tensors, sampler.dtype, version, sent), version)
     if not sent:
         raise RunStopped(f"the sampler took none of the weights of step {version}. Nothing is sampled with the old ones")
@@ -80,9 +81,7 @@ def prove_adapters_arrive(
     return f"adapters reach the sampler: {words}"
 
 
-def with_checksums(
-    named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: dict[str, tuple[int, int]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def with_checksums(named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: Checksums) -> NamedTensors:
     """The same tensors. Enters the checksums in `dtype` of each and of its transpose, as which an engine may keep it (vLLM does
     GPT-2's), in `checksums`. So a square matrix wrongly transposed passes; the mismatch check of the next update sees it."""
     for name, tensor in named_tensors:
@@ -91,9 +90,8 @@ def with_checksums(
         yield name, tensor
 
 
-def compare(sent: Mapping[str, tuple[int, int]], held: Held, version: int) -> None:
-    """Compare the checksums of the weights that were sent and of their transposes, by name, with those that an engine holds.
-    Raises `RunStopped` for tensors that differ or were never sent."""
+def compare(sent: Checksums, held: Held, version: int) -> None:
+    """Raise `RunStopped` where an engine holds tensors that differ from those sent and their transposes, or were never sent."""
     unsent = [name for name, (parts, _) in held.items() if not sent.keys() >= set(parts)]
     unheld = sent.keys() - {part for parts, _ in held.values() for part in parts}
     known = {name: parts for name, (parts, _) in held.items() if name not in unsent}

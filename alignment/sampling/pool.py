@@ -1,27 +1,30 @@
-"""Opening a sampler: its engines draw together, and one that dies, hangs, or answers what cannot be completions is replaced."""
+"""Opening a sampler: its engines draw together, in processes of their own, which can be stopped for certain, and one that dies,
+hangs, or answers what cannot be completions is replaced. Requests, answers and weights cross one pipe of each process."""
 
 import dataclasses
 import functools
+import itertools
 import math
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import torch
 
-from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import load_config
-from alignment.policy.memory import release_memory
+from alignment.core.records import SamplingConfig
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import load_proven
-from alignment.sampling.process import SamplerProcess
-from alignment.sampling.sampler import OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost
+from alignment.sampling.arrival import Held, NamedTensors, load_proven
+from alignment.sampling.sampler import Completions, OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost
 from alignment.system.errors import RunStopped, UserError
+from alignment.system.processes import START_SECONDS, ChildProcess, answer_requests
 from alignment.system.registry import import_object
 
 Answer = TypeVar("Answer")
-Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Start = Callable[[], Sampler]
+Weights = Callable[[], NamedTensors]
 
 
 def open_sampler(
@@ -29,6 +32,9 @@ def open_sampler(
 ) -> Sampler:
     """Start an engine for each of `config`'s devices, on each of its machines, or addresses. One alone may read the model of
     `policy`, whose weights it gets, in place. Without `in_process` each has a process, which can be ended while it draws."""
+    from alignment.policy.loading import load_config  # here, as a vLLM's process needs less of transformers
+    from alignment.policy.memory import release_memory
+
     release_memory()  # an engine refuses to start where less than its share of the GPU is free
     configs, start = engine_configs(config), engine.open
     if isinstance(start, str):
@@ -58,21 +64,16 @@ def engine_configs(config: SamplerConfig) -> list[SamplerConfig]:
 
 
 class SamplerPool:
-    """A `Sampler` of engines that can be lost, one or several, which draw at the same time.
+    """A `Sampler` of engines that can be lost, one or several, which draw at the same time; `engines`: name -> function that
+    makes it with the first weights. An engine's error has its name and closes the others.
 
     Of P prompts engine k of N draws those from number P * k // N up to the next one's first. A response's random numbers follow
     from its prompt's number: neither the number nor the speed of engines changes a completion, but for the rounding of what
-    shares a batch. All engines take all weights, each with its own proof of arrival (`load_proven`).
+    shares a batch. All engines take all weights, each with its own proof of arrival (`load_proven`). A lost engine is replaced
+    once a request by one with the same weights, those of `weights` or else of a copy in the host's memory, which gives the same
+    completions. Raises `RunStopped` where the new engine is lost as well."""
 
-    A lost engine is replaced once a request: the new one gets the same weights and the same request, which gives the same
-    completions. `weights` gives the weights; where it is None, a copy in the host's memory does. Raises `RunStopped` where the
-    new engine is lost as well.
-
-    `engines`: name -> function that makes it with the first weights. An engine's error has its name and closes the others."""
-
-    def __init__(
-        self, engines: Mapping[str, Callable[[], Sampler]], dtype: torch.dtype, vocabulary: int, weights: Weights | None = None
-    ):
+    def __init__(self, engines: Mapping[str, Start], dtype: torch.dtype, vocabulary: int, weights: Weights | None = None):
         self._starts, self.dtype, self._vocabulary, self._weights = engines, dtype, vocabulary, weights
         self.restarts, self._version, self._closed = 0, None, False
         self._copies: list[tuple[str, torch.Tensor]] = []
@@ -85,21 +86,19 @@ class SamplerPool:
         """The oldest of the engines' versions: a version that some have not got is not there."""
         return min(engine.policy_version for engine in self._engines.values())
 
-    def sample(
-        self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None
-    ) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd = None) -> Completions:
         """See `Sampler.sample`; an engine in another process gives all of its answer at once."""
         firsts = [len(prompts) * number // len(self._starts) for number in range(len(self._starts) + 1)]
-        places = dict(zip(self._starts, zip(firsts, firsts[1:], strict=False), strict=True))
+        places = dict(zip(self._starts, itertools.pairwise(firsts), strict=True))
 
-        def draw(name: str) -> list[list[Completion]]:
+        def draw(name: str) -> Completions:
             first, end = places[name]
             numbered = dataclasses.replace(sampling, first_prompt=sampling.first_prompt + first)
             return self._ask(name, lambda engine: self._sample(engine, prompts[first:end], numbered)) if end > first else []
 
         return [group for groups in self._at_once(draw) for group in groups]
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """See `Sampler.load_weights`. Several engines get them by the host's memory, since a policy may have to gather them."""
         self._version = version
         if self._weights is None:
@@ -120,7 +119,7 @@ class SamplerPool:
         if self._closed:  # since another one could not start
             self._engines[name].close()
 
-    def _sample(self, engine: Sampler, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
+    def _sample(self, engine: Sampler, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
         completions = engine.sample(prompts, sampling)
         check_completions(completions, len(prompts), sampling, self._vocabulary)
         return completions
@@ -160,9 +159,7 @@ class SamplerPool:
         return [future.result() for future in name_of]
 
 
-def check_completions(
-    completions: Sequence[Sequence[Completion]], prompts: int, sampling: SamplingConfig, vocabulary: int
-) -> None:
+def check_completions(completions: Completions, prompts: int, sampling: SamplingConfig, vocabulary: int) -> None:
     """Raise `SamplerLost` for an answer that cannot be `sampling.n` completions of each of `prompts` prompts."""
     if len(completions) != prompts or any(len(group) != sampling.n for group in completions):
         sizes = [len(group) for group in completions]
@@ -175,3 +172,87 @@ def check_completions(
             raise SamplerLost(f"a completion has tokens outside the vocabulary of {vocabulary}")
         if not all(-math.inf < log_prob <= 1e-3 for log_prob in completion.log_probs):  # a bfloat16 sum may pass 0
             raise SamplerLost("a completion has log-probs that are no logarithms of probabilities")
+
+
+class EngineProcess:
+    """A sampler whose engine is a child process that runs `entry` ("module:function", of `answer_requests`). Raises `UserError`
+    where it cannot start with the arguments `start`. One that later breaks, dies or gives no answer within `config.timeout`
+    seconds is closed, and raises `SamplerLost` with its last words."""
+
+    def __init__(self, name: str, entry: str, environment: Mapping[str, str], config: SamplerConfig, *start):
+        self.restarts, self.policy_version, self.dtype = 0, config.policy_version, getattr(torch, config.dtype)
+        self._timeout = config.timeout
+        start_process = config.machines[0].start if config.machines[0] else ChildProcess
+        self._worker = start_process(f"{name} process on {config.place}", entry, environment)
+        try:
+            self._ask("start", *start, seconds=max(config.timeout, START_SECONDS), send=self._prepare)
+        except SamplerLost as error:
+            raise UserError(f"{name} could not start on {config.place} with the model {config.model_path}: {error}") from None
+        self._worker.clear_log()
+
+    def _prepare(self, connection: Connection) -> None:
+        """What this process does while its engine starts."""
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace the weights, one tensor on its way at a time: neither side holds a second copy of the model."""
+        self._ask("reload", version, send=lambda connection: send_tensors(connection, named_tensors, self.dtype))
+        self.policy_version = version
+
+    def weight_checksums(self, version: int) -> Held | None:
+        """See `load_proven`."""
+        return self._ask("checksums", version)
+
+    def close(self) -> None:
+        """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
+        self._worker.close()
+
+    def _ask(self, verb: str, *arguments, **options):
+        return self._worker.ask(options.pop("seconds", self._timeout), verb, *arguments, **options)
+
+
+class SamplerProcess(EngineProcess):
+    """A `Sampler` of any other engine, in a process with so many `threads` on a CPU."""
+
+    def __init__(self, engine: SamplerEngine, threads: int, config: SamplerConfig, *unused):
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # --sampler may name what only we can import
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+        start = engine.open, config, torch.are_deterministic_algorithms_enabled()
+        super().__init__("sampler", f"{__name__}:serve", environment, config, *start)
+
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
+        """See `Sampler.sample`."""
+        return self._ask("sample", list(prompts), sampling)
+
+
+def send_tensors(connection: Connection, tensors: NamedTensors, dtype: torch.dtype) -> None:
+    """A header and the bytes of each tensor, then None: one tensor on its way at a time."""
+    for name, tensor in tensors:
+        local = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
+        connection.send((name, dtype, tuple(local.shape)))
+        connection.send_bytes(memoryview(local.flatten().view(torch.uint8).numpy()))
+    connection.send(None)
+
+
+def received_tensors(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `send_tensors` sends, on the other side."""
+    for name, dtype, shape in iter(connection.recv, None):
+        yield name, torch.frombuffer(bytearray(connection.recv_bytes()), dtype=dtype).view(shape)
+
+
+def _start(open_engine: str | Callable[..., Sampler], config: SamplerConfig, deterministic: bool) -> Sampler:
+    from alignment.policy.loading import load_tokenizer, make_deterministic
+
+    if deterministic:
+        make_deterministic()
+    start = import_object("--sampler", open_engine) if isinstance(open_engine, str) else open_engine
+    return start(config, load_tokenizer(config.model_path), None)
+
+
+VERBS = {
+    "start": _start,
+    "sample": lambda sampler, _, prompts, sampling: sampler.sample(prompts, sampling),
+    "reload": lambda sampler, connection, version: sampler.load_weights(received_tensors(connection), version),
+    "checksums": lambda sampler, _, version: getattr(sampler, "weight_checksums", lambda version: None)(version),
+    "stop": lambda sampler: sampler.close(),
+}
+serve = functools.partial(answer_requests, verbs=VERBS)  # Be the process of a `SamplerProcess`.

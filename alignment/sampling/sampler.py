@@ -1,5 +1,4 @@
-"""The protocol of samplers, which draw completions from a policy, and the table of engines. It loads no engine and no tensor
-library, so that arguments can be checked against `SAMPLERS`."""
+"""The protocol of samplers and the table of engines. It loads no engine and no tensor library: arguments are checked by it."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
 
     from alignment.system.remote import Machine
 
-OnResponseEnd = Callable[[int, str], object]  # Called with the number of a response's prompt, and the response's text.
-
-
+Completions = list[list[Completion]]  # Of each prompt, its completions.
+OnResponseEnd = Callable[[int, str], object] | None  # Called with the number of a response's prompt, and the response's text.
 SamplerLost = ProcessLost
 """The engine died, hung, or answered what cannot be a completion. A new one may do better."""
 
@@ -33,9 +31,7 @@ class Sampler(Protocol):
     policy_version: int
     restarts: int  # Engines that were lost and replaced so far.
 
-    def sample(
-        self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None
-    ) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd = None) -> Completions:
         """`sampling.n` completions a prompt, in order; the same seed and weights give the same. May call `on_response_end`
         while it draws others. Raises `UserError` where prompt and `sampling.max_new_tokens` exceed the context."""
 
@@ -102,9 +98,7 @@ SAMPLERS: Mapping[str, SamplerEngine] = {
 
 def engine_name(sampler: str) -> str:
     """The engine that --sampler names, with "auto" decided by what is installed."""
-    if sampler != "auto":
-        return sampler
-    return "vllm" if _is_installed("vllm") else "transformers"
+    return sampler if sampler != "auto" else "vllm" if _is_installed("vllm") else "transformers"
 
 
 def named_engine(sampler: str) -> SamplerEngine:
@@ -147,6 +141,5 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
                 f" of {context} tokens: lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
             )
         if not ids:
-            remedy = "check the dataset, the prompt template and the model's tokenizer files"
-            raise UserError(f"an empty prompt cannot be continued: {remedy}")
+            raise UserError("an empty prompt cannot be continued: check dataset, prompt template and tokenizer files")
     return encoded

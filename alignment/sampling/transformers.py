@@ -1,6 +1,6 @@
 """Batched decoding over a Hugging Face model: a group shares its prompt's keys and values, finished rows are dropped."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,8 +17,8 @@ from alignment.policy.packing import (
 )  # fmt: skip
 from alignment.policy.policy import Policy
 from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces
-from alignment.sampling.arrival import Held, tensor_checksum
-from alignment.sampling.sampler import OnResponseEnd, SamplerConfig, encode_prompts
+from alignment.sampling.arrival import Held, NamedTensors, tensor_checksum
+from alignment.sampling.sampler import Completions, OnResponseEnd, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
@@ -49,7 +49,7 @@ class TransformersSampler:
         self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
         self._token_text = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """See `copy_weights`."""
         copy_weights(self.model, named_tensors)
         self.policy_version = version
@@ -67,9 +67,7 @@ class TransformersSampler:
         self.model = None
 
     @torch.inference_mode()
-    def sample(
-        self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd | None = None
-    ) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd = None) -> Completions:
         """See `Sampler.sample`. Each row has random numbers of its own, so waves and dropped rows change no other row."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -77,7 +75,7 @@ class TransformersSampler:
         uniforms = torch.rand(last, sampling.n, sampling.max_new_tokens, generator=generator)[sampling.first_prompt :]
         was_training = self.model.training
         self.model.eval()
-        groups: list[list[Completion]] = [[] for _ in prompts]
+        groups: Completions = [[] for _ in prompts]
         for wave in self._waves(encoded, sampling):
             lines = uniforms[wave].flatten(0, 1).to(self._device)
             rows = self._decode(encoded, wave, lines, sampling, on_response_end)
@@ -104,13 +102,9 @@ class TransformersSampler:
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def _decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        wave: Sequence[int],
-        uniforms: torch.Tensor,
-        sampling: SamplingConfig,
-        on_response_end: OnResponseEnd | None,
-    ) -> list[_Row]:
+        self, prompts: Sequence[Sequence[int]], wave: Sequence[int], uniforms: torch.Tensor,
+        sampling: SamplingConfig, on_response_end: OnResponseEnd,
+    ) -> list[_Row]:  # fmt: skip
         """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens] decide every draw."""
         encoded = [prompts[number] for number in wave]
         start = _OwnDecoding if self.plain_path else _SharedDecoding
@@ -200,13 +194,9 @@ class _SharedDecoding:
             return self.model.get_decoder()(**inputs, use_cache=True, layout=layout).last_hidden_state
 
     def _share_among(self, groups_L: Sequence[int]) -> None:
-        """Say which group each line belongs to."""
-        device, held = self.outside_GP.device, [0] * len(self.outside_GP)
-        seats = []
-        for group in groups_L:
-            seats.append(held[group])
-            held[group] += 1
-        most = max(held)
+        """Say which group each line belongs to; a group's lines stand together."""
+        device, held = self.outside_GP.device, torch.tensor(groups_L).bincount(minlength=len(self.outside_GP)).tolist()
+        seats, most = [seat for lines in held for seat in range(lines)], max(held)
         self.seat_L = torch.tensor([g * most + seat for g, seat in zip(groups_L, seats, strict=True)], device=device)
         line_S = torch.zeros(len(held) * most, dtype=torch.int64, device=device)
         self.line_GM = line_S.scatter(0, self.seat_L, torch.arange(len(groups_L), device=device)).view(-1, most)
@@ -348,11 +338,8 @@ def _decoding_disagreement(sampler: TransformersSampler) -> str:
     waves = [[0], [1]] if sampler.plain_path else [[0, 1]]
 
     def difference() -> torch.Tensor:
-        rows: list[_Row] = []
-        for wave in waves:
-            rows.extend(sampler._decode(prompts, wave, uniforms[-2 * len(wave) :], sampling, None))
+        rows = [row for wave in waves for row in sampler._decode(prompts, wave, uniforms[-2 * len(wave) :], sampling, None)]
         own = own_log_probs(sampler.model, [(prompts[index // 2], row.token_ids) for index, row in enumerate(rows)])
-        drawn = torch.tensor([value for row in rows for value in row.log_probs])
-        return drawn - own
+        return torch.tensor([value for row in rows for value in row.log_probs]) - own
 
     return disagreement(torch.zeros(()), difference)

@@ -1,13 +1,13 @@
-"""vLLM in a process of its own, so that its device, threads and memory are its own and it can be stopped for certain.
-
-The worker runs the engine in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Beside vLLM's own engine process, that starts sooner,
-schedules the same requests in the same way, reports errors itself, and leaves one process to end, not a tree."""
+"""vLLM in a process of its own, so that its device, threads and memory are its own and it can be stopped for certain. There the
+engine runs in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Beside vLLM's own engine process, that starts sooner, schedules the
+same requests in the same way, reports errors itself, and leaves one process to end, not a tree."""
 
 import logging
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -15,9 +15,9 @@ import torch
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, checked_columns, checked_part, checksum
-from alignment.sampling.process import EngineProcess, received_tensors
-from alignment.sampling.sampler import SamplerConfig, SamplerLost, encode_prompts
+from alignment.sampling.arrival import Held, NamedTensors, checked_columns, checked_part, checksum
+from alignment.sampling.pool import EngineProcess, received_tensors
+from alignment.sampling.sampler import Completions, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError
 from alignment.system.processes import answer_requests
 
@@ -26,19 +26,16 @@ UUID_LENGTH = 36  # characters
 
 class VLLMSampler(EngineProcess):
     """A `Sampler` that runs vLLM, with its own copy of the weights, on "cpu" or "cuda:<index>", or tensor-parallel on several.
-
     `context` is in tokens; None: the model's own. On a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where unset). In
     bfloat16 a completion also depends on what shares its batch: a seed repeats it for the same list of prompts only."""
 
-    def __init__(
-        self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None, seed: int = 0
-    ):
+    def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         # Not at the top, which the worker imports too: vLLM needs all of transformers.
         from alignment.policy.loading import context_length, load_config
 
         device, model_path = config.device, config.model_path
         self.tokenizer, self.context = tokenizer, context or context_length(load_config(model_path))
-        options = {"model": str(model_path), "dtype": config.dtype, "max_model_len": self.context, "seed": seed}
+        options = {"model": str(model_path), "dtype": config.dtype, "max_model_len": self.context, "seed": 0}
         options |= {"gpu_memory_utilization": config.memory_share, "tensor_parallel_size": len(config.devices)}
         options |= {"enable_sleep_mode": config.sleeps, "weight_transfer_config": {"backend": config.transfer_backend}}
         options |= {"worker_extension_cls": "alignment.sampling.vllm_weights.WorkerExtension"}  # which names our backend
@@ -54,7 +51,7 @@ class VLLMSampler(EngineProcess):
         logging.getLogger("vllm").setLevel(logging.ERROR)
         self._client = EngineClient(self._ask, self._config, self.dtype)
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """See `Sampler.load_weights`. Each phase has a request's time limit. Another machine's engine reads from the pipe."""
         if self._config.machines[0]:
             return super().load_weights(named_tensors, version)
@@ -68,17 +65,11 @@ class VLLMSampler(EngineProcess):
             release_memory()  # which the engine needs when it wakes up
         return super()._ask(*arguments, **named)
 
-    def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
         """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
         the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
-        drawn = self._ask("generate", encoded, sampling)
-        if len(drawn) != len(encoded):
-            raise SamplerLost(f"it was asked to continue {len(encoded)} prompts and continued {len(drawn)}")
-        return [
-            [Completion(prompt_ids=tuple(ids), policy_version=self.policy_version, **fields) for fields in group]
-            for ids, group in zip(encoded, drawn, strict=True)
-        ]
+        return self._ask("generate", encoded, sampling, self.policy_version)
 
 
 def worker_environment(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -111,11 +102,6 @@ def _visible_gpu(index: int, visible: str | None) -> str:
             " (nvidia-smi -L), or choose --sampler transformers"
         )
     return entry
-
-
-def serve(descriptor: int) -> None:
-    """Start an engine and answer a `VLLMSampler`'s requests."""
-    answer_requests(descriptor, VERBS, _runner_advice)
 
 
 def _runner_advice(error: Exception) -> str:
@@ -177,8 +163,7 @@ def while_awake(request: Callable) -> Callable:
     return answer
 
 
-def _generate(engine, connection: Connection, encoded: list[list[int]], sampling: SamplingConfig) -> list[list[dict]]:
-    """For each prompt the fields of its completions that vLLM knows."""
+def _generate(engine, connection: Connection, encoded: list[list[int]], sampling: SamplingConfig, version: int) -> Completions:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -189,7 +174,8 @@ def _generate(engine, connection: Connection, encoded: list[list[int]], sampling
     requests = [TokensPrompt(prompt_token_ids=ids) for ids in encoded]
     outputs = engine.generate(requests, params, use_tqdm=False)
     repeats = sampling.n if sampling.temperature == 0 else 1
-    return [[_fields(child) for child in output.outputs] * repeats for output in outputs]
+    pairs = zip(map(tuple, encoded), outputs, strict=True)
+    return [[_completion(ids, child, version) for child in output.outputs] * repeats for ids, output in pairs]
 
 
 def request_parameters(sampling: SamplingConfig, prompts: int) -> list[dict]:
@@ -203,13 +189,9 @@ def request_parameters(sampling: SamplingConfig, prompts: int) -> list[dict]:
     return [{**shared, "seed": first_seed + (sampling.first_prompt + index) * n} for index in range(prompts)]
 
 
-def _fields(child) -> dict:
-    return {
-        "token_ids": tuple(child.token_ids),
-        "log_probs": tuple(step[token].logprob for token, step in zip(child.token_ids, child.logprobs, strict=True)),
-        "text": child.text,
-        "finish_reason": child.finish_reason,
-    }
+def _completion(prompt_ids: tuple[int, ...], child, version: int) -> Completion:
+    log_probs = tuple(step[token].logprob for token, step in zip(child.token_ids, child.logprobs, strict=True))
+    return Completion(prompt_ids, tuple(child.token_ids), log_probs, child.text, child.finish_reason, version)
 
 
 def _transfer(engine, connection: Connection, phase: str, *arguments) -> None:
@@ -228,11 +210,9 @@ def _reload(engine, connection: Connection, version: int) -> None:
     """Take weights through the pipe, from a trainer that shares no memory with this process, and hand them on from here."""
     from alignment.sampling.vllm_weights import EngineClient
 
-    def transfer(verb: str, *arguments) -> None:
-        _transfer(engine, connection, *arguments)
-
-    dtype = engine.llm_engine.vllm_config.model_config.dtype
-    EngineClient(transfer, SamplerConfig("", "cpu", ""), dtype).send(received_tensors(connection), version)
+    dtype, config = engine.llm_engine.vllm_config.model_config.dtype, SamplerConfig("", "cpu", "")
+    client = EngineClient(lambda verb, *arguments: _transfer(engine, connection, *arguments), config, dtype)
+    client.send(received_tensors(connection), version)
 
 
 def _repack_output_embedding(worker) -> None:
@@ -279,9 +259,6 @@ def _held_part(module, name: str, parameter: torch.Tensor, version: int) -> torc
     return product(torch.nn.functional.one_hot(columns, width).to(parameter.dtype), parameter, None).T
 
 
-def _stop(engine) -> None:
-    engine.llm_engine.engine_core.shutdown()
-
-
-VERBS = {"start": _start_engine, "stop": _stop, "transfer": _transfer, "reload": _reload}
-VERBS |= {name: while_awake(request) for name, request in {"generate": _generate, "checksums": _checksums}.items()}
+VERBS = {"start": _start_engine, "stop": lambda engine: engine.llm_engine.engine_core.shutdown(), "transfer": _transfer}
+VERBS |= {"reload": _reload, "generate": while_awake(_generate), "checksums": while_awake(_checksums)}
+serve = partial(answer_requests, verbs=VERBS, advice=_runner_advice)  # Start an engine and answer a `VLLMSampler`'s requests.

@@ -8,7 +8,7 @@ import socket
 import ssl
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.loading import context_length, load_config, load_weights
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, load_proven
-from alignment.sampling.sampler import SamplerConfig, SamplerLost, check_sampler_url, encode_prompts
+from alignment.sampling.arrival import Held, NamedTensors, load_proven
+from alignment.sampling.sampler import Completions, SamplerConfig, SamplerLost, check_sampler_url, encode_prompts
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.files import full_disk_is_an_os_error, json_object
@@ -46,7 +46,6 @@ SHAPE = (
 
 class VLLMServerSampler:
     """A `Sampler` that draws from the vLLM server at `config.url`, whose key is the environment's ALIGNMENT_SAMPLER_TOKEN.
-
     `context` is in tokens; None: the model's own. `config.weights_folder` holds one version of the weights until the server,
     which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch.
 
@@ -68,7 +67,13 @@ class VLLMServerSampler:
         self._http = {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
         self._certificates = ssl.create_default_context() if url.startswith("https:") else False
         self._server = f"the vLLM server at {url}"
-        self._refuse_unfit(_shape(model_config.get_text_config()), dtype, _command(model_path, dtype, self.context))
+        command = (
+            "VLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN PYTHONPATH=. uv run --extra vllm vllm serve"
+            f" {model_path} --dtype {dtype} --max-model-len {self.context} --logprobs-mode processed_logprobs"
+            f" --host ADDRESS --port PORT --worker-extension-cls {__name__}.SamplerWorker --middleware {__name__}.Guard"
+            " (for a server on CPUs, see docs/asynchronous.md)"
+        )
+        self._refuse_unfit(_shape(model_config.get_text_config()), dtype, command)
         self._timeout = max(config.timeout, START_SECONDS)  # for the first weights
         try:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +86,7 @@ class VLLMServerSampler:
             ) from None
         self._timeout = config.timeout
 
-    def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> list[list[Completion]]:
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
         """See `VLLMSampler.sample`."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         repeats = sampling.n if sampling.temperature == 0 else 1
@@ -97,7 +102,7 @@ class VLLMServerSampler:
         pairs = zip(encoded, answers, strict=True)
         return [_completions(answer, tuple(ids), self.policy_version) * repeats for ids, answer in pairs]
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """See `Sampler.load_weights`."""
         # A new name each time: another machine may remember for a while what an old one had in it.
         with tempfile.TemporaryDirectory(".tmp", ".sampler_weights.", self._weights_folder, True) as folder:
@@ -186,20 +191,11 @@ class VLLMServerSampler:
             raise UserError(f"--sampler_url: {self._server} {'; '.join(reasons)}. Start it as: {command}")
 
 
-def _command(model_path: str, dtype: str, context: int) -> str:
-    return (
-        f"VLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN PYTHONPATH=. uv run --extra vllm vllm serve {model_path}"
-        f" --dtype {dtype} --max-model-len {context} --logprobs-mode processed_logprobs --host ADDRESS --port PORT"
-        f" --worker-extension-cls {__name__}.SamplerWorker --middleware {__name__}.Guard"
-        " (for a server on CPUs, see docs/asynchronous.md)"
-    )
-
-
 def _shape(config) -> dict:
     return {key: getattr(config, key, None) for key in SHAPE}
 
 
-def _write_files(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+def _write_files(folder: Path, named_tensors: NamedTensors, dtype: torch.dtype) -> None:
     """Write each weight, cast to `dtype`, as a safetensors file of its own, so that one at a time is in memory."""
     with full_disk_is_an_os_error(folder):
         for number, (name, tensor) in enumerate(named_tensors):

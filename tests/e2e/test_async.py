@@ -47,7 +47,7 @@ def samplers_of(pid: int) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if (process.info["cmdline"] or [])[3:6] == [str(pid), "call", "alignment.sampling.process:serve"]
+        if (process.info["cmdline"] or [])[3:6] == [str(pid), "call", "alignment.sampling.pool:serve"]
     ]
 
 

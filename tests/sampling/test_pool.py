@@ -11,7 +11,7 @@ import torch
 
 from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_model, load_tokenizer
-from alignment.sampling import process
+from alignment.sampling import pool as module
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig, SamplerEngine
@@ -122,7 +122,7 @@ def test_all_engines_take_new_weights_and_one_that_is_replaced_takes_them_too(th
 
 @pytest.mark.parametrize("fault", ["a tensor is lost", "all keep their old values"])
 def test_weights_that_reach_only_one_engine_are_noticed(fault, tiny_folder, moved, monkeypatch):
-    pool, send = open_engines(tiny_folder, 2), process.send_tensors
+    pool, send = open_engines(tiny_folder, 2), module.send_tensors
     old = dict(load_model(str(tiny_folder), ("cpu",), torch.float32).named_parameters())
 
     def send_wrongly(connection, tensors, dtype):
@@ -131,7 +131,7 @@ def test_weights_that_reach_only_one_engine_are_noticed(fault, tiny_folder, move
             sent = sent[1:] if fault == "a tensor is lost" else [(name, old[name]) for name, _ in sent]
         send(connection, sent, dtype)
 
-    monkeypatch.setattr(process, "send_tensors", send_wrongly)
+    monkeypatch.setattr(module, "send_tensors", send_wrongly)
     with pytest.raises(RunStopped, match="^engine 2 of 2 on cpu: after step 1 the sampler holds other weights"):
         load_proven(pool, moved.named_parameters(), 1)
 
