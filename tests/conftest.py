@@ -44,7 +44,7 @@ settings.load_profile("no deadline")
 @pytest.fixture(autouse=True)
 def no_signal_of_an_earlier_test():
     """A command that a signal has ended remembers it for its exit code; the tests of one process are many commands."""
-    signals._deferred, signals._received = False, None
+    signals._state.deferred, signals._state.received = False, None
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import numpy as np
 from alignment.ablation.design import ALPHA, varied_values
 from alignment.args import RLArgs
 from alignment.system.errors import UserError
-from alignment.system.files import read_json, read_jsonl, read_records
+from alignment.system.files import read_json, read_jsonl
 
 # The runs of one arm may differ in these.
 RUN_ARGUMENTS = {"seed", "run_name", "output_dir", "resume", "preview", "trackers", "reward_timeout"}
@@ -95,7 +95,7 @@ def read_run(path: Path) -> Run:
     typed = isinstance(args, dict) and isinstance(command, list) and isinstance(versions, dict)
     if not typed or type(args.get("seed")) is not int:
         raise UserError(f"{file} is damaged: it needs args with a seed, command and versions")
-    metrics, evals = (tuple(read_records(path / name)) for name in ("metrics.jsonl", "evals.jsonl"))
+    metrics, evals = (tuple(read_jsonl(path / name, have_steps=True)) for name in ("metrics.jsonl", "evals.jsonl"))
     return Run(path, args, tuple(map(str, command)), versions, metrics, evals, (path / "summary.json").exists())
 
 

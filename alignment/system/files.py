@@ -27,7 +27,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a hidden sibling folder to fill. After success it is flushed to disk and renamed to `path`, else removed. Never
     overwrites: raises OSError if `path` exists by then and is not an empty folder, and where the block finds the disk full."""
     path = Path(path)
-    _remove_abandoned(path)
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.*@{glob.escape(_process_namespace())}.*.tmp"):
+        pid = folder.name.removeprefix(f".{path.name}.").partition("@")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):  # of a killed process of this machine
+            shutil.rmtree(folder, ignore_errors=True)
     temporary = _temporary_path(path)
     temporary.mkdir(parents=True)
     try:
@@ -72,14 +75,6 @@ def _process_namespace() -> str:
     with suppress(OSError):
         return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
     return socket.gethostname()
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove the temporary folders for `path` of killed processes of this machine."""
-    for folder in path.parent.glob(f".{glob.escape(path.name)}.*@{glob.escape(_process_namespace())}.*.tmp"):
-        pid = folder.name.removeprefix(f".{path.name}.").partition("@")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -177,25 +172,18 @@ def json_object(text: bytes | bytearray) -> dict | None:
     return None
 
 
-def read_jsonl(file: Path) -> list[dict]:
-    """A JSON-lines file's objects, less an unfinished last line; [] if it is missing. Raises `UserError` with file and line."""
-    if not file.exists():
-        return []
-    lines, records = file.read_bytes().split(b"\n"), []
+def read_jsonl(file: Path, have_steps: bool = False) -> list[dict]:
+    """A JSON-lines file's objects, less an unfinished last line; [] if it is missing. Raises `UserError` with file and line,
+    where they must `have_steps` also for one without."""
+    lines, records = file.read_bytes().split(b"\n") if file.exists() else [], []
     for number, line in enumerate(lines, start=1):
-        if (record := json_object(line)) is not None:
-            records.append(record)
-        elif number < len(lines):  # a finished line ends with a line break, so that the last one is empty
+        if (record := json_object(line)) is None and number < len(
+            lines
+        ):  # the last one, which no line break ends, is unfinished
             raise UserError(f"{file}:{number}: not a JSON object; the file is damaged")
-    return records
-
-
-def read_records(file: Path) -> list[dict]:
-    """The records of metrics.jsonl or evals.jsonl. Raises `UserError` with the line of a record without a step."""
-    records = read_jsonl(file)
-    for number, record in enumerate(records, start=1):
-        if type(record.get("step")) is not int:
+        if record is not None and have_steps and type(record.get("step")) is not int:
             raise UserError(f"{file}:{number}: has no step; the file is damaged")
+        records += [] if record is None else [record]
     return records
 
 

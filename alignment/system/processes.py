@@ -11,14 +11,14 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
 from alignment.system.errors import RunStopped
-from alignment.system.signals import Interrupted, deferred_signals
+from alignment.system.signals import deferred_signals
 
 POLL_SECONDS = 0.5  # between two checks whether a child is alive, where it may die without closing its pipe
 START_SECONDS = 1800  # lower bound of the time limit for an engine to load a model, whatever --sampler_timeout is
@@ -48,10 +48,10 @@ class ChildProcess:
         self.name = name
         self.connection, child_end = (pipe, pipe) if pipe else Pipe()
         self._is_asked = False
-        self._log, self._log_start = tempfile.TemporaryFile() if log else None, 0
+        self._log, self._log_start = tempfile.TemporaryFile(), 0
         descriptor = child_end.fileno()
-        output = None if log is None else self._log or subprocess.DEVNULL
-        self.process = _start(["call", entry, str(descriptor)], environment, output, descriptor)
+        output = {True: self._log, False: subprocess.DEVNULL, None: None}[log]
+        self.process = _start(["call", entry, str(descriptor)], environment, output, pass_fds=(descriptor,))
         if not pipe:
             child_end.close()
         self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid(), grace_seconds)
@@ -119,8 +119,7 @@ class ChildProcess:
 
     def clear_log(self) -> None:
         """Leave everything written so far out of `exit_report`."""
-        if self._log is not None:
-            self._log_start = os.fstat(self._log.fileno()).st_size
+        self._log_start = os.fstat(self._log.fileno()).st_size
 
     def exit_report(self) -> str:
         """Close the process and return how it ended with the last ten lines of its log."""
@@ -128,10 +127,8 @@ class ChildProcess:
         code = self.process.returncode
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
-        lines: list[str] = []
-        if self._log is not None:
-            self._log.seek(self._log_start)
-            lines = self._log.read().decode(errors="replace").strip().splitlines()
+        self._log.seek(self._log_start)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
         return "\n".join([f"the {self.name} {end}{hint}", *lines[-10:]])
 
 
@@ -172,14 +169,11 @@ def start_command(
     Raises `Interrupted`, with nothing left running, where a signal arrives while it starts."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-    process = None
-    try:
-        with log.open("ab") as output, deferred_signals():
-            process = _start(["run", module, *flags], environment, output, folder=folder)
-    except Interrupted:
-        if process is not None:
-            end_command(process)
-        raise
+    with log.open("ab") as output, ExitStack() as interrupted:
+        with deferred_signals():
+            process = _start(["run", module, *flags], environment, output, cwd=folder)
+            interrupted.callback(end_command, process)
+        interrupted.pop_all()
     return process
 
 
@@ -199,13 +193,11 @@ def _kill_group(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _start(
-    arguments: Sequence[str], environment: Mapping[str, str], output: IO | int, *descriptors: int, folder: Path | None = None
-) -> subprocess.Popen:
-    """Start child.py with these arguments and open descriptors, output and errors in one file, and this project importable."""
+def _start(arguments: Sequence[str], environment: Mapping[str, str], output: IO | int | None, **options) -> subprocess.Popen:
+    """Start child.py with these arguments and `Popen`'s options, output and errors in one file, and this project importable."""
     path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
     return subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(os.getpid()), *arguments],
-        env={**environment, "PYTHONPATH": os.pathsep.join(path)}, cwd=folder, pass_fds=descriptors,
-        stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+        env={**environment, "PYTHONPATH": os.pathsep.join(path)}, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options,
     )  # fmt: skip

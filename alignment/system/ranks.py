@@ -71,10 +71,8 @@ class Ranks:
         self.signs = {rank: (b"", time.monotonic()) for rank in others}  # each one's last sign of life, and when it came
         self.store.set(f"machine/{self.rank}", socket.gethostname())
         if self.rank and not self.local_rank:  # the first rank of another machine
-            name, store_at = (
-                f"{socket.gethostname()} (rank {self.rank})",
-                (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]),
-            )
+            name = f"{socket.gethostname()} (rank {self.rank})"
+            store_at = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
             self.store.set(f"host/{self.rank}", json.dumps(host_processes(name, seconds, store_at)))
         self.store.set(f"facts/{self.rank}", json.dumps(facts(sys.argv[1:] if by_torchrun else [])))
         # Pipe to `_watch`, of signals: the main thread may be in a collective, where Python's handlers wait.
@@ -194,15 +192,15 @@ class Ranks:
             if self.rank:
                 raise
             end = time.monotonic() + EVIDENCE_SECONDS
-            while not (self.fault or self._failure()) and time.monotonic() < end:
+            while not (fault := self.fault or self._failure()) and time.monotonic() < end:
                 time.sleep(0.1)
-            if lost_connection(error) and not (self.fault or self._failure()):
+            if lost_connection(error) and not fault:
                 # Of several that others have waited for in vain, the one that gave a sign of life longest ago.
                 silent = min(self._unheard(), key=lambda rank: self.signs[rank][1], default=None)
                 who = "another rank" if silent is None else self._name(silent)
                 late = f"within {self.seconds:g} s (--rank_timeout)"
-                self.fault = f"{who} did not take part in a computation {late}, or has ended"
-            self.fault = self.fault or self._failure()
+                fault = f"{who} did not take part in a computation {late}, or has ended"
+            self.fault = self.fault or fault
             for child in self.children:
                 child.kill()
             if self.fault:

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -19,16 +20,14 @@ class Interrupted(BaseException):
 
 REPEAT_SECONDS = 1.0  # `uv run` passes on the signal that its process group has got already: both are one request
 
-_deferred = False
-_received: int | None = None
-_received_at = 0.0
+# Whether signals are held back; the number of the first that has arrived, or None, and when it did.
+_state = SimpleNamespace(deferred=False, received=None, received_at=0.0)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Within the block a first signal raises `Interrupted`, if need be after a deferral; a second one ends the process."""
-    global _deferred, _received
-    _deferred, _received = False, None
+    _state.deferred, _state.received = False, None
     previous = {}
     with suppress(ValueError):  # raised outside the main thread, which alone may set handlers
         previous = {number: signal.signal(number, _on_signal) for number in SIGNALS}
@@ -41,49 +40,45 @@ def interruptible() -> Iterator[None]:
 
 def defer_signals() -> None:
     """Hold signals back until `deliver_signals`, because the work that begins must not stop half done."""
-    global _deferred
-    _deferred = True
+    _state.deferred = True
 
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
     """Hold signals back during the block. Raises `Interrupted` at its end if one arrived within; not in an inner block."""
-    global _deferred
-    if _deferred:  # by an outer block, which another thread may end meanwhile
+    if _state.deferred:  # by an outer block, which another thread may end meanwhile
         yield
         return
-    known, _deferred = _received, True
+    known, _state.deferred = _state.received, True
     try:
         yield
     finally:
-        _deferred = False
+        _state.deferred = False
         if known is None:
             deliver_signals()
 
 
 def signals_are_deferred() -> bool:
-    return _deferred
+    return _state.deferred
 
 
 def received_signal() -> Interrupted | None:
     """The exception of the signal that has arrived since `interruptible` began."""
-    return None if _received is None else Interrupted(_received)
+    return None if _state.received is None else Interrupted(_state.received)
 
 
 def deliver_signals() -> None:
     """End the deferral of signals. Raises `Interrupted` if one has arrived."""
-    global _deferred
-    _deferred = False
-    if _received is not None:
-        raise Interrupted(_received)
+    _state.deferred = False
+    if _state.received is not None:
+        raise Interrupted(_state.received)
 
 
 def _on_signal(number: int, frame) -> None:
-    global _received, _received_at
-    if _received is not None:
-        if time.monotonic() - _received_at > REPEAT_SECONDS:
+    if _state.received is not None:
+        if time.monotonic() - _state.received_at > REPEAT_SECONDS:
             os._exit(128 + number)
         return
-    _received, _received_at = number, time.monotonic()
-    if not _deferred:
+    _state.received, _state.received_at = number, time.monotonic()
+    if not _state.deferred:
         raise Interrupted(number)
