@@ -193,9 +193,8 @@ def mismatch(
 
 class References:
     """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` has the weights that sampled, on a
-    device of its own; None: the policy itself serves, before its first update. `reference(batch, distribution, micro-batch
-    tokens)` returns the log-probs [B, T] of the model that training started from; a thread calls it if it works
-    `in_background`."""
+    device of its own; None: the policy itself, before its first update. `reference(batch, distribution, micro-batch tokens)`
+    returns the log-probs [B, T] of the model that training started from, in a thread if it works `in_background`."""
 
     def __init__(
         self, config: UpdateConfig, old_policy: FrozenModel | None,
@@ -217,16 +216,15 @@ class References:
         if self.config.old_log_probs == "sampler":
             rollout = dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
         elif self.config.old_log_probs == "policy":
+            rows, distribution = rows_with_gradient(rollout, self.config), self.config.distribution
             with self.clock("old_log_probs"):
-                rollout = dataclasses.replace(rollout, old_log_probs_BT=self._old_log_probs(rollout, policy))
+                if self.old_policy is None:
+                    old_BT = policy.log_probs(rollout.batch, distribution, rows)
+                else:
+                    self.old_policy.load_weights(policy.weights())
+                    old_BT = self.old_policy.log_probs(rollout.batch, distribution, policy.micro_batch_tokens, rows)
+            rollout = dataclasses.replace(rollout, old_log_probs_BT=old_BT)
         if self.reference is not None:
             with self.clock("reference"):
                 rollout = dataclasses.replace(rollout, reference_log_probs_BT=self._answers.pop(step)())
         return rollout
-
-    def _old_log_probs(self, rollout: Rollout, policy: Policy) -> torch.Tensor:
-        rows = rows_with_gradient(rollout, self.config)
-        if self.old_policy is None:
-            return policy.log_probs(rollout.batch, self.config.distribution, rows)
-        self.old_policy.load_weights(policy.weights())
-        return self.old_policy.log_probs(rollout.batch, self.config.distribution, policy.micro_batch_tokens, rows)
