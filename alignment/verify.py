@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -74,18 +73,16 @@ def differing_parts(args: VerifyArgs, console: Console) -> int:
     """Train 2k steps straight; then k, kill, resume, k; delete both; return 0. `RunStopped` names the parts that differ."""
     from alignment.runs.run_folder import checkpoint_folder
 
-    k, output = args.kill_after, Path(args.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".verify_", dir=output) as folder:
+    k = args.kill_after
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".verify_", dir=args.output_dir) as folder:
         straight, killed = Path(folder) / "straight", Path(folder) / "killed"
         rl = configuration(RLArgs, args, num_steps=2 * k, save_interval=k, preview=0, run_name=straight.name, output_dir=folder)
         rl = dataclasses.replace(rl, trackers=RLArgs.trackers)  # its events are compared below
-        with console.status(f"training {2 * k} steps straight"):
+        with console.status(f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"):
             _run(rl)
-        rl = dataclasses.replace(rl, run_name=killed.name)
-        with console.status(f"training {k} steps, to be killed, and the other {k}"):
-            _run(rl, killed_at=checkpoint_folder(killed, k))
-            _run(dataclasses.replace(rl, resume=True))
+            _run(dataclasses.replace(rl, run_name=killed.name), killed_at=checkpoint_folder(killed, k))
+            _run(dataclasses.replace(rl, run_name=killed.name, resume=True))
         of_straight, of_killed = digests(straight), digests(killed)
     if differing := [part for part in of_straight if of_straight[part] != of_killed[part]]:
         raise RunStopped(f"other {', '.join(differing)}")
@@ -132,7 +129,7 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
             yield from verified.checks() if name == engine else [another]
             if args.lora_rank:
                 policy.use_adapters("random")
-                yield Check(f"random adapters, {name}: nats from policy", nats, verified.synced)
+                yield dataclasses.replace(another, what=f"random adapters, {name}: nats from policy")
                 policy.use_adapters("trained")
 
 
@@ -149,9 +146,9 @@ def report(checks: Iterable[Check], console: Console) -> list[dict]:
         verdict = "passed" if passed else f"FAILED {error}"
         line = f"{check.what:47} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s  {verdict}"
         console.print(line, markup=False, soft_wrap=True)
-        numbers = (number if math.isfinite(number) else None for number in (measured, check.limit, seconds))
-        values = (check.what, *numbers, passed, error, check.at_best)
-        records.append(dict(zip(("what", "measured", "limit", "seconds", "passed", "error", "at_best"), values, strict=True)))
+        numbers = {"measured": measured, "limit": check.limit, "seconds": seconds}
+        finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        records.append({"what": check.what, **finite, "passed": passed, "error": error, "at_best": check.at_best})
     return records
 
 
@@ -169,9 +166,9 @@ def write_results(folder: Path, records: Sequence[dict]) -> str:
 
 def main() -> None:
     args = parse(VerifyArgs)
+    if args.batch_invariant and (engine_name(args.sampler) != "vllm" or "cpu" in roles_of(args).sample):
+        raise UserError("--batch_invariant: only vLLM on a GPU has kernels that give the same bits whatever shares a batch")
     if args.batch_invariant:
-        if engine_name(args.sampler) != "vllm" or "cpu" in roles_of(args).sample:
-            raise UserError("--batch_invariant: only vLLM on a GPU has kernels that give the same bits whatever shares a batch")
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # which its process, and those of the runs below, inherit
     if followed(args.rank_timeout):
         return
@@ -180,7 +177,7 @@ def main() -> None:
     from alignment.verification.checks import WITHOUT_MODEL, Check
 
     console = make_console()
-    records = report(itertools.chain(WITHOUT_MODEL, training_checks(args, warm_start(args, console))), console)
+    records = report(WITHOUT_MODEL, console) + report(training_checks(args, warm_start(args, console)), console)
     if args.kill_after and not PROCESSES:
         resumed = "killed, resumed: parts with other bits", 0.0, lambda: differing_parts(args, console), "to rounding"
         records += report([Check(*resumed)], console)

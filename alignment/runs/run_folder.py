@@ -32,9 +32,8 @@ LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # log file -> prefix of it
 # Not in the top folder, where loaders take every *.safetensors file for model weights.
 TRAINER = "trainer"
 ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
-SETTING = """model sft_base dtype sampler sampler_url sample_device sampler_tensor_parallel policy_devices policy_parallelism
-    policy_ranks optimizer lora_rank lora_alpha lora_targets rollouts deterministic""".split()
-"""The arguments that decide how far a run is reproducible."""
+SETTING = """model sft_base dtype optimizer lora_rank lora_alpha lora_targets sampler sampler_url sample_device rollouts
+    policy_devices policy_parallelism policy_ranks deterministic""".split()  # that decides how far a run is reproducible
 
 
 class RunFolder:

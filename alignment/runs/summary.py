@@ -58,7 +58,8 @@ def write_card(folder: Path, run: Path) -> None:
     record, evals, metrics = read_json(run / "args.json"), *(read_jsonl(run / f"{log}.jsonl") for log in ("evals", "metrics"))
     model = Path(record["args"]["model"])
     stated = (model / "README.md").read_text(errors="ignore") if (model / "README.md").is_file() else ""
-    facts = {"licence": re.findall(r"(?m)^license: *(\S+)$", stated), "is_local": model.exists(), "run": run.name, "word": reproducibility(run)}
+    facts = {"licence": re.findall(r"(?m)^license: *(\S+)$", stated), "is_local": model.exists(), "run": run.name}
+    facts["reproducibility"] = reproducibility(run)
     source = Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8")
     template = jinja2.Template(source, undefined=jinja2.StrictUndefined, trim_blocks=True)
     (folder / "README.md").write_text(template.render(**record, **facts, evals=evals, metrics=metrics), encoding="utf-8")
