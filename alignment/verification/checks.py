@@ -53,11 +53,11 @@ def difference_from_papers() -> float:
     for setting in table["settings"]:
         config = LossConfig(**{**setting["loss"], "loss": LOSSES[setting["loss"]["loss"]]})
         advantages_B1 = group_advantages(rewards_B1, AdvantageConfig(**setting["advantage"]))
-        inputs = LossInputs(config, log_probs_BT.requires_grad_(), mask_BT, rewards_B1, advantages_B1, *others)
-        counted = config.loss_normalization, mask_BT.sum(dim=1).tolist(), table["max_new_tokens"]
-        loss, _ = micro_batch_loss(inputs, loss_denominator(*counted))
-        (gradient_BT,) = torch.autograd.grad(loss, log_probs_BT)
-        values = torch.cat([advantages_B1[:, 0], loss.detach()[None], gradient_BT[mask_BT]])
+        rows = mask_BT, rewards_B1, advantages_B1, *others
+        denominator = loss_denominator(config.loss_normalization, mask_BT.sum(dim=1).tolist(), table["max_new_tokens"])
+        loss_of = lambda log_probs_BT: micro_batch_loss(LossInputs(config, log_probs_BT, *rows), denominator)[0]
+        gradient_BT, loss = torch.func.grad_and_value(loss_of)(log_probs_BT)
+        values = torch.cat([advantages_B1[:, 0], loss[None], gradient_BT[mask_BT]])
         worst = max(worst, (values - double(setting["values"])).abs().max().item())
     return worst
 
