@@ -163,11 +163,11 @@ def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str
 def reproducibility(run: Path) -> str:
     """What the newest `verify`, in a folder beside a run's or beside its sweep's, showed of the run's `SETTING`, versions and
     machine: "bitwise", "to rounding" or "statistical"; "not verified" where there is none, or it failed."""
-    folders = [page.parent for above in (run.parent, run.parent.parent) for page in above.glob("*/verification.html")]
+    pages = (page for above in (run.parent, run.parent.parent) for page in above.glob("*/verification.html"))
+    folders = [page.parent for page in pages if page.with_name("args.json").exists()]  # no copy for a paper
     records = {folder: files.read_json(folder / "args.json") for folder in (run, *folders)}
     setting = lambda record: (record["versions"], record.get("machine"), *map(record["args"].get, SETTING))
-    same = [folder for folder in folders if setting(records[folder]) == setting(records[run])]
-    newest = max(same, key=lambda folder: (folder / "summary.json").stat().st_mtime, default=None)
+    newest = max((f for f in folders if setting(records[f]) == setting(records[run])), key=os.path.getmtime, default=None)
     return files.read_json(newest / "summary.json")["reproducibility"] if newest else "not verified"
 
 

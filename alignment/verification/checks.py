@@ -1,4 +1,4 @@
-"""What a policy and its sampler compute, against transformers' own model, a response at a time, in float32 on the CPU."""
+"""What losses, grader, policy and sampler compute, against tables and transformers' own model, in float32 on the CPU."""
 
 import dataclasses
 import functools

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import shutil
 from collections.abc import Iterable
 
 import pytest
@@ -214,6 +215,9 @@ def test_how_far_a_run_is_reproducible(tmp_path, measured, word):
         write_args(tmp_path / folder, {"preset": "tiny", "model": "tiny", "seed": len(folder)}, {})
     assert reproducibility(tmp_path / "run") == "not verified"
     assert write_results(tmp_path / "verify", results_of(checked)) == word
+    assert reproducibility(tmp_path / "run") == word
+    (tmp_path / "paper").mkdir()
+    shutil.copy(tmp_path / "verify" / "verification.html", tmp_path / "paper")
     assert reproducibility(tmp_path / "run") == word
     page = (tmp_path / "verify" / "verification.html").read_text()
     assert f"<strong>{word}</strong>" in page and "a &lt;b&gt;" in page and "<td>torch</td>" in page
