@@ -604,6 +604,7 @@ class VerifyArgs(RLArgs):
 
     kill_after: int = 3
     """k: train 2k steps straight; then k, kill, resume, k; and compare. 0: leave that out, as it is behind torchrun."""
+    batch_invariant: bool = False  # On GPUs, sample by vLLM's kernels that give the same bits whatever shares a batch; slower.
 
 
 @dataclass(frozen=True)

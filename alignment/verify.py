@@ -9,20 +9,23 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jinja2
 from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
 from alignment.checks import check_rl, roles_of
 from alignment.runs.run_folder import claim_run_folder
-from alignment.system.errors import RunStopped, run_command
-from alignment.system.files import read_jsonl, sha256, write_json
+from alignment.sampling.sampler import engine_name
+from alignment.system.errors import RunStopped, UserError, run_command
+from alignment.system.files import read_json, read_jsonl, sha256, write_atomically, write_json
 from alignment.system.processes import end_command, last_line, start_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import PROCESSES, followed
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES, MOST_TOKENS = 4, 128  # responses of a prompt, and tokens of each: the plain computation is slow
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
+PAGE = "verification.html"
 TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured times
 
 
@@ -75,13 +79,10 @@ def differing_parts(args: VerifyArgs, console: Console) -> int:
         straight, killed = Path(folder) / "straight", Path(folder) / "killed"
         rl = configuration(RLArgs, args, num_steps=2 * k, save_interval=k, preview=0, run_name=straight.name, output_dir=folder)
         rl = dataclasses.replace(rl, trackers=RLArgs.trackers)  # its events are compared below
-        with console.status(f"training {2 * k} steps straight"):
+        with console.status(f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"):
             _run(rl)
-        rl = dataclasses.replace(rl, run_name=killed.name)
-        with console.status(f"training {k} steps, to be killed"):
-            _run(rl, killed_at=checkpoint_folder(killed, k))
-        with console.status(f"training the other {k} steps"):
-            _run(dataclasses.replace(rl, resume=True))
+            _run(dataclasses.replace(rl, run_name=killed.name), killed_at=checkpoint_folder(killed, k))
+            _run(dataclasses.replace(rl, run_name=killed.name, resume=True))
         of_straight, of_killed = digests(straight), digests(killed)
     if differing := [part for part in of_straight if of_straight[part] != of_killed[part]]:
         raise RunStopped(f"other {', '.join(differing)}")
@@ -93,16 +94,15 @@ def _run(args: RLArgs, killed_at: Path | None = None) -> None:
     log = (Path(args.output_dir) / f"{args.run_name}.log").resolve()
     process = start_command("alignment.train_rl", command_line(args), log)
     try:
-        while process.poll() is None:
-            if killed_at and killed_at.exists():
-                return
+        while process.poll() is None and not (killed_at and killed_at.exists()):
             time.sleep(0.01)
+        code = process.returncode
     finally:
         end_command(process)
-    if killed_at:
+    if killed_at and code is not None:
         raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
-    if process.returncode:
-        raise RunStopped(f"a run ended with exit code {process.returncode}: {last_line(log)}")
+    if code:
+        raise RunStopped(f"a run ended with exit code {code}: {last_line(log)}")
 
 
 def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
@@ -111,7 +111,7 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
     from alignment.policy.loading import load_tokenizer, make_deterministic
     from alignment.policy.policy import PolicyConfig
     from alignment.rollouts.source import open_source
-    from alignment.verification.checks import Verified, plain_policy
+    from alignment.verification.checks import LIMITS, Check, Verified, plain_policy
 
     if args.deterministic:
         make_deterministic()
@@ -120,9 +120,17 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
     tokenizer, devices = load_tokenizer(base), roles_of(args).sample
     source, policy = open_source(args.rollout_config, tokenizer), make_policy(args, base)
     exact = args.deterministic or {*policy.devices, *devices} == {"cpu"}
-    with closing(make_sampler(args, base, devices, tokenizer, policy)) as sampler:
-        plain = plain_policy(configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32"))
-        yield from Verified(policy, sampler, plain, source, args.update_config, exact).checks()
+    plain = plain_policy(configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32"))
+    nats, engine = LIMITS[policy.dtype][0], engine_name(args.sampler)
+    for name in dict.fromkeys([engine, "transformers"] if args.sampler == "auto" else [engine]):
+        with closing(make_sampler(dataclasses.replace(args, sampler=name), base, devices, tokenizer, policy)) as sampler:
+            verified = Verified(policy, sampler, plain, source, args.update_config, exact, args.batch_invariant)
+            another = Check(f"after updates, {name}: nats from policy", nats, verified.synced)
+            yield from verified.checks() if name == engine else [another]
+            if args.lora_rank:
+                policy.use_adapters("random")
+                yield dataclasses.replace(another, what=f"random adapters, {name}: nats from policy")
+                policy.use_adapters("trained")
 
 
 def report(checks: Iterable[Check], console: Console) -> list[dict]:
@@ -136,31 +144,46 @@ def report(checks: Iterable[Check], console: Console) -> list[dict]:
             error = str(stopped)
         seconds, start, passed = time.monotonic() - start, time.monotonic(), measured <= check.limit
         verdict = "passed" if passed else f"FAILED {error}"
-        line = f"{check.what:45} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s  {verdict}"
+        line = f"{check.what:47} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s  {verdict}"
         console.print(line, markup=False, soft_wrap=True)
         numbers = {"measured": measured, "limit": check.limit, "seconds": seconds}
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
-        records.append({"what": check.what, **finite, "passed": passed, "error": error})
+        records.append({"what": check.what, **finite, "passed": passed, "error": error, "at_best": check.at_best})
     return records
+
+
+def write_results(folder: Path, records: Sequence[dict]) -> str:
+    """Write summary.json, and verification.html, a page without other files. Returns how far the same command gives the same
+    again: "bitwise", "to rounding", or but for what a seed does not decide ("statistical"); "not verified" if a check failed."""
+    words = (record["at_best"] for record in records if record["measured"] and record["at_best"])
+    word = next(words, "bitwise") if all(record["passed"] for record in records) else "not verified"
+    write_json(folder / "summary.json", summary := {"reproducibility": word, "checks": records})
+    source = Path(__file__).with_name("verification") / f"{PAGE}.j2"
+    template = jinja2.Template(source.read_text(encoding="utf-8"), autoescape=True, undefined=jinja2.StrictUndefined)
+    write_atomically(folder / PAGE, template.render(summary, **read_json(folder / "args.json")))
+    return word
 
 
 def main() -> None:
     args = parse(VerifyArgs)
+    if args.batch_invariant and (engine_name(args.sampler) != "vllm" or "cpu" in roles_of(args).sample):
+        raise UserError("--batch_invariant: only vLLM on a GPU has kernels that give the same bits whatever shares a batch")
+    if args.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # which its process, and those of the runs below, inherit
     if followed(args.rank_timeout):
         return
     check_rl(args)
     from alignment.models import warm_start
-    from alignment.verification.checks import Check
+    from alignment.verification.checks import WITHOUT_MODEL, Check
 
     console = make_console()
-    records = report(training_checks(args, warm_start(args, console)), console)
+    records = report(WITHOUT_MODEL, console) + report(training_checks(args, warm_start(args, console)), console)
     if args.kill_after and not PROCESSES:
-        resumed = Check("killed, resumed: parts with other bits", 0.0, lambda: differing_parts(args, console))
-        records += report([resumed], console)
-    name = f"verify_{args.preset}"
-    folder = claim_run_folder(args.output_dir, args.run_name, name, dataclasses.asdict(args), args.seeds)
-    write_json(folder / "summary.json", {"checks": records})
-    console.print(f"all of it: {folder}/summary.json", markup=False, soft_wrap=True)
+        resumed = "killed, resumed: parts with other bits", 0.0, lambda: differing_parts(args, console), "to rounding"
+        records += report([Check(*resumed)], console)
+    names = args.output_dir, args.run_name, f"verify_{args.preset}"
+    folder = claim_run_folder(*names, dataclasses.asdict(args), args.seeds)
+    console.print(f"reproducible: {write_results(folder, records)}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)
     if failed := sum(not record["passed"] for record in records):
         raise RunStopped(f"{failed} of {len(records)} checks failed. On GPUs see --deterministic, and docs/faults.md on vLLM")
 

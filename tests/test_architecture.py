@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "sampling": ("core", "system", "policy"),
     "rollouts": ("core", "system", "data", "rewards", "policy", "sampling"),
     "training": ("core", "system", "policy", "rollouts"),
-    "verification": ("core", "system", "policy", "sampling", "rollouts", "training"),
+    "verification": ("core", "system", "rewards", "policy", "sampling", "rollouts", "training"),
     "runs": ("core", "system"),
     "evaluation": ("core", "system", "data", "rewards", "sampling"),
     # An ablation is about the arguments of train_rl; its reports ask a task which questions are the same.

@@ -18,6 +18,7 @@ from alignment.ablation import verdicts
 from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
+from alignment.runs.run_folder import reproducibility
 from alignment.runs.summary import first_change
 from alignment.system.files import read_jsonl, write_atomically
 from alignment.system.terminal import make_table, printable
@@ -80,6 +81,7 @@ def contents(study: Study) -> dict[str, object]:
         "study": study,
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
         "versions": any_run.versions if any_run else {},
+        "reproducibility": sorted({reproducibility(run.path) for run in study.runs}),
         "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
         "questions": len(set(verdicts.question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
     }

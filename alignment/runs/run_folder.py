@@ -9,6 +9,8 @@ import errno
 import html
 import itertools
 import json
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -30,6 +32,8 @@ LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # log file -> prefix of it
 # Not in the top folder, where loaders take every *.safetensors file for model weights.
 TRAINER = "trainer"
 ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
+SETTING = """model sft_base dtype optimizer lora_rank lora_alpha lora_targets sampler sampler_url sample_device rollouts
+    policy_devices policy_parallelism policy_ranks deterministic""".split()  # that decides how far a run is reproducible
 
 
 class RunFolder:
@@ -150,9 +154,21 @@ def claim_run_folder(
 
 
 def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str, int]) -> None:
-    """Write args.json: the resolved arguments, the seeds, the command, and `versions()`."""
+    """Write args.json: the resolved arguments, the seeds, the command, `versions()`, and which machine it is."""
     record = {"args": dict(arguments), "seeds": dict(seeds), "command": [Path(sys.executable).name, *sys.argv]}
-    files.write_json(folder / "args.json", {**record, "versions": versions()})
+    machine = f"{platform.node()}: {platform.platform()}, {os.cpu_count()} processors"
+    files.write_json(folder / "args.json", {**record, "versions": versions(), "machine": machine})
+
+
+def reproducibility(run: Path) -> str:
+    """What the newest `verify`, in a folder beside a run's or beside its sweep's, showed of the run's `SETTING`, versions and
+    machine: "bitwise", "to rounding" or "statistical"; "not verified" where there is none, or it failed."""
+    pages = (page for above in (run.parent, run.parent.parent) for page in above.glob("*/verification.html"))
+    folders = [page.parent for page in pages if page.with_name("args.json").exists()]  # no copy for a paper
+    records = {folder: files.read_json(folder / "args.json") for folder in (run, *folders)}
+    setting = lambda record: (record["versions"], record.get("machine"), *map(record["args"].get, SETTING))
+    newest = max((f for f in folders if setting(records[f]) == setting(records[run])), key=os.path.getmtime, default=None)
+    return files.read_json(newest / "summary.json")["reproducibility"] if newest else "not verified"
 
 
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:

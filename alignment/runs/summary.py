@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 from rich.console import Console
 
-from alignment.runs.run_folder import Record
+from alignment.runs.run_folder import Record, reproducibility
 from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.system.terminal import make_table, printable
 
@@ -46,6 +46,7 @@ def write_summary(path: Path, title: str, console: Console, seconds_beside_steps
         "steps": len(metrics),
         "seconds": total,
         "seconds_beside_steps": seconds_beside_steps,
+        "reproducibility": reproducibility(path),
         "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }
@@ -58,6 +59,7 @@ def write_card(folder: Path, run: Path) -> None:
     model = Path(record["args"]["model"])
     stated = (model / "README.md").read_text(errors="ignore") if (model / "README.md").is_file() else ""
     facts = {"licence": re.findall(r"(?m)^license: *(\S+)$", stated), "is_local": model.exists(), "run": run.name}
+    facts["reproducibility"] = reproducibility(run)
     source = Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8")
     template = jinja2.Template(source, undefined=jinja2.StrictUndefined, trim_blocks=True)
     (folder / "README.md").write_text(template.render(**record, **facts, evals=evals, metrics=metrics), encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Checks of a policy and its sampler against transformers' own models, one response at a time. It never loads a run."""
+"""Checks of losses, grader, policy and sampler against the papers, known answers and plain models. It never loads a run."""

@@ -1,4 +1,4 @@
-"""What a policy and its sampler compute, against transformers' own model, a response at a time, in float32 on the CPU."""
+"""What losses, grader, policy and sampler compute, against tables and transformers' own model, in float32 on the CPU."""
 
 import dataclasses
 import functools
@@ -6,20 +6,25 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from alignment.core.losses import loss_denominator
+from alignment.core.advantages import AdvantageConfig, group_advantages
+from alignment.core.losses import LOSSES, LossConfig, LossInputs, loss_denominator, micro_batch_loss
 from alignment.core.records import Batch, Group, Rollout
 from alignment.core.tokens import collate
 from alignment.policy.packing import take_plain_path
 from alignment.policy.policy import Objective, Policy, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
+from alignment.rewards.rules import find_rule
 from alignment.rollouts.config import UpdateConfig, problems_of_step
 from alignment.rollouts.source import RolloutSource, collate_groups, with_advantages
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
+from alignment.system.files import read_json, read_jsonl
 from alignment.training.update import rollout_loss, rollout_objective, rows_with_gradient, sampler_mismatch
 
 PROMPTS = 4
@@ -30,11 +35,44 @@ difference over its norm; and a step's change of weights, likewise: Adam's first
 
 @dataclass(frozen=True)
 class Check:
-    """A quantity, and the limit that it may not exceed. `quantity` raises `RunStopped` where a run would."""
+    """A quantity, and the limit that it may not exceed. `quantity` raises `RunStopped` where a run would. A run is reproducible
+    "to rounding" or "statistical" only, as `at_best` says, where it is not 0."""
 
     what: str
     limit: float
     quantity: Callable[[], float]
+    at_best: str = ""
+
+
+def difference_from_papers() -> float:
+    """The largest difference of training's advantages, losses and gradients, on made-up responses [B, t], from those in
+    papers.json, which the papers' formulas gave one token at a time, by no code of training's (tests/core/papers.py)."""
+    table, double = read_json(Path(__file__).with_name("papers.json")), functools.partial(torch.tensor, dtype=torch.float64)
+    log_probs_BT, *others = (pad_sequence(list(map(double, rows)), batch_first=True) for rows in table["log_probs"])
+    rewards_B1, mask_BT, worst = double(table["rewards"])[:, None], log_probs_BT != 0, 0.0
+    for setting in table["settings"]:
+        config = LossConfig(**{**setting["loss"], "loss": LOSSES[setting["loss"]["loss"]]})
+        advantages_B1 = group_advantages(rewards_B1, AdvantageConfig(**setting["advantage"]))
+        rows = mask_BT, rewards_B1, advantages_B1, *others
+        denominator = loss_denominator(config.loss_normalization, mask_BT.sum(dim=1).tolist(), table["max_new_tokens"])
+        loss_of = lambda log_probs_BT: micro_batch_loss(LossInputs(config, log_probs_BT, *rows), denominator)[0]
+        gradient_BT, loss = torch.func.grad_and_value(loss_of)(log_probs_BT)
+        values = torch.cat([advantages_B1[:, 0], loss[None], gradient_BT[mask_BT]])
+        worst = max(worst, (values - double(setting["values"])).abs().max().item())
+    return worst
+
+
+def wrong_rewards() -> int:
+    """How many responses of answers.jsonl, some of which try to deceive, get another reward than is stated there."""
+    rows = read_jsonl(Path(__file__).with_name("answers.jsonl"))
+    return sum(find_rule(row["rule"])(row["response"], row["ground_truth"])["reward"] != row["reward"] for row in rows)
+
+
+WITHOUT_MODEL = (
+    Check("losses, gradients, advantages: from papers'", 1e-6, difference_from_papers),
+    Check("grader: wrong rewards of known answers", 0.0, wrong_rewards),
+)
+"""The checks that are the same for all models."""
 
 
 def plain_policy(config: PolicyConfig) -> Policy:
@@ -45,10 +83,10 @@ def plain_policy(config: PolicyConfig) -> Policy:
     return policy
 
 
-def same_answers(groups: Sequence[Group], others: Sequence[Group]) -> int:
-    """How many groups have the tokens of their counterparts."""
+def other_answers(groups: Sequence[Group], others: Sequence[Group]) -> int:
+    """How many groups have other tokens than their counterparts."""
     pairs = zip(groups, others, strict=True)
-    return sum([c.token_ids for c in one.completions] == [c.token_ids for c in other.completions] for one, other in pairs)
+    return sum([c.token_ids for c in one.completions] != [c.token_ids for c in other.completions] for one, other in pairs)
 
 
 def copied_weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -70,40 +108,44 @@ class Verified:
     source: RolloutSource
     config: UpdateConfig
     exact: bool  # Whether the devices are to give the same bits again.
+    batch_invariant: bool = False  # Whether the engine is to give the same bits whatever shares a batch.
 
     def checks(self) -> Iterator[Check]:
         """Every check, to be measured before the next one is made. The last ones change the weights."""
         nats, relative, after_step = LIMITS[self.policy.dtype]
-        bits, sampled = 0.0 if self.exact else math.inf, self.sample()
+        bits, in_batches = (0.0 if exact else math.inf for exact in (self.exact, self.batch_invariant))
+        sampled = self.sample()
         groups, again = sampled[:PROMPTS], sampled[PROMPTS:]
-        yield Check("prompts asked twice: share of same answers", 0.9, lambda: same_answers(groups, again) / PROMPTS)
-        yield Check("same seed again: other answers", bits, lambda: len(sampled) - same_answers(sampled, self.sample()))
+        yield Check("prompts asked twice: share of same answers", 0.9, lambda: 1 - other_answers(groups, again) / PROMPTS)
+        yield Check("same seed again: other answers", bits, lambda: other_answers(sampled, self.sample()), "statistical")
+        yield Check("half the prompts: other answers", in_batches, lambda: other_answers(groups, self.sample(times=1)))
         rollout, completions = self.made_up(groups), [completion for group in groups for completion in group.completions]
         batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id=0)
-        plain_BT = self.plain.log_probs(batch, self.config.distribution)
+        plain_BT, sampler_BT = self.plain.log_probs(batch, self.config.distribution), rollout.sampler_log_probs_BT
         from_plain = lambda log_probs_BT: (log_probs_BT - plain_BT).abs().sum() / batch.response_mask.sum()  # masks count, too
         yield Check("policy's log-probs: nats from plain", nats, lambda: from_plain(self.log_probs(rollout)))
-        yield Check("sampler's log-probs: nats from plain", nats, lambda: from_plain(rollout.sampler_log_probs_BT))
+        yield Check("sampler's log-probs: nats from plain", nats, lambda: from_plain(sampler_BT))
+        yield Check("sampler's largest nats from policy", math.inf, lambda: (self.log_probs(rollout) - sampler_BT).abs().max())
         want, gradient = self.plain_gradient(rollout, batch), self.gradient(rollout)
         yield Check("gradient: from one row at a time", relative, lambda: (gradient - want).norm() / want.norm())
         self.policy.drop_gradient()
-        yield Check("gradient again: largest change", bits, lambda: (self.gradient(rollout) - gradient).abs().max())
+        yield Check("gradient again: change", bits, lambda: (self.gradient(rollout) - gradient).abs().max(), "to rounding")
         before = copied_weights(self.plain)
         for policy in (self.policy, self.plain):
             self.step(policy, self.config.learning_rate)
         after, change = dict(self.plain.weights()), distance(self.plain, before)
         yield Check("step: from one row at a time", after_step, lambda: distance(self.policy, after) / change)
+        yield Check("after updates, weights sent: tensors that differ", 0.0, lambda: self.sent(rollout, 2 * nats))
+        yield Check("after updates, sampler: nats from policy", nats, self.synced)
         before = copied_weights(self.policy)
-        self.gradient(rollout)
-        self.step(self.policy, 0.0)
+        yield Check("learning rate 0: growth of that in 3 steps", nats / 10, lambda: self.growth(rollout))
         yield Check("learning rate 0: change of weights", 0.0, lambda: distance(self.policy, before))
-        yield Check("after updates, sampler: nats from policy", nats, lambda: self.synced(rollout, 2 * nats))
 
-    def sample(self) -> list[Group]:
-        """Each problem's responses, and once more, with made-up rewards: 0 in the first group, 0 and 1 in the others."""
+    def sample(self, step: int = 1, times: int = 2) -> list[Group]:
+        """Each problem's responses, `times` over, with made-up rewards: 0 in the first group, 0 and 1 in the others."""
         config = self.source.config
-        problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step=1) * 2
-        sampling = config.sampling_of_step(self.source.task.stop, step=1)
+        problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step) * times
+        sampling = config.sampling_of_step(self.source.task.stop, step)
         sampled = self.sampler.sample([problem.prompt for problem in problems], sampling)
         rewards = [float(place % 3 == 0) for place in range(sampling.n)]
         return [
@@ -141,8 +183,8 @@ class Verified:
         policy.clip_gradient(self.config.max_grad_norm)
         policy.step(learning_rate)
 
-    def synced(self, rollout: Rollout, wanted: float) -> float:
-        """Mean difference of sampler and policy, after updates that move log-probs by `wanted` nats at least, and a sync."""
+    def sent(self, rollout: Rollout, wanted: float) -> float:
+        """0 once the sampler has the weights of updates that move log-probs by `wanted` nats at least; else `RunStopped`."""
         before, moved = self.log_probs(rollout), 0.0
         for power in range(8):
             if moved < wanted:
@@ -152,5 +194,19 @@ class Verified:
         if not moved >= wanted:
             raise RunStopped(f"eight updates moved log-probs by {moved:.2g} nats a token only: take a higher --learning_rate")
         load_proven(self.sampler, self.policy.weights(), 1)
-        sampled = self.made_up(self.sample())
-        return sampler_mismatch(self.policy, sampled, self.config.distribution, math.inf)["sampler_mismatch"]
+        return 0.0
+
+    def synced(self, step: int = 1) -> float:
+        """Mean difference of sampler and policy on new responses, after a transfer of the weights."""
+        self.sampler.load_weights(self.policy.weights(), step)
+        rollout = self.made_up(self.sample(step))
+        return sampler_mismatch(self.policy, rollout, self.config.distribution, math.inf)["sampler_mismatch"]
+
+    def growth(self, rollout: Rollout) -> float:
+        """How much `synced` grows over steps at a learning rate of 0."""
+        mismatches = [self.synced()]
+        for step in range(2, 5):
+            self.gradient(rollout)
+            self.step(self.policy, 0.0)
+            mismatches.append(self.synced(step))
+        return max(mismatches) - mismatches[0]

@@ -192,6 +192,7 @@ CASES = [
     ("gradients", ["--prompts", "1"], "--prompts 1: must be at least 2"),
     ("gradients", ["--group_size", "3", "4"], "--group_size: every size must divide the largest, 4"),
     ("verify", ["--kill_after", "-1"], "--kill_after -1: must be 0 (none) or more"),
+    ("verify", ["--batch_invariant"], "--batch_invariant: only vLLM on a GPU has kernels that give the same bits whatever shares a batch"),
     # flags
     ("train_rl", ["--group_sise", "3"], "error: --group_sise: there is no such flag (did you mean --group_size?)"),
     ("evaluate", ["--lr", "1"], "error: --lr: there is no such flag; write --learning_rate"),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import shutil
 from collections.abc import Iterable
 
 import pytest
@@ -11,21 +12,26 @@ from rich.console import Console
 from rollout_helpers import ARGS
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
+from alignment.core.advantages import DEVIATIONS
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.policy.loading import load_model, load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
+from alignment.rewards.rules import RULES
 from alignment.rollouts.source import open_source
+from alignment.runs.run_folder import reproducibility, write_args
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
 from alignment.verification import checks
-from alignment.verification.checks import Check, Verified, plain_policy
-from alignment.verify import report
+from alignment.verification.checks import WITHOUT_MODEL, Check, Verified, plain_policy
+from alignment.verify import report, write_results
 
 LOG_PROBS, GRADIENT = "policy's log-probs: nats from plain", "gradient: from one row at a time"
 SAMPLED, SYNCED = "sampler's log-probs: nats from plain", "after updates, sampler: nats from policy"
 STEP, RATE_0 = "step: from one row at a time", "learning rate 0: change of weights"
+ARRIVED, GROWTH = "after updates, weights sent: tensors that differ", "learning rate 0: growth of that in 3 steps"
+PAPERS, GRADER = (check.what for check in WITHOUT_MODEL)
 
 
 def verified(folder, lora_rank: int = 0, **settings) -> Verified:
@@ -61,7 +67,7 @@ def plant(monkeypatch, owner, name: str, change) -> None:
 @pytest.mark.parametrize("loss", ["grpo_clip", "no_baseline", "cispo", "alignment.core.losses:_gspo"])
 def test_everything_passes_where_nothing_is_wrong(tiny_folder, loss):
     results = results_of(verified(tiny_folder, loss_type=loss, sampler_correction="token_truncate").checks())
-    assert len(results) == 9 and all(record["passed"] for record in results), results
+    assert len(results) == 13 and all(record["passed"] for record in results), results
 
 
 def test_adapters(tiny_folder, monkeypatch):
@@ -70,12 +76,12 @@ def test_adapters(tiny_folder, monkeypatch):
     base = {name: tensor.clone() for name, tensor in checked.policy.weights()}
     without_adapters = lambda load, tensors, version: load(base.items(), version)
     plant(monkeypatch, checked.sampler, "load_weights", without_adapters)
-    assert failed(checked) == {SYNCED}
+    assert failed(checked) == {ARRIVED, SYNCED}
 
 
 def test_stale_weights(healthy, monkeypatch):
     plant(monkeypatch, healthy.sampler, "load_weights", lambda load, tensors, version: [None for _ in tensors])
-    assert failed(healthy) == {SYNCED}
+    assert failed(healthy) == {ARRIVED, SYNCED}
 
 
 def test_a_dropped_tensor(healthy, monkeypatch):
@@ -83,7 +89,7 @@ def test_a_dropped_tensor(healthy, monkeypatch):
         load([(name, tensor) for name, tensor in tensors if "layers.0.mlp.up_proj" not in name], version)
 
     plant(monkeypatch, healthy.sampler, "load_weights", drop)
-    assert failed(healthy) == {SYNCED}
+    assert failed(healthy) == {ARRIVED, SYNCED}
 
 
 def test_a_denominator_of_every_rank_for_itself(healthy, monkeypatch):
@@ -152,6 +158,71 @@ def test_sampling_that_the_seed_does_not_decide(healthy, monkeypatch):
 
     plant(monkeypatch, healthy.sampler, "sample", unseeded)
     assert failed(healthy) == {"same seed again: other answers"}
+
+
+def test_answers_that_depend_on_what_shares_a_batch(healthy, monkeypatch):
+    def of_batch(sample, prompts, sampling):
+        return sample(prompts, dataclasses.replace(sampling, seed=len(prompts)))
+
+    plant(monkeypatch, healthy.sampler, "sample", of_batch)
+    assert failed(dataclasses.replace(healthy, batch_invariant=True)) == {"half the prompts: other answers"}
+
+
+def test_a_sampler_that_drifts_away_at_a_learning_rate_of_0(healthy, monkeypatch):
+    def drifting(load, tensors, version):
+        load(((name, tensor * (1 + 2e-3 * (version - 1))) for name, tensor in tensors), version)
+
+    plant(monkeypatch, healthy.sampler, "load_weights", drifting)
+    assert failed(healthy) == {GROWTH}
+
+
+def test_a_biased_std(monkeypatch):
+    monkeypatch.setitem(DEVIATIONS, "group", DEVIATIONS["group_population"])
+    assert {record["what"] for record in results_of(WITHOUT_MODEL) if not record["passed"]} == {PAPERS}
+
+
+def test_a_grader_that_takes_a_list_of_guesses(monkeypatch):
+    def lenient(response, truth):
+        return {"reward": float(truth in response)}
+
+    monkeypatch.setitem(RULES, "r1_zero_strict", lenient)
+    assert {record["what"] for record in results_of(WITHOUT_MODEL) if not record["passed"]} == {GRADER}
+
+
+def test_what_is_the_same_for_all_models_passes():
+    assert all(record["passed"] for record in results_of(WITHOUT_MODEL))
+
+
+@pytest.mark.parametrize(
+    ("measured", "word"),
+    [
+        ((0.0, 0.0, 0.0), "bitwise"),
+        ((0.0, 1e-9, 0.0), "to rounding"),
+        ((2.0, 1e-9, 0.0), "statistical"),
+        ((0.0, 0.0, 1.0), "not verified"),
+    ],
+)
+def test_how_far_a_run_is_reproducible(tmp_path, measured, word):
+    """The third check, which has a limit of 0, fails where it is above."""
+    words, limits = ("statistical", "to rounding", ""), (math.inf, math.inf, 0.0)
+    checked = [
+        Check("a <b>", limit, lambda number=number: number, at_best)
+        for limit, number, at_best in zip(limits, measured, words, strict=True)
+    ]
+    (tmp_path / "verify").mkdir()
+    (tmp_path / "run").mkdir()
+    for folder in ("verify", "run"):
+        write_args(tmp_path / folder, {"preset": "tiny", "model": "tiny", "seed": len(folder)}, {})
+    assert reproducibility(tmp_path / "run") == "not verified"
+    assert write_results(tmp_path / "verify", results_of(checked)) == word
+    assert reproducibility(tmp_path / "run") == word
+    (tmp_path / "paper").mkdir()
+    shutil.copy(tmp_path / "verify" / "verification.html", tmp_path / "paper")
+    assert reproducibility(tmp_path / "run") == word
+    page = (tmp_path / "verify" / "verification.html").read_text()
+    assert f"<strong>{word}</strong>" in page and "a &lt;b&gt;" in page and "<td>torch</td>" in page
+    write_args(tmp_path / "run", {"preset": "tiny", "model": "another"}, {})
+    assert reproducibility(tmp_path / "run") == "not verified"
 
 
 def test_an_update_that_ignores_the_learning_rate(healthy, monkeypatch):
