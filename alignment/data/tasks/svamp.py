@@ -1,0 +1,58 @@
+"""Rows of SVAMP (Patel et al. 2021, arXiv:2103.07191), a worked solution from the equation of each.
+
+Training rows, of MAWPS and ASDiv-A, name their numbers by placeholders, and write the equation in prefix form:
+
+    Question                                                               Numbers     Equation             Answer
+    "... number0 books in each of his number1 bookshelves , how many ..."  "56.0 9.0"  "* number0 number1"  "504.0"
+
+Test rows, of SVAMP, have the first half of the question as Body, and an equation in parentheses, "( 56.0 * 9.0 )". Both teach
+
+    <think> 56 * 9 = 504 </think> <answer> 504 </answer>"""
+
+import re
+from collections.abc import Iterator
+
+from alignment.data.tasks.countdown import OPERATIONS
+from alignment.data.tasks.own_data import cell_text
+from alignment.system.errors import UserError
+
+PLACEHOLDER = re.compile(r"number(\d+)")
+
+
+def row(place: str, cells: dict) -> dict[str, str]:
+    """The row's question, answer and solution, which is "" where the equation has another value than the answer. Numbers have
+    four decimals at most. Raises `UserError`, naming the place, for a malformed row."""
+    question, equation, answer = (cell_text(place, cells, column).strip() for column in ("Question", "Equation", "Answer"))
+    steps: list[str] = []
+    try:
+        if "Numbers" in cells:
+            numbers = [number(text) for text in cell_text(place, cells, "Numbers").split()]
+            question, equation = (PLACEHOLDER.sub(lambda m: numbers[int(m[1])], text) for text in (question, equation))
+            question = re.sub(r" (?=[.,?])", "", question)
+        else:
+            body = cell_text(place, cells, "Body").strip()
+            question = f"{body} {question}" if body[-1] in ".,?!" else f"{body}, {question[0].lower()}{question[1:]}"
+        answer, value = number(answer), calculate(iter(equation.split()), steps)
+    except (ValueError, IndexError, StopIteration, ArithmeticError) as error:
+        raise UserError(f"{place}: Numbers, Equation and Answer make no calculation ({error or 'it breaks off'})") from None
+    return {"question": question, "answer": answer, "solution": " ; ".join(steps) if value == answer else ""}
+
+
+def calculate(tokens: Iterator[str], steps: list[str]) -> str:
+    """The value of the equation that `tokens` begin with, in prefix form or in parentheses; appends the calculations to `steps`."""
+    sign, left = next(tokens), ""
+    if in_parentheses := sign == "(":
+        left, sign = calculate(tokens, steps), next(tokens)
+    if sign not in OPERATIONS:
+        return left or number(sign)
+    left, right = left or calculate(tokens, steps), calculate(tokens, steps)
+    if in_parentheses:
+        next(tokens)
+    result = number(OPERATIONS[sign](float(left), float(right)))
+    steps.append(f"{left} {sign} {right} = {result}")
+    return result
+
+
+def number(value: float | str) -> str:
+    """A number as people write it: 504, not 504.0; at most four decimals."""
+    return f"{round(float(value), 4):.12g}"
