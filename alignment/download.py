@@ -13,7 +13,7 @@ def main() -> None:
     args = parse(DownloadArgs)
     from alignment.data.tasks import published
 
-    folder = args.folder or published.folder_of(args.task)
+    folder = args.folder or published.FOLDER.format(args.task)
     published.download(args.task, Path(folder), args.source)
     print(f"{published.PUBLISHED[args.task]['title']} is in {folder}/")
 

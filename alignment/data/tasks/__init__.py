@@ -51,7 +51,7 @@ class Task:
 
 
 _SMALL = partial(countdown.problems, size=countdown.SMALL), countdown.small_demonstrations
-_published = lambda name: (partial(published.problems, name), partial(published.demonstrations, name))  # noqa: E731
+_published = lambda name: (partial(published.problems, name), partial(published.demonstrations, name))
 _ALL = (
     Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
     Task("gsm8k", *_published("gsm8k"), "r1_zero"),

@@ -1,10 +1,9 @@
 """Data sets of published files, GSM8K and SVAMP: reading them, and downloading them by the table `published.toml`.
 
-A row of GSM8K has a question and its worked solution; `svamp.row` makes the like of SVAMP's.
+A row of GSM8K has a question and a worked solution with the answer; `svamp.row` makes the like of one of SVAMP.
 
     {"question": "Natalia sold 48 clips in April ...", "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\\n#### 72"}
-
-    uv run -m alignment.download --task gsm8k        # fetches both files into dataset/gsm8k/"""
+"""
 
 import random
 import ssl
@@ -21,9 +20,9 @@ from alignment.system.errors import UserError, os_error
 from alignment.system.files import sha256
 from alignment.system.terminal import make_console, progress_line
 
+FOLDER = "dataset/{}"
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 COLUMNS = {"gsm8k": DataConfig(answer_pattern="#### (.*)"), "svamp": DataConfig()}
-ROWS = {"svamp": svamp.row}  # what makes a row with the columns "question", "answer" and "solution"
 
 
 def problems(name: str, split: str, dataset_path: str = "") -> list[Problem]:
@@ -41,29 +40,27 @@ def demonstrations(name: str, split: str, dataset_path: str = "", seed: int = 0)
 
 def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]]:
     files = PUBLISHED[name]
-    path = Path(dataset_path or folder_of(name)) / files[split]["file"]
+    path = Path(dataset_path or FOLDER.format(name)) / files[split]["file"]
     if not path.is_file():
         raise UserError(
             f"{path} does not exist: download {files['title']} with `uv run -m alignment.download --task {name}`,"
             f" or point --dataset_path at a folder with {files['train']['file']} and {files['test']['file']}"
         )
-    rows = [(place, ROWS[name](place, row)) for place, row in read_rows(path)] if name in ROWS else read_rows(path)
+    rows = read_rows(path) if name == "gsm8k" else [(place, svamp.row(place, row)) for place, row in read_rows(path)]
     pairs = worked_problems(rows, COLUMNS[name])
     return [(replace(problem, id=f"{name}/{split}/{index}"), response) for index, (problem, response) in enumerate(pairs)]
-
-
-def folder_of(name: str) -> str:
-    """The folder that the data set's files are downloaded into and read from."""
-    return f"dataset/{name}"
 
 
 def download(name: str, folder: Path, source: str = "") -> None:
     """Fetch both files of the data set `name` into `folder`; a broken transfer goes on where it stopped. A file takes its name
     only once its SHA-256 is right. Raises `UserError` where it is not, or without a connection."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = source or PUBLISHED[name]["source"]
     for published in (PUBLISHED[name]["train"], PUBLISHED[name]["test"]):
-        file, expected, url = folder / published["file"], published["sha256"], f"{source}/{published['path']}"
+        file, expected, url = (
+            folder / published["file"],
+            published["sha256"],
+            f"{source or PUBLISHED[name]['source']}/{published['path']}",
+        )
         if file.exists() and sha256(file) == expected:
             print(f"{file}: already there and whole")
             continue

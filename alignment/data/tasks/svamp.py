@@ -1,11 +1,11 @@
-"""Rows of SVAMP (Patel et al. 2021, arXiv:2103.07191), a worked solution from the equation of each.
+"""Rows of SVAMP (Patel et al. 2021, arXiv:2103.07191), each with a worked solution that its equation gives.
 
-Training rows, of MAWPS and ASDiv-A, name their numbers by placeholders, and write the equation in prefix form:
+Training rows, of MAWPS and ASDiv-A, name their numbers by placeholders, and have an equation in prefix form:
 
-    Question                                                               Numbers     Equation             Answer
-    "... number0 books in each of his number1 bookshelves , how many ..."  "56.0 9.0"  "* number0 number1"  "504.0"
+    Question                                                          Numbers     Equation            Answer
+    ... number0 books in each of his number1 bookshelves , how ...    56.0 9.0    * number0 number1   504.0
 
-Test rows, of SVAMP, have the first half of the question as Body, and an equation in parentheses, "( 56.0 * 9.0 )". Both teach
+Test rows have the first half of the question as Body, and "( 56.0 * 9.0 )". Both teach
 
     <think> 56 * 9 = 504 </think> <answer> 504 </answer>"""
 
@@ -33,21 +33,19 @@ def row(place: str, cells: dict) -> dict[str, str]:
             body = cell_text(place, cells, "Body").strip()
             question = f"{body} {question}" if body[-1] in ".,?!" else f"{body}, {question[0].lower()}{question[1:]}"
         answer, value = number(answer), calculate(iter(equation.split()), steps)
-    except (ValueError, IndexError, StopIteration, ArithmeticError) as error:
+    except (ValueError, LookupError, StopIteration, ArithmeticError) as error:
         raise UserError(f"{place}: Numbers, Equation and Answer make no calculation ({error or 'it breaks off'})") from None
     return {"question": question, "answer": answer, "solution": " ; ".join(steps) if value == answer else ""}
 
 
 def calculate(tokens: Iterator[str], steps: list[str]) -> str:
     """The value of the equation that `tokens` begin with, in prefix form or in parentheses; appends the calculations to `steps`."""
-    sign, left = next(tokens), ""
-    if in_parentheses := sign == "(":
-        left, sign = calculate(tokens, steps), next(tokens)
-    if sign not in OPERATIONS:
-        return left or number(sign)
-    left, right = left or calculate(tokens, steps), calculate(tokens, steps)
-    if in_parentheses:
-        next(tokens)
+    if (token := next(tokens)) == "(":
+        left, sign, right, _ = calculate(tokens, steps), next(tokens), calculate(tokens, steps), next(tokens)
+    elif token in OPERATIONS:
+        left, sign, right = calculate(tokens, steps), token, calculate(tokens, steps)
+    else:
+        return number(token)
     result = number(OPERATIONS[sign](float(left), float(right)))
     steps.append(f"{left} {sign} {right} = {result}")
     return result
