@@ -1,9 +1,4 @@
-"""Data sets of published files, GSM8K and SVAMP: reading them, and downloading them by the table `published.toml`.
-
-A row of GSM8K has a question and a worked solution with the answer; `svamp.row` makes the like of one of SVAMP.
-
-    {"question": "Natalia sold 48 clips in April ...", "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\\n#### 72"}
-"""
+"""Data sets of published files, GSM8K and SVAMP: reading them, and downloading them by the table `published.toml`."""
 
 import random
 import ssl
@@ -22,7 +17,6 @@ from alignment.system.terminal import make_console, progress_line
 
 FOLDER = "dataset/{}"
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
-COLUMNS = {"gsm8k": DataConfig(answer_pattern="#### (.*)"), "svamp": DataConfig()}
 
 
 def problems(name: str, split: str, dataset_path: str = "") -> list[Problem]:
@@ -47,7 +41,7 @@ def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]
             f" or point --dataset_path at a folder with {files['train']['file']} and {files['test']['file']}"
         )
     rows = read_rows(path) if name == "gsm8k" else [(place, svamp.row(place, row)) for place, row in read_rows(path)]
-    pairs = worked_problems(rows, COLUMNS[name])
+    pairs = worked_problems(rows, DataConfig(answer_pattern=files["answer_pattern"]))
     return [(replace(problem, id=f"{name}/{split}/{index}"), response) for index, (problem, response) in enumerate(pairs)]
 
 
@@ -55,20 +49,17 @@ def download(name: str, folder: Path, source: str = "") -> None:
     """Fetch both files of the data set `name` into `folder`; a broken transfer goes on where it stopped. A file takes its name
     only once its SHA-256 is right. Raises `UserError` where it is not, or without a connection."""
     folder.mkdir(parents=True, exist_ok=True)
-    for published in (PUBLISHED[name]["train"], PUBLISHED[name]["test"]):
-        file, expected, url = (
-            folder / published["file"],
-            published["sha256"],
-            f"{source or PUBLISHED[name]['source']}/{published['path']}",
-        )
-        if file.exists() and sha256(file) == expected:
+    for split in ("train", "test"):
+        published = PUBLISHED[name][split]
+        file, url = folder / published["file"], f"{source or PUBLISHED[name]['source']}/{published['path']}"
+        if file.exists() and sha256(file) == published["sha256"]:
             print(f"{file}: already there and whole")
             continue
         part = file.with_name(f"{file.name}.part")
         _fetch(url, part)
-        if sha256(part) != expected:
+        if sha256(part) != published["sha256"]:
             part.unlink()
-            raise UserError(f"{url}: the file's SHA-256 is not {expected}; nothing was kept, try again")
+            raise UserError(f"{url}: the file's SHA-256 is not {published['sha256']}; nothing was kept, try again")
         part.replace(file)
 
 

@@ -16,8 +16,6 @@ from alignment.data.tasks.countdown import OPERATIONS
 from alignment.data.tasks.own_data import cell_text
 from alignment.system.errors import UserError
 
-PLACEHOLDER = re.compile(r"number(\d+)")
-
 
 def row(place: str, cells: dict) -> dict[str, str]:
     """The row's question, answer and solution, which is "" where the equation has another value than the answer. Numbers have
@@ -27,14 +25,16 @@ def row(place: str, cells: dict) -> dict[str, str]:
     try:
         if "Numbers" in cells:
             numbers = [number(text) for text in cell_text(place, cells, "Numbers").split()]
-            question, equation = (PLACEHOLDER.sub(lambda m: numbers[int(m[1])], text) for text in (question, equation))
+            question, equation = (re.sub(r"number(\d+)", lambda m: numbers[int(m[1])], text) for text in (question, equation))
             question = re.sub(r" (?=[.,?])", "", question)
         else:
             body = cell_text(place, cells, "Body").strip()
             question = f"{body} {question}" if body[-1] in ".,?!" else f"{body}, {question[0].lower()}{question[1:]}"
         answer, value = number(answer), calculate(iter(equation.split()), steps)
-    except (ValueError, LookupError, StopIteration, ArithmeticError) as error:
-        raise UserError(f"{place}: Numbers, Equation and Answer make no calculation ({error or 'it breaks off'})") from None
+    except (ValueError, LookupError, StopIteration, ArithmeticError, RecursionError) as error:
+        raise UserError(
+            f"{place}: Numbers, Equation and Answer make no calculation ({str(error) or 'it breaks off'})"
+        ) from None
     return {"question": question, "answer": answer, "solution": " ; ".join(steps) if value == answer else ""}
 
 
