@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from alignment import download
 from alignment.data.tasks import TASKS, published
-from alignment.data.tasks.svamp import calculate, row
+from alignment.data.tasks.svamp import calculate, svamp_row
 from alignment.rewards.r1_zero import r1_zero_reward_fn
 from alignment.system.errors import UserError
 
@@ -75,12 +75,12 @@ def test_a_training_row_of_svamp():
         "Equation": "* + number0 number10 number1",
         "Answer": "950.0",
     }
-    assert row("f:2", cells) == {
+    assert svamp_row("f:2", cells) == {
         "question": "Ann has 56 apples, and 44 pears. How many in 9.5 boxes?",
         "answer": "950",
         "solution": "56 + 44 = 100 ; 100 * 9.5 = 950",
     }
-    assert row("f:2", cells | {"Answer": "951.0"})["solution"] == ""  # the published row contradicts itself
+    assert svamp_row("f:2", cells | {"Answer": "951.0"})["solution"] == ""  # the published row contradicts itself
 
 
 def test_a_test_row_of_svamp():
@@ -91,8 +91,8 @@ def test_a_test_row_of_svamp():
         "Answer": 7.0,
     }
     wanted = {"question": "Each costs 7 dollars, how much are 3 less 2?", "answer": "7", "solution": "3 - 2 = 1 ; 7 * 1 = 7"}
-    assert row("row 1", cells) == wanted
-    assert row("row 1", cells | {"Body": "Each costs 7."})["question"] == "Each costs 7. How much are 3 less 2?"
+    assert svamp_row("row 1", cells) == wanted
+    assert svamp_row("row 1", cells | {"Body": "Each costs 7."})["question"] == "Each costs 7. How much are 3 less 2?"
 
 
 @given(st.recursive(st.integers(1, 99).map(str), lambda part: st.tuples(st.sampled_from("+-*"), part, part), max_leaves=6))
@@ -120,7 +120,7 @@ def test_prefix_form_and_parentheses_are_one_calculation(tree):
 def test_a_bad_row_of_svamp_is_refused_with_its_place(change, message):
     cells = {"Question": "number0 and number1 ?", "Numbers": "1.0 2.0", "Equation": "+ number0 number1", "Answer": "3.0"}
     with pytest.raises(UserError, match=message):
-        row("f:2", cells | change)
+        svamp_row("f:2", cells | change)
 
 
 def test_a_row(tmp_path):

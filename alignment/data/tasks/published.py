@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 
 from alignment.core.records import Problem
-from alignment.data.tasks import svamp
 from alignment.data.tasks.own_data import DataConfig, read_rows, worked_problems
+from alignment.data.tasks.svamp import svamp_row
 from alignment.system.errors import UserError, os_error
 from alignment.system.files import sha256
 from alignment.system.terminal import make_console, progress_line
@@ -40,7 +40,7 @@ def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]
             f"{path} does not exist: download {files['title']} with `uv run -m alignment.download --task {name}`,"
             f" or point --dataset_path at a folder with {files['train']['file']} and {files['test']['file']}"
         )
-    rows = read_rows(path) if name == "gsm8k" else [(place, svamp.row(place, row)) for place, row in read_rows(path)]
+    rows = read_rows(path) if name == "gsm8k" else [(place, svamp_row(place, row)) for place, row in read_rows(path)]
     pairs = worked_problems(rows, DataConfig(answer_pattern=files["answer_pattern"]))
     return [(replace(problem, id=f"{name}/{split}/{index}"), response) for index, (problem, response) in enumerate(pairs)]
 

@@ -17,7 +17,7 @@ from alignment.data.tasks.own_data import cell_text
 from alignment.system.errors import UserError
 
 
-def row(place: str, cells: dict) -> dict[str, str]:
+def svamp_row(place: str, cells: dict) -> dict[str, str]:
     """The row's question, answer and solution, which is "" where the equation has another value than the answer. Numbers have
     four decimals at most. Raises `UserError`, naming the place, for a malformed row."""
     question, equation, answer = (cell_text(place, cells, column).strip() for column in ("Question", "Equation", "Answer"))
