@@ -21,7 +21,8 @@ from tyro._errors import ParseErrorEvent, on_parse_error
 from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig
 from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS, OPTIONAL_ARGUMENTS, Loss, LossConfig
 from alignment.core.records import SamplingConfig
-from alignment.data.tasks import DataConfig, find_task, gsm8k
+from alignment.data.tasks import DataConfig, find_task
+from alignment.data.tasks.published import PUBLISHED
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.rewards.rules import CONTROLS as CONTROLS
 from alignment.rewards.rules import RULES as RULES
@@ -70,8 +71,8 @@ class Args:
     preset: str = "tiny"  # Named set of arguments (alignment/presets/*.toml) that the other flags override.
 
     task: str = "arithmetic"
-    """Where problems come from: arithmetic, gsm8k, countdown, countdown_small; rows of your own, file:FILE (JSONL, JSON, CSV,
-    Parquet) or hf:NAME (a hub's data set or a folder, hf:NAME:SUBSET); or your own `Task`, as package.module:name."""
+    """Where problems come from: arithmetic, gsm8k, svamp, countdown, countdown_small; rows of your own, file:FILE (JSONL, JSON,
+    CSV, Parquet) or hf:NAME (a hub's data set or a folder, hf:NAME:SUBSET); or your own `Task`, as package.module:name."""
     reward: str = "r1_zero"
     """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, or
     countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
@@ -647,7 +648,8 @@ class PipelineArgs:
 
 @dataclass(frozen=True)
 class DownloadArgs:
-    """Download GSM8K; a broken transfer goes on where it stopped."""
+    """Download the files of a task; a broken transfer goes on where it stopped."""
 
-    folder: str = gsm8k.FOLDER  # Where train.jsonl and test.jsonl go.
-    source: str = gsm8k.SOURCE  # Address of the folder that holds the two files.
+    task: Literal[tuple(PUBLISHED)] = "gsm8k"  # The task whose problems these are.
+    folder: str = ""  # Where the two files go; empty: dataset/TASK, where the task looks for them.
+    source: str = ""  # Address of the folder that holds them; empty: where they are published.

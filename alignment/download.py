@@ -1,6 +1,6 @@
-"""Download GSM8K into dataset/gsm8k/, or go on with a download that broke off.
+"""Download GSM8K or SVAMP into dataset/, or go on with a download that broke off.
 
-uv run -m alignment.download
+uv run -m alignment.download --task svamp
 """
 
 from pathlib import Path
@@ -11,10 +11,11 @@ from alignment.system.errors import run_command
 
 def main() -> None:
     args = parse(DownloadArgs)
-    from alignment.data.tasks import gsm8k
+    from alignment.data.tasks import published
 
-    gsm8k.download(Path(args.folder), args.source)
-    print(f"GSM8K is in {args.folder}/")
+    folder = args.folder or published.FOLDER.format(args.task)
+    published.download(args.task, Path(folder), args.source)
+    print(f"{published.PUBLISHED[args.task]['title']} is in {folder}/")
 
 
 if __name__ == "__main__":

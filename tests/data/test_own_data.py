@@ -14,7 +14,7 @@ from alignment.checks import check_sft, check_test_split, check_training_split
 from alignment.core.records import Problem
 from alignment.data.prompts import prompted, read_template
 from alignment.data.questions import split_of
-from alignment.data.tasks import DataConfig, find_task, gsm8k
+from alignment.data.tasks import DataConfig, find_task, published
 from alignment.data.tasks.own_data import of_split, read_demonstrations, read_rows, worked_problems
 from alignment.system.errors import UserError
 
@@ -348,11 +348,11 @@ def test_gsm8k_by_flags_is_gsm8k():
         pytest.skip(f"the real GSM8K files are not at {REAL}")
     task = find_task(f"file:{REAL}/gsm8k/train.jsonl", DataConfig(test_split=f"{REAL}/gsm8k/test.jsonl"))
     for split in ("train", "test"):
-        ours, theirs = task.problems(split, ""), gsm8k.problems(split, f"{REAL}/gsm8k")
+        ours, theirs = task.problems(split, ""), published.problems("gsm8k", split, f"{REAL}/gsm8k")
         for our, their in zip(ours, theirs, strict=True):
             assert (our.question, our.prompt, our.ground_truth) == (their.question, their.prompt, their.ground_truth)
     shown = {response for split in ("train", "test") for _, response in task.demonstrations(split, "", 0)}
-    assert shown == {response for _, response in gsm8k.demonstrations("train", f"{REAL}/gsm8k")}
+    assert shown == {response for _, response in published.demonstrations("gsm8k", "train", f"{REAL}/gsm8k")}
     check_training_split(task, "")
 
 

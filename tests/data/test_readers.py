@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from alignment import audit_grader
 from alignment.ablation.design import named_arms
 from alignment.ablation.study import read_run, read_study
-from alignment.data.tasks import gsm8k
+from alignment.data.tasks import published
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, damage, manifested, read_jsonl
 
@@ -66,7 +66,7 @@ def test_run_folders(name, tmp_path, data):
 def test_problems(tmp_path, content):
     (tmp_path / "train.jsonl").write_bytes(content)
     try:
-        for problem in gsm8k.problems("train", str(tmp_path)):
+        for problem in published.problems("gsm8k", "train", str(tmp_path)):
             assert isinstance(problem.ground_truth, str)
     except UserError as error:
         assert "train.jsonl" in str(error)

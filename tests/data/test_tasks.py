@@ -16,5 +16,7 @@ def test_a_task_is_one_of_the_table_or_the_users_own(monkeypatch):
     assert find_task("gsm8k") is TASKS["gsm8k"] and find_task("users_task:sums") is own
     with pytest.raises(UserError, match="--task users_task:number: cannot be imported .*it is of type int, not Task"):
         find_task("users_task:number")
-    with pytest.raises(UserError, match="^--task gsm: there is no such task; choose one of arithmetic, gsm8k, countdown, "):
+    with pytest.raises(
+        UserError, match="^--task gsm: there is no such task; choose one of arithmetic, gsm8k, svamp, countdown, "
+    ):
         find_task("gsm")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from alignment.core.records import Problem
 from alignment.data.questions import Key, distinct, plain, question_text, without
-from alignment.data.tasks import arithmetic, countdown, gsm8k, own_data
+from alignment.data.tasks import arithmetic, countdown, own_data, published
 from alignment.data.tasks.own_data import DataConfig
 from alignment.system.errors import UserError
 from alignment.system.registry import find
@@ -51,9 +51,11 @@ class Task:
 
 
 _SMALL = partial(countdown.problems, size=countdown.SMALL), countdown.small_demonstrations
+_published = lambda name: (partial(published.problems, name), partial(published.demonstrations, name))
 _ALL = (
     Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
-    Task("gsm8k", gsm8k.problems, gsm8k.demonstrations, "r1_zero"),
+    Task("gsm8k", *_published("gsm8k"), "r1_zero"),
+    Task("svamp", *_published("svamp"), "tiny"),
     Task("countdown", countdown.problems, countdown.demonstrations, "countdown_en", ("countdown",), key=countdown.key),
     Task("countdown_small", *_SMALL, "tiny", ("countdown",), key=countdown.key),
 )
