@@ -141,5 +141,7 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
                 f" of {context} tokens: lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
             )
         if not ids:
-            raise UserError("an empty prompt cannot be continued: check dataset, prompt template and tokenizer files")
+            raise UserError(
+                "an empty prompt cannot be continued: check the dataset, the prompt template and the model's tokenizer files"
+            )
     return encoded
