@@ -153,8 +153,8 @@ def report(checks: Iterable[Check], console: Console) -> list[dict]:
 
 
 def write_results(folder: Path, records: Sequence[dict]) -> str:
-    """Write summary.json, and verification.html, a page without other files. Returns how far the same command gives the same
-    again: "bitwise", "to rounding", or but for what a seed does not decide ("statistical"); "not verified" if a check failed."""
+    """Write summary.json and verification.html, a self-contained page. Returns how far the same command repeats its results:
+    "bitwise", "to rounding", or in their distribution only ("statistical"); "not verified" where a check failed."""
     words = (record["at_best"] for record in records if record["measured"] and record["at_best"])
     word = next(words, "bitwise") if all(record["passed"] for record in records) else "not verified"
     write_json(folder / "summary.json", summary := {"reproducibility": word, "checks": records})
@@ -179,8 +179,8 @@ def main() -> None:
     console = make_console()
     records = report(WITHOUT_MODEL, console) + report(training_checks(args, warm_start(args, console)), console)
     if args.kill_after and not PROCESSES:
-        resumed = "killed, resumed: parts with other bits", 0.0, lambda: differing_parts(args, console), "to rounding"
-        records += report([Check(*resumed)], console)
+        resumed = Check("killed, resumed: parts with other bits", 0.0, lambda: differing_parts(args, console))
+        records += report([resumed], console)
     names = args.output_dir, args.run_name, f"verify_{args.preset}"
     folder = claim_run_folder(*names, dataclasses.asdict(args), args.seeds)
     console.print(f"reproducible: {write_results(folder, records)}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)

@@ -45,7 +45,7 @@ class RunFolder:
         self.path = path
         files.remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
-        kept = {log: [r for r in files.read_jsonl(path / log, True) if r["step"] <= last_step] for log in LOGS}
+        kept = {log: [r for r in files.read_jsonl(path / log, have_steps=True) if r["step"] <= last_step] for log in LOGS}
         self.evaluated = {record["step"] for record in kept["evals.jsonl"]}
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]

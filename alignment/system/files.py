@@ -177,13 +177,12 @@ def read_jsonl(file: Path, have_steps: bool = False) -> list[dict]:
     where they must `have_steps` also for one without."""
     lines, records = file.read_bytes().split(b"\n") if file.exists() else [], []
     for number, line in enumerate(lines, start=1):
-        if (record := json_object(line)) is None and number < len(
-            lines
-        ):  # the last one, which no line break ends, is unfinished
+        if (record := json_object(line)) is not None:
+            if have_steps and type(record.get("step")) is not int:
+                raise UserError(f"{file}:{number}: has no step; the file is damaged")
+            records.append(record)
+        elif number < len(lines):  # a finished line ends with a line break, so that the last one is empty
             raise UserError(f"{file}:{number}: not a JSON object; the file is damaged")
-        if record is not None and have_steps and type(record.get("step")) is not int:
-            raise UserError(f"{file}:{number}: has no step; the file is damaged")
-        records += [] if record is None else [record]
     return records
 
 

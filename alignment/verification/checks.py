@@ -35,8 +35,8 @@ difference over its norm; and a step's change of weights, likewise: Adam's first
 
 @dataclass(frozen=True)
 class Check:
-    """A quantity, and the limit that it may not exceed. `quantity` raises `RunStopped` where a run would. A run is reproducible
-    "to rounding" or "statistical" only, as `at_best` says, where it is not 0."""
+    """A quantity, and the limit that it may not exceed. `quantity` raises `RunStopped` where a run would. Where it is not 0, a
+    run is reproducible `at_best` "to rounding", or "statistical", in the distribution of its results."""
 
     what: str
     limit: float
@@ -138,7 +138,7 @@ class Verified:
         yield Check("after updates, weights sent: tensors that differ", 0.0, lambda: self.sent(rollout, 2 * nats))
         yield Check("after updates, sampler: nats from policy", nats, self.synced)
         before = copied_weights(self.policy)
-        yield Check("learning rate 0: growth of that in 3 steps", nats / 10, lambda: self.growth(rollout))
+        yield Check("learning rate 0: growth of mismatch in 3 steps", nats / 10, lambda: self.growth(rollout))
         yield Check("learning rate 0: change of weights", 0.0, lambda: distance(self.policy, before))
 
     def sample(self, step: int = 1, times: int = 2) -> list[Group]:

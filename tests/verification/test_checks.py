@@ -30,7 +30,7 @@ from alignment.verify import report, write_results
 LOG_PROBS, GRADIENT = "policy's log-probs: nats from plain", "gradient: from one row at a time"
 SAMPLED, SYNCED = "sampler's log-probs: nats from plain", "after updates, sampler: nats from policy"
 STEP, RATE_0 = "step: from one row at a time", "learning rate 0: change of weights"
-ARRIVED, GROWTH = "after updates, weights sent: tensors that differ", "learning rate 0: growth of that in 3 steps"
+ARRIVED, GROWTH = "after updates, weights sent: tensors that differ", "learning rate 0: growth of mismatch in 3 steps"
 PAPERS, GRADER = (check.what for check in WITHOUT_MODEL)
 
 

@@ -16,6 +16,7 @@ from alignment.system.files import sha256
 from alignment.system.terminal import make_console, progress_line
 
 FOLDER = "dataset/{}"
+READERS = {"gsm8k": lambda place, row: row, "svamp": svamp_row}  # Make a row of question, answer and, perhaps, solution.
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
@@ -40,7 +41,7 @@ def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]
             f"{path} does not exist: download {files['title']} with `uv run -m alignment.download --task {name}`,"
             f" or point --dataset_path at a folder with {files['train']['file']} and {files['test']['file']}"
         )
-    rows = read_rows(path) if name == "gsm8k" else [(place, svamp_row(place, row)) for place, row in read_rows(path)]
+    rows = ((place, READERS[name](place, row)) for place, row in read_rows(path))
     pairs = worked_problems(rows, DataConfig(answer_pattern=files["answer_pattern"]))
     return [(replace(problem, id=f"{name}/{split}/{index}"), response) for index, (problem, response) in enumerate(pairs)]
 

@@ -39,7 +39,7 @@ def svamp_row(place: str, cells: dict) -> dict[str, str]:
 
 
 def calculate(tokens: Iterator[str], steps: list[str]) -> str:
-    """The value of the equation that `tokens` begin with, in prefix form or in parentheses; appends the calculations to `steps`."""
+    """The value of the equation that `tokens` begin, in prefix form or in parentheses; appends its calculations to `steps`."""
     if (token := next(tokens)) == "(":
         left, sign, right, _ = calculate(tokens, steps), next(tokens), calculate(tokens, steps), next(tokens)
     elif token in OPERATIONS:
