@@ -648,7 +648,7 @@ class PipelineArgs:
 
 @dataclass(frozen=True)
 class DownloadArgs:
-    """Download the files of a task; a broken transfer goes on where it stopped."""
+    """Download GSM8K, or the task that --task names; a broken transfer goes on where it stopped."""
 
     task: Literal[tuple(PUBLISHED)] = "gsm8k"  # The task whose problems these are.
     folder: str = ""  # Where the two files go; empty: dataset/TASK, where the task looks for them.
