@@ -9,12 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from alignment import sweep
@@ -203,9 +206,19 @@ def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch
     states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
     executor = RayExecutor(cluster.address, None, None)
     second = cluster.add_node(num_cpus=1)  # only now, so that this process hangs on the first
+    raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
+    # A worker that runs already takes its job at once: a slow start would leave both runs, one after the other, to the first.
+    there = NodeAffinitySchedulingStrategy(second.node_id, soft=False)
+    ray.get(ray.remote(num_cpus=1, scheduling_strategy=there)(lambda: None).remote())
+
+    def has_saved_on_the_second_node() -> bool:
+        saved = {checkpoint.parent.name for checkpoint in design.folder.glob("*/step_*")}
+        with suppress(psutil.NoSuchProcess):  # one that ends meanwhile
+            return any(saved.intersection(process.cmdline()) for process in raylet.children(recursive=True))
+        return False
 
     def kill_the_second_node() -> None:
-        wait_for(lambda: len({checkpoint.parent for checkpoint in design.folder.glob("*/step_*")}) == 2)
+        wait_for(has_saved_on_the_second_node)
         cluster.remove_node(second, allow_graceful=False)
 
     killer = threading.Thread(target=kill_the_second_node, daemon=True)
