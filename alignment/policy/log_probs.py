@@ -63,15 +63,9 @@ def truncation_edge(logits: torch.Tensor, top_p: float, top_k: int) -> tuple[tor
 
 
 def get_response_log_probs(
-    model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor,
-    return_token_entropy: bool = False,
-    response_mask: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-) -> dict[str, torch.Tensor]:
+    model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, return_token_entropy: bool = False,
+    response_mask: torch.Tensor | None = None, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """log pi(label | prefix) in nats, fp32, for the positions in `response_mask` (everywhere when None), 0 elsewhere.
 
     `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded, on the CPU: on a GPU the host would wait to read
@@ -97,8 +91,7 @@ def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask
     device = model.get_input_embeddings().weight.device
     ids, positions = send(packing.input_ids_1N, device), send(packing.position_ids_1N, device)
     with attention_by_layout(model, packing):
-        output = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing)
-    hidden = output.last_hidden_state
+        hidden = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing).last_hidden_state
     spots_N = packing.spots_BT[response_mask[:, : packing.spots_BT.shape[1]]]
     return hidden[0].index_select(0, send(spots_N, hidden.device))
 
@@ -113,13 +106,9 @@ def padded_logits(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.T
 
 
 def head_log_probs(
-    model: torch.nn.Module,
-    hidden_NH: torch.Tensor,
-    labels: torch.Tensor,
-    response_mask: torch.Tensor,
-    distribution: Distribution = Distribution(),
-    return_token_entropy: bool = False,
-) -> dict[str, torch.Tensor]:
+    model: torch.nn.Module, hidden_NH: torch.Tensor, labels: torch.Tensor, response_mask: torch.Tensor,
+    distribution: Distribution = Distribution(), return_token_entropy: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The second half of `get_response_log_probs`, from the hidden states at the mask's positions."""
     head = model.get_output_embeddings()
     device = head.weight.device
@@ -137,13 +126,10 @@ def head_log_probs(
         inputs = (hidden_NH, weight_VH, targets_N, numbers, return_token_entropy, soft_cap)
         log_probs_N, entropies_2N = LabelLogProbs.apply(*inputs)
     places = send(response_mask.flatten().nonzero().squeeze(1), device)
-    values = {"log_probs": log_probs_N}
+    values, zeros = {"log_probs": log_probs_N}, torch.zeros(labels.numel(), device=device)
     if return_token_entropy:
         values |= {"token_entropy": entropies_2N[0], "sampling_entropy": entropies_2N[1]}
-    return {
-        name: torch.zeros(labels.numel(), device=device).index_copy(0, places, values_N).view(labels.shape)
-        for name, values_N in values.items()
-    }
+    return {name: zeros.index_copy(0, places, values_N).view(labels.shape) for name, values_N in values.items()}
 
 
 def logit_scale_and_cap(config) -> tuple[float, float | None]:
@@ -259,11 +245,8 @@ def score_in_place(logits_NV, labels_N, distribution, log_probs_N=None, entropie
         log_p = kept.sub_(normaliser)
         if log_probs_N is not None:
             log_probs_N[here] = log_p.gather(-1, labels_N[here][:, None]).squeeze(-1)
-        if entropies_2N is not None and not truncated:
-            p = log_p.exp()
-            entropies_2N[:, here] = -(p * log_p).sum(dim=-1)
-            z.copy_(p)
-        else:
-            torch.exp(log_p, out=z)
-            if entropies_2N is not None:
-                entropies_2N[1, here] = torch.special.entr(z).sum(dim=-1)  # -p log p, and 0 where p is 0
+        torch.exp(log_p, out=z)
+        if entropies_2N is not None and truncated:
+            entropies_2N[1, here] = torch.special.entr(z).sum(dim=-1)  # -p log p, and 0 where p is 0
+        elif entropies_2N is not None:
+            entropies_2N[:, here] = -(z * log_p).sum(dim=-1)

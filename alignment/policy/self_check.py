@@ -120,13 +120,11 @@ def choose_path(model: torch.nn.Module) -> bool:
     if getattr(getattr(head, "weight", None), "ndim", 0) != 2:
         raise UserError(f"--model: {family} has no linear output head, so its log-probs cannot be computed from hidden states")
     with checking(model):
-        if reason := _path_disagreement(model):
-            if not takes_plain_path(model):
-                take_plain_path(model)
-                say_once(f"{family}: log-probs of packed rows {reason}; rows are padded, nothing is shared: slower, and exact")
-                reason = _path_disagreement(model)
-            if reason:
-                raise UserError(f"--model: {family} cannot be trained: log-probs of padded rows {reason}")
+        if not takes_plain_path(model) and (reason := _path_disagreement(model)):
+            take_plain_path(model)
+            say_once(f"{family}: log-probs of packed rows {reason}; rows are padded, nothing is shared: slower, and exact")
+        if takes_plain_path(model) and (reason := _path_disagreement(model)):
+            raise UserError(f"--model: {family} cannot be trained: log-probs of padded rows {reason}")
     return takes_plain_path(model)
 
 

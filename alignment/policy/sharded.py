@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.utils._pytree import tree_map_only
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt, split_rows
@@ -69,8 +70,10 @@ class Shard(SingleDevicePolicy):
         return self.model.compute(function, *arguments)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
-        results = [to_cpu(result) for result in super().accumulate(batch, self._own_rows(batch, rows), objective)]
-        return iter(self._gathered(results))
+        results = super().accumulate(batch, self._own_rows(batch, rows), objective)
+        # On the CPU, from where tensors can be sent to another rank.
+        sent = [MicroBatchResult(**tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(result))) for result in results]
+        return iter(self._gathered(sent))
 
     def in_micro_batches(self, compute: Callable, rows: Sequence[Row], parameters=()) -> Iterator[tuple[Sequence[int], object]]:
         """See `MicroBatchedModel.in_micro_batches`. Computes empty ones too, until there are as many as on every other rank."""
@@ -134,12 +137,6 @@ class Shard(SingleDevicePolicy):
             raise OSError(f"{folder} could not be written by rank {rank}: {cause}") from None
 
     read_optimizer = staticmethod(read_parts)
-
-
-def to_cpu(result: MicroBatchResult) -> MicroBatchResult:
-    """A result whose tensors can be sent to another rank."""
-    sums = {name: value.cpu() if torch.is_tensor(value) else value for name, value in result.sums.items()}
-    return MicroBatchResult(list(result.rows), result.log_probs.cpu(), sums)
 
 
 def on_all_ranks(method: str) -> Callable:
