@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,14 +40,11 @@ def _may_run_in_parallel(model: PreTrainedModel) -> bool:
     """Whether two forward passes of a model at once cannot disturb each other. They would on devices that order their work
     themselves, and with another attention than ours, which is swapped for a pass (`attention_by_layout`). So would modules that
     hold state: dropout draws from one generator, and some rotary embeddings follow the longest sequence of a pass."""
+    dropout = torch.nn.modules.dropout._DropoutNd
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    return on_cpu and model.config._attn_implementation == ATTENTION and not any(map(_holds_state, model.modules()))
-
-
-def _holds_state(module: torch.nn.Module) -> bool:
-    draws = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
-    rotary = str(getattr(module, "rope_type", ""))  # a dict, in a model with several kinds of layers
-    return draws or "dynamic" in rotary or "longrope" in rotary
+    draws = any(isinstance(module, dropout) and module.p > 0 for module in model.modules())
+    rotary = " ".join(str(getattr(module, "rope_type", "")) for module in model.modules())  # dicts where layers differ
+    return on_cpu and model.config._attn_implementation == ATTENTION and not (draws or re.search("dynamic|longrope", rotary))
 
 
 def run_parallel(
