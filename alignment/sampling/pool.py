@@ -93,8 +93,9 @@ class SamplerPool:
 
         def draw(name: str) -> Completions:
             first, end = places[name]
-            numbered = dataclasses.replace(sampling, first_prompt=sampling.first_prompt + first)
-            return self._ask(name, lambda engine: self._sample(engine, prompts[first:end], numbered)) if end > first else []
+            own, numbered = prompts[first:end], dataclasses.replace(sampling, first_prompt=sampling.first_prompt + first)
+            request = lambda engine: check_completions(engine.sample(own, numbered), len(own), numbered, self._vocabulary)
+            return self._ask(name, request) if own else []
 
         return [group for groups in self._at_once(draw) for group in groups]
 
@@ -118,11 +119,6 @@ class SamplerPool:
         self._engines[name] = self._starts[name]()
         if self._closed:  # since another one could not start
             self._engines[name].close()
-
-    def _sample(self, engine: Sampler, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
-        completions = engine.sample(prompts, sampling)
-        check_completions(completions, len(prompts), sampling, self._vocabulary)
-        return completions
 
     def _ask(self, name: str, request: Callable[[Sampler], Answer], repeat: bool = True) -> Answer | None:
         """An engine's answer to a request, which a new engine is asked again, with `repeat`, where the first is lost."""
@@ -159,8 +155,8 @@ class SamplerPool:
         return [future.result() for future in name_of]
 
 
-def check_completions(completions: Completions, prompts: int, sampling: SamplingConfig, vocabulary: int) -> None:
-    """Raise `SamplerLost` for an answer that cannot be `sampling.n` completions of each of `prompts` prompts."""
+def check_completions(completions: Completions, prompts: int, sampling: SamplingConfig, vocabulary: int) -> Completions:
+    """The completions. Raises `SamplerLost` for an answer that cannot be `sampling.n` of each of `prompts` prompts."""
     if len(completions) != prompts or any(len(group) != sampling.n for group in completions):
         sizes = [len(group) for group in completions]
         raise SamplerLost(f"it was asked for {prompts} x {sampling.n} completions and gave {sizes}")
@@ -172,6 +168,7 @@ def check_completions(completions: Completions, prompts: int, sampling: Sampling
             raise SamplerLost(f"a completion has tokens outside the vocabulary of {vocabulary}")
         if not all(-math.inf < log_prob <= 1e-3 for log_prob in completion.log_probs):  # a bfloat16 sum may pass 0
             raise SamplerLost("a completion has log-probs that are no logarithms of probabilities")
+    return completions
 
 
 class EngineProcess:
