@@ -170,9 +170,7 @@ def sampler_mismatch(policy: Policy, rollout: Rollout, distribution: Distributio
     return mismatch(log_probs_BT, rows, rollout, limit)
 
 
-def mismatch(
-    trainer_BT: torch.Tensor, rows: Sequence[int], rollout: Rollout, limit: float, steps_old: int = 0
-) -> dict[str, float]:
+def mismatch(trainer_BT: torch.Tensor, rows: list[int], rollout: Rollout, limit: float, steps_old: int = 0) -> dict[str, float]:
     """Mean and largest difference, in nats a token, of the sampler's log-probs from the trainer's, over some rows, both under
     the sampled distribution and before the weights change. Raises `RunStopped` where the mean exceeds `limit`
     (--max_sampler_mismatch): the gradient would be of another policy than the one that was sampled. Weights that are
