@@ -85,10 +85,11 @@ def pack(rows: Sequence[Row]) -> Packing:
     sequence = input_ids_1N, position_ids_1N, spots_BT, prefixes_SL.clamp(min=0), _real(prefixes_SL)
     if not sharing:
         return Packing(*sequence)
-    suffixes_RQ, prefixes_RP = _padded(ranges[len(prompt_groups) :]), _padded([ranges[prefix] for prefix, _ in sharing], "left")
-    seen_RK, padding_R = torch.cat([prefixes_RP, suffixes_RQ], dim=1), (prefixes_RP < 0).sum(dim=1)
-    suffixes = suffixes_RQ.clamp(min=0), seen_RK.clamp(min=0), padding_R if padding_R.any() else None, _real(suffixes_RQ)
-    return Packing(*sequence, *suffixes)
+    suffixes, prefixes = ranges[len(prompt_groups) :], [ranges[prefix] for prefix, _ in sharing]
+    suffixes_RQ, prefixes_RP = _padded(suffixes), _padded(prefixes, "left")
+    seen_RK = torch.cat([prefixes_RP, suffixes_RQ], dim=1).clamp(min=0)
+    padding_R = None if len(set(map(len, prefixes))) == 1 else (prefixes_RP < 0).sum(dim=1)
+    return Packing(*sequence, suffixes_RQ.clamp(min=0), seen_RK, padding_R, _real(suffixes_RQ))
 
 
 def _padded(places: Sequence[torch.Tensor], side: str = "right") -> torch.Tensor:

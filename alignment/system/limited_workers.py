@@ -1,6 +1,5 @@
-"""Function calls in processes that can be killed: a pool of workers that limit the time and the memory of each call. A worker
-imports its modules once and forks a child for each call, so that ending a call costs no new imports. Requests and answers are
-JSON: the parent never unpickles what a worker sends."""
+"""Function calls in processes that can be killed. A worker imports its modules once and forks a child for each call, whose time
+and memory it limits: ending a call costs no new imports. Messages are JSON: the parent never unpickles what a worker sends."""
 
 import importlib
 import json

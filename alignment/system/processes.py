@@ -95,8 +95,7 @@ class ChildProcess:
         return answer
 
     def close(self) -> None:
-        """End the process and everything it started; at once where it is asked something, perhaps for minutes, whose answer
-        nobody will read. A second call does nothing."""
+        """End the process and everything it started, at once where it owes an answer. A second call does nothing."""
         if self._is_asked:
             self.kill()
         self._end()
