@@ -26,11 +26,9 @@ def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: i
     at a time where torch has a single thread, where several would tear the rows of a prompt apart, or where
     `_may_run_in_parallel` says no. A batch that would fit in one micro-batch is cut nevertheless, into equal parts."""
     parallel = min(PARALLEL, torch.get_num_threads()) if _may_run_in_parallel(model) else 1
-    if parallel == 1:
-        return cut_by_tokens(rows, most_tokens), 1
     prompt_groups = ([rows[number] for number in numbers] for numbers in rows_by_prompt(rows).values())
     largest = max(map(packed_tokens, prompt_groups), default=0)
-    if most_tokens < parallel * largest:
+    if parallel == 1 or most_tokens < parallel * largest:
         return cut_by_tokens(rows, most_tokens), 1
     even = -(-packed_tokens(rows) // parallel) + largest // 2
     return cut_by_tokens(rows, min(most_tokens // parallel, even)), parallel

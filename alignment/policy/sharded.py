@@ -39,10 +39,9 @@ def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
 
 
 class Shard(SingleDevicePolicy):
-    """One rank's part of the policy, on the device of its place on its machine; its share of the rows is `deal`'s. With
-    `replicated` each rank has all of the weights; else the ranks of one machine share them, and each machine has all (hybrid
-    sharding, Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). Weights are gathered in fp32, layer by layer, gradients
-    summed: every denominator is of the whole optimiser step."""
+    """One rank's part of the policy, on the device of its place on its machine, with `deal`'s share of the rows. With
+    `replicated` each rank has all of the weights, else each machine, whose ranks share them (hybrid sharding, Zhao et al. 2023,
+    arXiv:2304.11277, section 3.2.2). Weights are gathered in fp32, layer by layer; gradients are sums over ranks."""
 
     def __init__(self, ranks: Ranks, config: PolicyConfig, replicated: bool):
         self.ranks = ranks

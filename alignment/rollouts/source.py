@@ -1,9 +1,6 @@
 """One step's samples and scores after another: prompts to groups, with refills for groups of equal rewards, and groups to a
 batch. A step is sampled between the updates, by a sampler with its weights (`SyncRollouts`), or ahead, by a thread that samples
-and scores while the trainer is busy with earlier ones (`AheadRollouts`).
-
-Which weights sample which rollout is a rule (`Schedule`), not a matter of speed, so a run with stale rollouts repeats itself
-and resumes as exactly as any other. At most `max_staleness` rollouts, and versions of the weights, wait for the other side."""
+and scores while the trainer is busy with earlier ones (`AheadRollouts`)."""
 
 import dataclasses
 import threading

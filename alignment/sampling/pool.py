@@ -69,9 +69,8 @@ class SamplerPool:
 
     Of P prompts engine k of N draws those from number P * k // N up to the next one's first. A response's random numbers follow
     from its prompt's number: neither the number nor the speed of engines changes a completion, but for the rounding of what
-    shares a batch. All engines take all weights, each with its own proof of arrival (`load_proven`). A lost engine is replaced
-    once a request by one with the same weights, those of `weights` or else of a copy in the host's memory, which gives the same
-    completions. Raises `RunStopped` where the new engine is lost as well."""
+    shares a batch. All engines take all weights, each with its proof of arrival (`load_proven`). A lost engine is replaced once
+    a request by one with the same weights, of `weights` or a copy in the host's memory. Raises `RunStopped` if that is lost."""
 
     def __init__(self, engines: Mapping[str, Start], dtype: torch.dtype, vocabulary: int, weights: Weights | None = None):
         self._starts, self.dtype, self._vocabulary, self._weights = engines, dtype, vocabulary, weights
@@ -172,9 +171,8 @@ def check_completions(completions: Completions, prompts: int, sampling: Sampling
 
 
 class EngineProcess:
-    """A sampler whose engine is a child process that runs `entry` ("module:function", of `answer_requests`). Raises `UserError`
-    where it cannot start with the arguments `start`. One that later breaks, dies or gives no answer within `config.timeout`
-    seconds is closed, and raises `SamplerLost` with its last words."""
+    """A sampler whose engine is a child process that runs `entry` (by `answer_requests`). Raises `UserError` where it cannot
+    start with the arguments `start`; closes one that breaks, dies or is silent for `config.timeout` seconds (`SamplerLost`)."""
 
     def __init__(self, name: str, entry: str, environment: Mapping[str, str], config: SamplerConfig, *start):
         self.restarts, self.policy_version, self.dtype = 0, config.policy_version, getattr(torch, config.dtype)

@@ -42,7 +42,7 @@ class TransformersSampler:
 
     def __init__(self, model: PreTrainedModel, tokenizer, context: int, policy_version: int = 0):
         self.model, self.tokenizer, self.context = model, tokenizer, context
-        self.policy_version, self.restarts = policy_version, 0
+        self.policy_version, self.restarts, self.dtype = policy_version, 0, model.dtype
         self.plain_path = takes_plain_path(model)
         self._device = first_device(model)
         ends = model.generation_config.eos_token_id
@@ -53,10 +53,6 @@ class TransformersSampler:
         """See `copy_weights`."""
         copy_weights(self.model, named_tensors)
         self.policy_version = version
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
 
     def weight_checksums(self, version: int) -> Held:
         """See `load_proven`."""
@@ -164,8 +160,9 @@ class _SharedDecoding:
         places_GP = packing.spots_BT.to(device)
         lengths_G = torch.tensor([len(prompt) for prompt in encoded], device=device)
         ends_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
-        self.keys = [_taken(layer.keys, places_GP) for layer in cache.layers]  # of each layer, [G, H, P, D]
-        self.values = [_taken(layer.values, places_GP) for layer in cache.layers]
+        taken = lambda x_1HND: x_1HND[0].index_select(1, places_GP.flatten()).unflatten(1, places_GP.shape).transpose(0, 1)
+        self.keys = [taken(layer.keys).contiguous() for layer in cache.layers]  # of each layer, [G, H, P, D]
+        self.values = [taken(layer.values).contiguous() for layer in cache.layers]
         self.outside_GP = torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None]  # padding behind a prompt
         self._share_among([group for group in range(len(encoded)) for _ in range(sampling.n)])
         self.positions = lengths_G.repeat_interleave(sampling.n)
@@ -227,10 +224,6 @@ class _SharedDecoding:
         """[G, H, M * R, X] -> [L, H, R, X]."""
         seats_SHRX = groups_GHSX.unflatten(2, (self.line_GM.shape[1], -1)).transpose(1, 2).flatten(0, 1)
         return seats_SHRX if self.full else seats_SHRX[self.seat_L]
-
-
-def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:  # [G, H, P, D]
-    return states_1HND[0].index_select(1, places_GP.flatten()).unflatten(1, places_GP.shape).transpose(0, 1).contiguous()
 
 
 class _OwnDecoding:
