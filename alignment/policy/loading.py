@@ -182,9 +182,7 @@ def _moved(copies: Copies, device: str, tensor: torch.Tensor) -> torch.Tensor:
     return held[device]
 
 
-def _compute_elsewhere(
-    copies: Copies, replicas: Mapping[str, torch.nn.Module], module: torch.nn.Module, args: tuple, kwargs: dict, outputs
-) -> None:
+def _compute_elsewhere(copies: Copies, replicas: Mapping[str, torch.nn.Module], module, args, kwargs, outputs) -> None:
     """Compute a rotary embedding on the other devices too, from positions that are there; hidden states tell it only a type."""
     for device, replica in replicas.items():
         args_there, kwargs_there = tree_map_only(torch.Tensor, functools.partial(_stand_in, copies, device), (args, kwargs))

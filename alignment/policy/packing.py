@@ -140,9 +140,7 @@ class Layout(Protocol):
 
 def attention(module, query, key, value, attention_mask, scaling=None, layout: Layout | None = None, **kwargs):
     """(Output, None) of scaled dot-product attention as transformers calls it, by a layout where one is given. Raises
-    ValueError for arguments that it does not know, such as a position bias, and for those that only a layout knows.
-
-    Registered without a mask, for which transformers would wait for the device each pass: micro-batches could not overlap."""
+    ValueError for arguments that it does not know, such as a position bias, and for those that only a layout knows."""
     window, soft_cap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
     if layout is None:
         if soft_cap is not None or sinks is not None or (window is not None and key.shape[2] > window):
@@ -159,6 +157,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, layout: L
 
 
 ATTENTION = "layout"  # without "sdpa" in it: transformers then refuses models whose attention torch's cannot compute
+# Without a mask, for which transformers would wait for the device in each pass: micro-batches could not overlap.
 AttentionInterface.register(ATTENTION, attention)
 OWN_ATTENTION = "eager"  # which every family of transformers has, and which leaves out none of the family's features
 

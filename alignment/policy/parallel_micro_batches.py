@@ -49,7 +49,6 @@ def run_parallel(
     work: Callable[[Piece], Result], pieces: Sequence[Piece], parallel: int, parameters: Iterable[torch.nn.Parameter] = ()
 ) -> Iterator[Result]:
     """`work` of each piece, in the order of the pieces, `parallel` of them at once in threads that share torch's threads.
-
     Threads that multiply their own matrices keep the cores busy; those that share every product wait for one another after each
     (benchmarks/README.md). `work` adds to gradients of `parameters`, in its thread's own gradient mode and autocast."""
     if parallel == 1:

@@ -1,6 +1,5 @@
 """Whether our path through a model gives the log-probs of the model's own forward pass, on a few random tokens."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -139,5 +138,5 @@ def _path_disagreement(model: torch.nn.Module) -> str:
     in_half = torch.cat([torch.arange(len(response)) < len(response) // 2 for _, response in rows])
     if (own_log_probs(model, halves) - own[in_half]).abs().mean() > TOLERANCE:
         raise UserError(f"--model: {model.config.model_type} sees later tokens: it is no causal language model")
-    ours = functools.partial(get_response_log_probs, model, batch.input_ids, batch.labels, response_mask=mask)
-    return disagreement(own, lambda: ours()["log_probs"].cpu()[mask])
+    inputs = model, batch.input_ids, batch.labels
+    return disagreement(own, lambda: get_response_log_probs(*inputs, response_mask=mask)["log_probs"].cpu()[mask])

@@ -70,10 +70,9 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
 def refilled_groups(
     problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable[[Sequence[Problem], int], Sequence[Group]]
 ) -> tuple[list[Group], list[Group]]:
-    """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores.
-
-    Groups of equal rewards (zero variance) are replaced by groups of other prompts, up to `max_refills` times (dynamic sampling
-    of DAPO, arXiv:2503.14476, section 3.2); the first of them fill the step up where too few informative ones come."""
+    """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores. Groups of equal
+    rewards (zero variance) are replaced by groups of other prompts, up to `max_refills` times (dynamic sampling of DAPO,
+    arXiv:2503.14476, section 3.2); the first of them fill the step up where too few informative ones come."""
     wanted = config.prompts_per_rollout
     groups = sampled = list(sample(problems_of_step(problems, wanted, config.data_seed, step), 0))
     for refill in range(1, config.max_refills + 1):

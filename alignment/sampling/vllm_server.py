@@ -44,10 +44,9 @@ SHAPE += ("num_key_value_heads", "tie_word_embeddings")
 class VLLMServerSampler:
     """A `Sampler` that draws from the vLLM server at `config.url`, whose key is the environment's ALIGNMENT_SAMPLER_TOKEN.
     `context` is in tokens; None: the model's own. `config.weights_folder` holds one version of the weights until the server,
-    which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch.
-
-    Raises `UserError` where the server cannot be used, and `SamplerLost` where it dies, is silent for `config.timeout` seconds,
-    answers no completions, or has other weights (restarted or used by others). A new sampler may use it once it is back."""
+    which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch. Raises `UserError`
+    where the server cannot be used, and `SamplerLost` where it dies, is silent for `config.timeout` seconds, answers no
+    completions, or has other weights (restarted or used by others). A new sampler may use it once it is back."""
 
     def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         model_path, dtype = config.model_path, config.dtype

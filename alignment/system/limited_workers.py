@@ -119,12 +119,10 @@ def serve(descriptor: int) -> None:
 def _call_in_fork(function: str, arguments: Sequence, seconds: float) -> bytes:
     """The reply of a forked child, [failure, answer]. The child is killed when its time is up."""
     receiver, sender = Pipe(duplex=False)
-    child = os.fork()
-    if child == 0:
+    if (child := os.fork()) == 0:
         _answer_and_exit(sender, function, arguments, seconds)
     sender.close()
-    reply = b""
-    timed_out = not receiver.poll(seconds * CLOCK_PER_CPU)
+    reply, timed_out = b"", not receiver.poll(seconds * CLOCK_PER_CPU)
     with suppress(EOFError):
         reply = b"" if timed_out else receiver.recv_bytes()
     receiver.close()
