@@ -42,7 +42,7 @@ class TransformersSampler:
 
     def __init__(self, model: PreTrainedModel, tokenizer, context: int, policy_version: int = 0):
         self.model, self.tokenizer, self.context = model, tokenizer, context
-        self.policy_version, self.restarts, self.dtype = policy_version, 0, model.dtype
+        self.policy_version, self.restarts = policy_version, 0
         self.plain_path = takes_plain_path(model)
         self._device = first_device(model)
         ends = model.generation_config.eos_token_id
@@ -53,6 +53,10 @@ class TransformersSampler:
         """See `copy_weights`."""
         copy_weights(self.model, named_tensors)
         self.policy_version = version
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
     def weight_checksums(self, version: int) -> Held:
         """See `load_proven`."""
