@@ -29,7 +29,7 @@ def sampling_logits(
 ) -> torch.Tensor:
     """Logits [N, V] that are sampled from: z / temperature, -inf outside the `top_k` most likely tokens (0: all) and the
     nucleus, the smallest set of most likely tokens whose probability, among the `top_k`, reaches `top_p` (Holtzman et al. 2020,
-    arXiv:1904.09751). `keep` [N] names a token of each row that stays in, where rounding or other weights push it out."""
+    arXiv:1904.09751). `keep` [N]: a token of each row that stays in, although rounding or other weights may put it out."""
     scaled = logits.float() / temperature
     top_k = min(top_k, scaled.shape[-1])
     if top_p >= 1 and not top_k:

@@ -171,7 +171,7 @@ def sampler_mismatch(policy: Policy, rollout: Rollout, distribution: Distributio
 def mismatch(trainer_BT: torch.Tensor, rows: list[int], rollout: Rollout, limit: float, steps_old: int = 0) -> dict[str, float]:
     """Mean and largest difference, in nats a token, of the log-probs of sampler and trainer over some rows, under the sampled
     distribution and before the weights change. Raises `RunStopped` where the mean exceeds `limit` (--max_sampler_mismatch), or
-    `STALE_MISMATCH` for weights `steps_old`: the gradient would be of another policy."""
+    the larger of it and `STALE_MISMATCH` for weights some `steps_old`: the gradient would be of another policy."""
     difference = (trainer_BT - rollout.sampler_log_probs_BT)[rows][rollout.batch.response_mask[rows]].abs()
     mean, largest = difference.mean().item(), difference.max().item()
     bound = max(limit, STALE_MISMATCH) if steps_old else limit
