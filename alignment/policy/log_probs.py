@@ -244,8 +244,11 @@ def score_in_place(logits_NV, labels_N, distribution, log_probs_N=None, entropie
         log_p = kept.sub_(normaliser)
         if log_probs_N is not None:
             log_probs_N[here] = log_p.gather(-1, labels_N[here][:, None]).squeeze(-1)
-        torch.exp(log_p, out=z)
-        if entropies_2N is not None and truncated:
-            entropies_2N[1, here] = torch.special.entr(z).sum(dim=-1)  # -p log p, and 0 where p is 0
-        elif entropies_2N is not None:
-            entropies_2N[:, here] = -(z * log_p).sum(dim=-1)
+        if entropies_2N is not None and not truncated:
+            p = log_p.exp()
+            entropies_2N[:, here] = -(p * log_p).sum(dim=-1)
+            z.copy_(p)
+        else:
+            torch.exp(log_p, out=z)
+            if entropies_2N is not None:
+                entropies_2N[1, here] = torch.special.entr(z).sum(dim=-1)  # -p log p, and 0 where p is 0
