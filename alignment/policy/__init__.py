@@ -1,2 +1,1 @@
-"""The trained weights and all that touches them: loading, placement, packing, log-probs, optimisers, memory. It never
-samples or scores, and never chooses a loss."""
+"""The trained weights and what touches them: loading, placement, packing, optimisers, memory. It never samples or scores."""

@@ -9,9 +9,8 @@ from alignment.system.terminal import say_once
 
 class AdamW8bit(torchao.optim.AdamW8bit):
     """AdamW whose moments are 8-bit codes with an fp32 scale for each block of 256 (Dettmers et al. 2022, arXiv:2110.02861):
-    2.03 bytes a parameter instead of 8. Moments of fewer than 4096 numbers, or of no whole blocks, stay in fp32. On GPUs
-    torch.compile makes a kernel for each shape of parameter at the first step. On a CPU, where this would take a C++ compiler
-    and half a minute, the step runs uncompiled, which is slow."""
+    2.03 bytes a parameter instead of 8. Moments of fewer than 4096 numbers, or of no whole blocks, stay in fp32. On GPUs the
+    first step compiles a kernel for each shape of parameter; on CPUs, where that needs a C++ compiler, steps are slow."""
 
     def __init__(self, groups: list[dict], lr: float, **how):
         super().__init__(groups, lr=lr, **how)

@@ -7,9 +7,7 @@ from torch.optim.adamw import adamw
 class CPUOffloadAdamW(torch.optim.AdamW):
     """AdamW with moments and step on the CPU: a GPU holds 8 bytes a parameter, weight and gradient, not 16 (ZeRO-Offload: Ren
     et al. 2021, arXiv:2101.06840). Weight and gradient come to the CPU one parameter at a time, torch's fused AdamW steps
-    there, and the weight goes back: 12 bytes a parameter over the bus. The host holds the moments, 8 bytes a parameter. Devices
-    may be mixed; what is on the CPU is stepped in place.
-
+    there, and the weight goes back: 12 bytes a parameter over the bus; the host holds 8, the moments. Devices may be mixed.
     torchao's `CPUOffloadOptimizer` copies gradients during backward, before they are clipped or found not to be finite, and
     serves one GPU only, and no CPU, where a test could compare it with AdamW bit for bit."""
 

@@ -53,14 +53,6 @@ class SubmoduleFinder:
 FINDER = SubmoduleFinder()
 
 
-def _put_stand_in() -> None:
-    masks = ModuleType(MASKS)
-    masks.TransformGetItemToIndex = lambda: load_compiler()._trace_wrapped_higher_order_op.TransformGetItemToIndex()
-    torch._dynamo = CompilerStandIn(COMPILER)
-    sys.modules |= {COMPILER: torch._dynamo, MASKS: masks}
-    sys.meta_path.insert(0, FINDER)
-
-
 def load_compiler() -> ModuleType:
     """The compiler itself, which takes the place of its stand-in."""
     if FINDER in sys.meta_path:
@@ -69,19 +61,17 @@ def load_compiler() -> ModuleType:
     return importlib.import_module(COMPILER)
 
 
-def _leave_out_unused() -> None:
-    """Have transformers take the libraries that it asks about here for missing, now and later."""
-    from transformers import utils
-    from transformers.utils import import_utils
-
-    for name in ("torch_distributed", "torch_flex_attn", "torchao", "scipy"):
-        for module in (utils, import_utils):
-            setattr(module, f"is_{name}_available", lambda *arguments: False)
-
-
 if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(sys.modules) and "RANK" not in os.environ:
-    _leave_out_unused()
-    _put_stand_in()
+    from transformers import utils
+
+    for name in ("torch_distributed", "torch_flex_attn", "torchao", "scipy"):  # which it takes for missing, now and later
+        for module in (utils, utils.import_utils):
+            setattr(module, f"is_{name}_available", lambda *arguments: False)
+    masks = ModuleType(MASKS)
+    masks.TransformGetItemToIndex = lambda: load_compiler()._trace_wrapped_higher_order_op.TransformGetItemToIndex()
+    torch._dynamo = CompilerStandIn(COMPILER)
+    sys.modules |= {COMPILER: torch._dynamo, MASKS: masks}
+    sys.meta_path.insert(0, FINDER)
 
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402, F401
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer  # noqa: E402, F401

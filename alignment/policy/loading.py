@@ -34,22 +34,17 @@ def make_deterministic() -> None:
 def load_config(model_path: str):
     """The model's configuration. Raises `UserError` where it cannot be loaded, and for what is no causal language model."""
     config = _load(AutoConfig.from_pretrained, model_path)
-    if reason := _unsupported(config):
-        raise UserError(f"--model {model_path} ({config.model_type}) {reason}")
-    return config
-
-
-def _unsupported(config) -> str:
-    """Why a model cannot be trained, as far as its configuration tells; empty where it can."""
     if config.is_encoder_decoder:
-        return "is an encoder and a decoder; use a model that only decodes"
-    if config.get_text_config() is not config:
-        return "nests its text model in a larger one (text_config); save that part as a folder of its own and name it"
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        return "is of no family that transformers loads as a causal language model"
-    if not isinstance(longest := getattr(config, "max_position_embeddings", None), int) or longest < 1:
-        return "does not say how many tokens it takes; add max_position_embeddings to its config.json"
-    return ""
+        reason = "is an encoder and a decoder; use a model that only decodes"
+    elif config.get_text_config() is not config:
+        reason = "nests its text model in a larger one (text_config); save that part as a folder of its own and name it"
+    elif type(config) not in AutoModelForCausalLM._model_mapping:
+        reason = "is of no family that transformers loads as a causal language model"
+    elif not isinstance(longest := getattr(config, "max_position_embeddings", None), int) or longest < 1:
+        reason = "does not say how many tokens it takes; add max_position_embeddings to its config.json"
+    else:
+        return config
+    raise UserError(f"--model {model_path} ({config.model_type}) {reason}")
 
 
 def _load(loader, model_path: str, **options):
@@ -65,18 +60,14 @@ def load_tokenizer(model_path: str):
     vocabulary = load_config(model_path).vocab_size
     tokenizer = _load(AutoTokenizer.from_pretrained, model_path)
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"--model {model_path}: its tokenizer has no EOS token, so responses could not be taught to end;"
-            ' set "eos_token" in its tokenizer_config.json'
-        )
+        fault, remedy = "no EOS token, so responses could not be taught to end", 'set "eos_token" in its tokenizer_config.json'
+        raise UserError(f"--model {model_path}: its tokenizer has {fault}; {remedy}")
     # Added tokens come up only where a text spells them out; some families have more of them than embeddings.
     added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
     largest = max(set(tokenizer.get_vocab().values()) - added)
     if largest >= vocabulary:
-        raise UserError(
-            f"--model {model_path}: its tokenizer makes token ids up to {largest}, its config.json says vocab_size"
-            f" {vocabulary}; the folder's files are of different models"
-        )
+        fault = f"its tokenizer makes token ids up to {largest}, its config.json says vocab_size {vocabulary}"
+        raise UserError(f"--model {model_path}: {fault}; the folder's files are of different models")
     return tokenizer
 
 
@@ -185,17 +176,13 @@ def _move_inputs(copies: Copies, device: str, module: torch.nn.Module, args: tup
 def _moved(copies: Copies, device: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device == torch.device(device):
         return tensor
-    if tensor.requires_grad:
-        return tensor.to(device, non_blocking=device.startswith("cuda"))
-    held = copies.setdefault(tensor, {})
+    held = {} if tensor.requires_grad else copies.setdefault(tensor, {})
     if device not in held:
         held[device] = tensor.to(device, non_blocking=device.startswith("cuda"))
     return held[device]
 
 
-def _compute_elsewhere(
-    copies: Copies, replicas: Mapping[str, torch.nn.Module], module: torch.nn.Module, args: tuple, kwargs: dict, outputs
-) -> None:
+def _compute_elsewhere(copies: Copies, replicas: Mapping[str, torch.nn.Module], module, args, kwargs, outputs) -> None:
     """Compute a rotary embedding on the other devices too, from positions that are there; hidden states tell it only a type."""
     for device, replica in replicas.items():
         args_there, kwargs_there = tree_map_only(torch.Tensor, functools.partial(_stand_in, copies, device), (args, kwargs))

@@ -29,8 +29,7 @@ def sampling_logits(
 ) -> torch.Tensor:
     """Logits [N, V] that are sampled from: z / temperature, -inf outside the `top_k` most likely tokens (0: all) and the
     nucleus, the smallest set of most likely tokens whose probability, among the `top_k`, reaches `top_p` (Holtzman et al. 2020,
-    arXiv:1904.09751). `keep` [N] names a token of each row that stays in: rounding, and other weights, can push a sampled token
-    over the edge, and its log-probability must stay finite."""
+    arXiv:1904.09751). `keep` [N]: a token of each row that stays in, although rounding or other weights may put it out."""
     scaled = logits.float() / temperature
     top_k = min(top_k, scaled.shape[-1])
     if top_p >= 1 and not top_k:
@@ -63,15 +62,9 @@ def truncation_edge(logits: torch.Tensor, top_p: float, top_k: int) -> tuple[tor
 
 
 def get_response_log_probs(
-    model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor,
-    return_token_entropy: bool = False,
-    response_mask: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-) -> dict[str, torch.Tensor]:
+    model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, return_token_entropy: bool = False,
+    response_mask: torch.Tensor | None = None, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """log pi(label | prefix) in nats, fp32, for the positions in `response_mask` (everywhere when None), 0 elsewhere.
 
     `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded, on the CPU: on a GPU the host would wait to read
@@ -97,8 +90,7 @@ def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask
     device = model.get_input_embeddings().weight.device
     ids, positions = send(packing.input_ids_1N, device), send(packing.position_ids_1N, device)
     with attention_by_layout(model, packing):
-        output = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing)
-    hidden = output.last_hidden_state
+        hidden = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing).last_hidden_state
     spots_N = packing.spots_BT[response_mask[:, : packing.spots_BT.shape[1]]]
     return hidden[0].index_select(0, send(spots_N, hidden.device))
 
@@ -113,13 +105,9 @@ def padded_logits(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.T
 
 
 def head_log_probs(
-    model: torch.nn.Module,
-    hidden_NH: torch.Tensor,
-    labels: torch.Tensor,
-    response_mask: torch.Tensor,
-    distribution: Distribution = Distribution(),
-    return_token_entropy: bool = False,
-) -> dict[str, torch.Tensor]:
+    model: torch.nn.Module, hidden_NH: torch.Tensor, labels: torch.Tensor, response_mask: torch.Tensor,
+    distribution: Distribution = Distribution(), return_token_entropy: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The second half of `get_response_log_probs`, from the hidden states at the mask's positions."""
     head = model.get_output_embeddings()
     device = head.weight.device
@@ -137,13 +125,10 @@ def head_log_probs(
         inputs = (hidden_NH, weight_VH, targets_N, numbers, return_token_entropy, soft_cap)
         log_probs_N, entropies_2N = LabelLogProbs.apply(*inputs)
     places = send(response_mask.flatten().nonzero().squeeze(1), device)
-    values = {"log_probs": log_probs_N}
+    values, zeros = {"log_probs": log_probs_N}, torch.zeros(labels.numel(), device=device)
     if return_token_entropy:
         values |= {"token_entropy": entropies_2N[0], "sampling_entropy": entropies_2N[1]}
-    return {
-        name: torch.zeros(labels.numel(), device=device).index_copy(0, places, values_N).view(labels.shape)
-        for name, values_N in values.items()
-    }
+    return {name: zeros.index_copy(0, places, values_N).view(labels.shape) for name, values_N in values.items()}
 
 
 def logit_scale_and_cap(config) -> tuple[float, float | None]:

@@ -33,12 +33,10 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 """--optimizer -> the optimiser."""
 
 
-def make_optimizer(
-    model: torch.nn.Module, learning_rate: float, weight_decay: float, kind: str = "adamw"
-) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> torch.optim.Optimizer:
     """The optimiser of that kind, of what needs a gradient, with betas 0.9 and 0.95; only matrices decay."""
     entry = OPTIMIZERS[kind]
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return import_object("--optimizer", entry.path)(groups, lr=learning_rate, betas=(0.9, 0.95), **entry.options)
+    return import_object("--optimizer", entry.path)(groups, lr=lr, betas=(0.9, 0.95), **entry.options)

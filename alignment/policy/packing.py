@@ -79,28 +79,17 @@ def pack(rows: Sequence[Row]) -> Packing:
     spots_BT = torch.zeros(len(rows), max(len(prompt) + len(response) for prompt, response in rows), dtype=torch.int64)
     for (ids, first, own), places in zip(pieces, ranges, strict=True):
         spots_BT[own, first : first + len(ids)] = places
+    input_ids_1N = torch.tensor([[token for ids, *_ in pieces for token in ids]])
+    position_ids_1N = torch.cat([torch.arange(first, first + len(ids)) for ids, first, _ in pieces])[None]
     prefixes_SL = _padded(ranges[: len(prompt_groups)])
+    sequence = input_ids_1N, position_ids_1N, spots_BT, prefixes_SL.clamp(min=0), _real(prefixes_SL)
+    if not sharing:
+        return Packing(*sequence)
     suffixes, prefixes = ranges[len(prompt_groups) :], [ranges[prefix] for prefix, _ in sharing]
-    return Packing(
-        input_ids_1N=torch.tensor([[token for ids, *_ in pieces for token in ids]]),
-        position_ids_1N=torch.cat([torch.arange(first, first + len(ids)) for ids, first, _ in pieces])[None],
-        spots_BT=spots_BT,
-        prefixes_SL=prefixes_SL.clamp(min=0),
-        prefix_tokens=_real(prefixes_SL),
-        **(_suffix_fields(suffixes, prefixes) if suffixes else {}),
-    )
-
-
-def _suffix_fields(suffixes: Sequence[torch.Tensor], prefixes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The fields of a `Packing` that say what suffixes see, from the places of each suffix and of its prefix."""
     suffixes_RQ, prefixes_RP = _padded(suffixes), _padded(prefixes, "left")
-    equal = len({len(prefix) for prefix in prefixes}) == 1
-    return {
-        "suffixes_RQ": suffixes_RQ.clamp(min=0),
-        "seen_RK": torch.cat([prefixes_RP, suffixes_RQ], dim=1).clamp(min=0),
-        "padding_R": None if equal else (prefixes_RP < 0).sum(dim=1),
-        "suffix_tokens": _real(suffixes_RQ),
-    }
+    seen_RK = torch.cat([prefixes_RP, suffixes_RQ], dim=1).clamp(min=0)
+    padding_R = None if len(set(map(len, prefixes))) == 1 else (prefixes_RP < 0).sum(dim=1)
+    return Packing(*sequence, suffixes_RQ.clamp(min=0), seen_RK, padding_R, _real(suffixes_RQ))
 
 
 def _padded(places: Sequence[torch.Tensor], side: str = "right") -> torch.Tensor:
@@ -151,10 +140,7 @@ class Layout(Protocol):
 
 def attention(module, query, key, value, attention_mask, scaling=None, layout: Layout | None = None, **kwargs):
     """(Output, None) of scaled dot-product attention as transformers calls it, by a layout where one is given. Raises
-    ValueError for arguments that it does not know, such as a position bias, and for those that only a layout knows.
-
-    Registered without a mask: transformers would build one each pass and read a value from the device for it, which on a split
-    policy would keep micro-batches from overlapping."""
+    ValueError for arguments that it does not know, such as a position bias, and for those that only a layout knows."""
     window, soft_cap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
     if layout is None:
         if soft_cap is not None or sinks is not None or (window is not None and key.shape[2] > window):
@@ -171,6 +157,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, layout: L
 
 
 ATTENTION = "layout"  # without "sdpa" in it: transformers then refuses models whose attention torch's cannot compute
+# Without a mask, for which transformers would wait for the device in each pass: micro-batches could not overlap.
 AttentionInterface.register(ATTENTION, attention)
 OWN_ATTENTION = "eager"  # which every family of transformers has, and which leaves out none of the family's features
 

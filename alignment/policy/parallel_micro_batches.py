@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,11 +26,9 @@ def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: i
     at a time where torch has a single thread, where several would tear the rows of a prompt apart, or where
     `_may_run_in_parallel` says no. A batch that would fit in one micro-batch is cut nevertheless, into equal parts."""
     parallel = min(PARALLEL, torch.get_num_threads()) if _may_run_in_parallel(model) else 1
-    if parallel == 1:
-        return cut_by_tokens(rows, most_tokens), 1
     prompt_groups = ([rows[number] for number in numbers] for numbers in rows_by_prompt(rows).values())
     largest = max(map(packed_tokens, prompt_groups), default=0)
-    if most_tokens < parallel * largest:
+    if parallel == 1 or most_tokens < parallel * largest:
         return cut_by_tokens(rows, most_tokens), 1
     even = -(-packed_tokens(rows) // parallel) + largest // 2
     return cut_by_tokens(rows, min(most_tokens // parallel, even)), parallel
@@ -39,21 +38,17 @@ def _may_run_in_parallel(model: PreTrainedModel) -> bool:
     """Whether two forward passes of a model at once cannot disturb each other. They would on devices that order their work
     themselves, and with another attention than ours, which is swapped for a pass (`attention_by_layout`). So would modules that
     hold state: dropout draws from one generator, and some rotary embeddings follow the longest sequence of a pass."""
+    dropout = torch.nn.modules.dropout._DropoutNd
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    return on_cpu and model.config._attn_implementation == ATTENTION and not any(map(_holds_state, model.modules()))
-
-
-def _holds_state(module: torch.nn.Module) -> bool:
-    draws = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
-    rotary = str(getattr(module, "rope_type", ""))  # a dict, in a model with several kinds of layers
-    return draws or "dynamic" in rotary or "longrope" in rotary
+    draws = any(isinstance(module, dropout) and module.p > 0 for module in model.modules())
+    rotary = " ".join(str(getattr(module, "rope_type", "")) for module in model.modules())  # dicts where layers differ
+    return on_cpu and model.config._attn_implementation == ATTENTION and not (draws or re.search("dynamic|longrope", rotary))
 
 
 def run_parallel(
     work: Callable[[Piece], Result], pieces: Sequence[Piece], parallel: int, parameters: Iterable[torch.nn.Parameter] = ()
 ) -> Iterator[Result]:
     """`work` of each piece, in the order of the pieces, `parallel` of them at once in threads that share torch's threads.
-
     Threads that multiply their own matrices keep the cores busy; those that share every product wait for one another after each
     (benchmarks/README.md). `work` adds to gradients of `parameters`, in its thread's own gradient mode and autocast."""
     if parallel == 1:

@@ -13,8 +13,6 @@ from alignment.policy.frozen import FrozenModel
 from alignment.policy.loading import make_deterministic
 from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 
-NAME = "reference model's process"
-
 
 class ReferenceProcess:
     """The reference model of the folder `model_path` in a process of its own. Where that dies, hangs or answers no log-probs,
@@ -47,7 +45,7 @@ class ReferenceProcess:
         self._child.close()
 
     def _start(self) -> None:
-        self._child = ChildProcess(NAME, f"{__name__}:serve", os.environ, grace_seconds=0)
+        self._child = ChildProcess("reference model's process", f"{__name__}:serve", os.environ, grace_seconds=0)
         self._child.ask(max(self.timeout, START_SECONDS), "start", *self._model)
 
 

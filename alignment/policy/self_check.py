@@ -1,6 +1,5 @@
 """Whether our path through a model gives the log-probs of the model's own forward pass, on a few random tokens."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -120,13 +119,11 @@ def choose_path(model: torch.nn.Module) -> bool:
     if getattr(getattr(head, "weight", None), "ndim", 0) != 2:
         raise UserError(f"--model: {family} has no linear output head, so its log-probs cannot be computed from hidden states")
     with checking(model):
-        if reason := _path_disagreement(model):
-            if not takes_plain_path(model):
-                take_plain_path(model)
-                say_once(f"{family}: log-probs of packed rows {reason}; rows are padded, nothing is shared: slower, and exact")
-                reason = _path_disagreement(model)
-            if reason:
-                raise UserError(f"--model: {family} cannot be trained: log-probs of padded rows {reason}")
+        if not takes_plain_path(model) and (reason := _path_disagreement(model)):
+            take_plain_path(model)
+            say_once(f"{family}: log-probs of packed rows {reason}; rows are padded, nothing is shared: slower, and exact")
+        if takes_plain_path(model) and (reason := _path_disagreement(model)):
+            raise UserError(f"--model: {family} cannot be trained: log-probs of padded rows {reason}")
     return takes_plain_path(model)
 
 
@@ -141,5 +138,5 @@ def _path_disagreement(model: torch.nn.Module) -> str:
     in_half = torch.cat([torch.arange(len(response)) < len(response) // 2 for _, response in rows])
     if (own_log_probs(model, halves) - own[in_half]).abs().mean() > TOLERANCE:
         raise UserError(f"--model: {model.config.model_type} sees later tokens: it is no causal language model")
-    ours = functools.partial(get_response_log_probs, model, batch.input_ids, batch.labels, response_mask=mask)
-    return disagreement(own, lambda: ours()["log_probs"].cpu()[mask])
+    inputs = model, batch.input_ids, batch.labels
+    return disagreement(own, lambda: get_response_log_probs(*inputs, response_mask=mask)["log_probs"].cpu()[mask])

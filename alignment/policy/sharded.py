@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.utils._pytree import tree_map_only
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt, split_rows
@@ -38,10 +39,9 @@ def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
 
 
 class Shard(SingleDevicePolicy):
-    """One rank's part of the policy, on the device of its place on its machine; its share of the rows is `deal`'s. With
-    `replicated` each rank has all of the weights; else the ranks of one machine share them, and each machine has all (hybrid
-    sharding, Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). Weights are gathered in fp32, layer by layer, gradients
-    summed: every denominator is of the whole optimiser step."""
+    """One rank's part of the policy, on the device of its place on its machine, with `deal`'s share of the rows. With
+    `replicated` each rank has all of the weights, else each machine, whose ranks share them (hybrid sharding, Zhao et al. 2023,
+    arXiv:2304.11277, section 3.2.2). Weights are gathered in fp32, layer by layer; gradients are sums over ranks."""
 
     def __init__(self, ranks: Ranks, config: PolicyConfig, replicated: bool):
         self.ranks = ranks
@@ -69,8 +69,10 @@ class Shard(SingleDevicePolicy):
         return self.model.compute(function, *arguments)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
-        results = [to_cpu(result) for result in super().accumulate(batch, self._own_rows(batch, rows), objective)]
-        return iter(self._gathered(results))
+        results = super().accumulate(batch, self._own_rows(batch, rows), objective)
+        # On the CPU, from where tensors can be sent to another rank.
+        sent = [MicroBatchResult(**tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(result))) for result in results]
+        return iter(self._gathered(sent))
 
     def in_micro_batches(self, compute: Callable, rows: Sequence[Row], parameters=()) -> Iterator[tuple[Sequence[int], object]]:
         """See `MicroBatchedModel.in_micro_batches`. Computes empty ones too, until there are as many as on every other rank."""
@@ -134,12 +136,6 @@ class Shard(SingleDevicePolicy):
             raise OSError(f"{folder} could not be written by rank {rank}: {cause}") from None
 
     read_optimizer = staticmethod(read_parts)
-
-
-def to_cpu(result: MicroBatchResult) -> MicroBatchResult:
-    """A result whose tensors can be sent to another rank."""
-    sums = {name: value.cpu() if torch.is_tensor(value) else value for name, value in result.sums.items()}
-    return MicroBatchResult(list(result.rows), result.log_probs.cpu(), sums)
 
 
 def on_all_ranks(method: str) -> Callable:

@@ -44,7 +44,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which version of the weights samples which step. Version v is what v steps have made."""
+    """Which version of the weights samples which step, where version v is what v steps have made: a rule, not a matter of
+    speed, so stale rollouts repeat exactly. At most `max_staleness` rollouts, and versions, wait for the other side."""
 
     num_steps: int
     max_staleness: int = 0  # Steps that the sampler's weights may be behind
@@ -96,8 +97,7 @@ def training_problems(problems: Sequence[Problem], max_prompt_tokens: int, num_p
 
 def problems_of_step(problems: Sequence[Problem], number: int, data_seed: int, step: int) -> list[Problem]:
     """The `number` problems of a step (from 1): consecutive pieces of endless shuffled passes over the training problems."""
-    first = (step - 1) * number
-    places = range(first, first + number)
+    places = range((step - 1) * number, step * number)
     if isinstance(problems, Endless):
         return [problems[data_seed << 40 | place] for place in places]
     size = len(problems)

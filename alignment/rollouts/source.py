@@ -1,9 +1,6 @@
 """One step's samples and scores after another: prompts to groups, with refills for groups of equal rewards, and groups to a
 batch. A step is sampled between the updates, by a sampler with its weights (`SyncRollouts`), or ahead, by a thread that samples
-and scores while the trainer is busy with earlier ones (`AheadRollouts`).
-
-Which weights sample which rollout is a rule (`Schedule`), not a matter of speed, so a run with stale rollouts repeats itself
-and resumes as exactly as any other. At most `max_staleness` rollouts, and versions of the weights, wait for the other side."""
+and scores while the trainer is busy with earlier ones (`AheadRollouts`)."""
 
 import dataclasses
 import threading
@@ -73,10 +70,9 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
 def refilled_groups(
     problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable[[Sequence[Problem], int], Sequence[Group]]
 ) -> tuple[list[Group], list[Group]]:
-    """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores.
-
-    Groups of equal rewards (zero variance) are replaced by groups of other prompts, up to `max_refills` times (dynamic sampling
-    of DAPO, arXiv:2503.14476, section 3.2); the first of them fill the step up where too few informative ones come."""
+    """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores. Groups of equal
+    rewards (zero variance) are replaced by groups of other prompts, up to `max_refills` times (dynamic sampling of DAPO,
+    arXiv:2503.14476, section 3.2); the first of them fill the step up where too few informative ones come."""
     wanted = config.prompts_per_rollout
     groups = sampled = list(sample(problems_of_step(problems, wanted, config.data_seed, step), 0))
     for refill in range(1, config.max_refills + 1):
@@ -106,18 +102,12 @@ def rollout_report(groups: Sequence[Group], config: RolloutConfig, rules: Sequen
     completions: list[Completion] = [completion for group in groups for completion in group.completions]
     statistics = group_statistics(torch.tensor([[score["reward"]] for score in scores]), config.sampling.n)
     penalties = [length_penalty(completion, config) for completion in completions] if config.overlong_buffer else []
-    return {
-        "reward": statistics["reward_mean"],
-        "reward_std": statistics["reward_std"],
-        "flat_groups": statistics["flat_groups"],
-        "format_reward": sum(score["format_reward"] for score in scores) / len(scores),
-        "answer_reward": sum(score["answer_reward"] for score in scores) / len(scores),
-        "response_length": sum(len(c.token_ids) for c in completions) / len(completions),
-        "finished": sum(c.finish_reason == "stop" for c in completions) / len(completions),
-        "responses": len(scores),
-        **({"fine": sum(penalties) / len(completions)} if penalties else {}),
-        **grading_report(groups, rules),
-    }
+    mean = lambda values: sum(values) / len(completions)
+    report = {"reward": statistics["reward_mean"]} | {name: statistics[name] for name in ("reward_std", "flat_groups")}
+    report |= {part: mean(score[part] for score in scores) for part in ("format_reward", "answer_reward")}
+    report |= {"response_length": mean(len(c.token_ids) for c in completions)}
+    report |= {"finished": mean(c.finish_reason == "stop" for c in completions), "responses": len(scores)}
+    return report | ({"fine": mean(penalties)} if penalties else {}) | grading_report(groups, rules)
 
 
 def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id: int) -> Rollout:
@@ -137,8 +127,7 @@ def with_advantages(rollout: Rollout, config: AdvantageConfig) -> Rollout:
     """The rollout with `advantages_B1`; groups of one response have none."""
     if config.group_size == 1:
         return rollout
-    advantages_B1 = group_advantages(rollout.raw_rewards_B1, config, rollout.counted_B1)
-    return dataclasses.replace(rollout, advantages_B1=advantages_B1)
+    return dataclasses.replace(rollout, advantages_B1=group_advantages(rollout.raw_rewards_B1, config, rollout.counted_B1))
 
 
 def length_penalty(completion: Completion, config: RolloutConfig) -> float:

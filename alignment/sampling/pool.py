@@ -69,9 +69,8 @@ class SamplerPool:
 
     Of P prompts engine k of N draws those from number P * k // N up to the next one's first. A response's random numbers follow
     from its prompt's number: neither the number nor the speed of engines changes a completion, but for the rounding of what
-    shares a batch. All engines take all weights, each with its own proof of arrival (`load_proven`). A lost engine is replaced
-    once a request by one with the same weights, those of `weights` or else of a copy in the host's memory, which gives the same
-    completions. Raises `RunStopped` where the new engine is lost as well."""
+    shares a batch. All engines take all weights, each with its proof of arrival (`load_proven`). A lost engine is replaced once
+    a request by one with the same weights, of `weights` or a copy in the host's memory. Raises `RunStopped` if that is lost."""
 
     def __init__(self, engines: Mapping[str, Start], dtype: torch.dtype, vocabulary: int, weights: Weights | None = None):
         self._starts, self.dtype, self._vocabulary, self._weights = engines, dtype, vocabulary, weights
@@ -93,8 +92,9 @@ class SamplerPool:
 
         def draw(name: str) -> Completions:
             first, end = places[name]
-            numbered = dataclasses.replace(sampling, first_prompt=sampling.first_prompt + first)
-            return self._ask(name, lambda engine: self._sample(engine, prompts[first:end], numbered)) if end > first else []
+            own, numbered = prompts[first:end], dataclasses.replace(sampling, first_prompt=sampling.first_prompt + first)
+            request = lambda engine: check_completions(engine.sample(own, numbered), len(own), numbered, self._vocabulary)
+            return self._ask(name, request) if own else []
 
         return [group for groups in self._at_once(draw) for group in groups]
 
@@ -118,11 +118,6 @@ class SamplerPool:
         self._engines[name] = self._starts[name]()
         if self._closed:  # since another one could not start
             self._engines[name].close()
-
-    def _sample(self, engine: Sampler, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
-        completions = engine.sample(prompts, sampling)
-        check_completions(completions, len(prompts), sampling, self._vocabulary)
-        return completions
 
     def _ask(self, name: str, request: Callable[[Sampler], Answer], repeat: bool = True) -> Answer | None:
         """An engine's answer to a request, which a new engine is asked again, with `repeat`, where the first is lost."""
@@ -159,8 +154,8 @@ class SamplerPool:
         return [future.result() for future in name_of]
 
 
-def check_completions(completions: Completions, prompts: int, sampling: SamplingConfig, vocabulary: int) -> None:
-    """Raise `SamplerLost` for an answer that cannot be `sampling.n` completions of each of `prompts` prompts."""
+def check_completions(completions: Completions, prompts: int, sampling: SamplingConfig, vocabulary: int) -> Completions:
+    """The completions. Raises `SamplerLost` for an answer that cannot be `sampling.n` of each of `prompts` prompts."""
     if len(completions) != prompts or any(len(group) != sampling.n for group in completions):
         sizes = [len(group) for group in completions]
         raise SamplerLost(f"it was asked for {prompts} x {sampling.n} completions and gave {sizes}")
@@ -172,12 +167,12 @@ def check_completions(completions: Completions, prompts: int, sampling: Sampling
             raise SamplerLost(f"a completion has tokens outside the vocabulary of {vocabulary}")
         if not all(-math.inf < log_prob <= 1e-3 for log_prob in completion.log_probs):  # a bfloat16 sum may pass 0
             raise SamplerLost("a completion has log-probs that are no logarithms of probabilities")
+    return completions
 
 
 class EngineProcess:
-    """A sampler whose engine is a child process that runs `entry` ("module:function", of `answer_requests`). Raises `UserError`
-    where it cannot start with the arguments `start`. One that later breaks, dies or gives no answer within `config.timeout`
-    seconds is closed, and raises `SamplerLost` with its last words."""
+    """A sampler whose engine is a child process that runs `entry` (by `answer_requests`). Raises `UserError` where it cannot
+    start with the arguments `start`; closes one that breaks, dies or is silent for `config.timeout` seconds (`SamplerLost`)."""
 
     def __init__(self, name: str, entry: str, environment: Mapping[str, str], config: SamplerConfig, *start):
         self.restarts, self.policy_version, self.dtype = 0, config.policy_version, getattr(torch, config.dtype)

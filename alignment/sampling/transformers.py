@@ -80,8 +80,7 @@ class TransformersSampler:
             lines = uniforms[wave].flatten(0, 1).to(self._device)
             rows = self._decode(encoded, wave, lines, sampling, on_response_end)
             for position, row in enumerate(rows):
-                index = wave[position // sampling.n]
-                reason = "stop" if row.finished else "length"
+                index, reason = wave[position // sampling.n], "stop" if row.finished else "length"
                 drawn = (tuple(encoded[index]), tuple(row.token_ids), tuple(row.log_probs), self._text(row, sampling.stop))
                 groups[index].append(Completion(*drawn, reason, self.policy_version))
         self.model.train(was_training)
@@ -106,11 +105,10 @@ class TransformersSampler:
         sampling: SamplingConfig, on_response_end: OnResponseEnd,
     ) -> list[_Row]:  # fmt: skip
         """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens] decide every draw."""
-        encoded = [prompts[number] for number in wave]
         start = _OwnDecoding if self.plain_path else _SharedDecoding
-        decoding = start(self.model, encoded, sampling)
+        decoding = start(self.model, [prompts[number] for number in wave], sampling)
         logits = decoding.first_logits
-        rows = [_Row([], [], False) for _ in range(len(encoded) * sampling.n)]
+        rows = [_Row([], [], False) for _ in range(len(wave) * sampling.n)]
         live = list(range(len(rows)))  # the row that each line of the tensors belongs to
         unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
         with few_threads(self.model, len(rows)):
@@ -128,7 +126,7 @@ class TransformersSampler:
                     unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
                     if last or not unfinished:
                         break
-                    if decoding.drops_lines and len(unfinished) < LIVE_SHARE * len(live):
+                    if not self.plain_path and len(unfinished) < LIVE_SHARE * len(live):  # models' own caches may drop none
                         keep = torch.tensor(unfinished, device=self._device)
                         live = [live[line] for line in unfinished]
                         tokens, uniforms = tokens[keep], uniforms[keep]
@@ -159,8 +157,6 @@ class _SharedDecoding:
     long, sees its group's prompt and then its own cache. A prompt's keys and values are there once: attention to them is one
     matrix product a group, of the queries of M lines, some of which stand for none."""
 
-    drops_lines = True
-
     def __init__(self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig):
         self.model, self.applied, device = model, [], first_device(model)
         packing, cache = pack([(tuple(prompt), ()) for prompt in encoded]), DynamicCache()
@@ -168,8 +164,9 @@ class _SharedDecoding:
         places_GP = packing.spots_BT.to(device)
         lengths_G = torch.tensor([len(prompt) for prompt in encoded], device=device)
         ends_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
-        self.keys = [_taken(layer.keys, places_GP) for layer in cache.layers]  # of each layer, [G, H, P, D]
-        self.values = [_taken(layer.values, places_GP) for layer in cache.layers]
+        taken = lambda x_1HND: x_1HND[0].index_select(1, places_GP.flatten()).unflatten(1, places_GP.shape).transpose(0, 1)
+        self.keys = [taken(layer.keys).contiguous() for layer in cache.layers]  # of each layer, [G, H, P, D]
+        self.values = [taken(layer.values).contiguous() for layer in cache.layers]
         self.outside_GP = torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None]  # padding behind a prompt
         self._share_among([group for group in range(len(encoded)) for _ in range(sampling.n)])
         self.positions = lengths_G.repeat_interleave(sampling.n)
@@ -229,25 +226,16 @@ class _SharedDecoding:
 
     def _by_line(self, groups_GHSX: torch.Tensor) -> torch.Tensor:
         """[G, H, M * R, X] -> [L, H, R, X]."""
-        seats_GMHRX = groups_GHSX.unflatten(2, (self.line_GM.shape[1], -1)).transpose(1, 2)
-        seats_SHRX = seats_GMHRX.flatten(0, 1)
+        seats_SHRX = groups_GHSX.unflatten(2, (self.line_GM.shape[1], -1)).transpose(1, 2).flatten(0, 1)
         return seats_SHRX if self.full else seats_SHRX[self.seat_L]
-
-
-def _taken(states_1HND: torch.Tensor, places_GP: torch.Tensor) -> torch.Tensor:  # [G, H, P, D]
-    return states_1HND[0].index_select(1, places_GP.flatten()).unflatten(1, places_GP.shape).transpose(0, 1).contiguous()
 
 
 class _OwnDecoding:
     """Decoding of one prompt's lines by the model's own attention, and its own cache if it returns one."""
 
-    drops_lines = False  # caches differ in what they can drop
-
     def __init__(self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig):
-        (prompt,) = encoded
-        self.model, self.cache = model, None
-        device = first_device(model)
-        self.ids = torch.zeros(sampling.n, 0, dtype=torch.int64, device=device)
+        (prompt,), device = encoded, first_device(model)
+        self.model, self.cache, self.ids = model, None, torch.zeros(sampling.n, 0, dtype=torch.int64, device=device)
         self.first_logits = self.next_logits(torch.tensor([prompt] * sampling.n, device=device))
 
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:

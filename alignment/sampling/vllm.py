@@ -21,8 +21,6 @@ from alignment.sampling.sampler import Completions, SamplerConfig, encode_prompt
 from alignment.system.errors import UserError
 from alignment.system.processes import answer_requests
 
-UUID_LENGTH = 36  # characters
-
 
 class VLLMSampler(EngineProcess):
     """A `Sampler` that runs vLLM, with its own copy of the weights, on "cpu" or "cuda:<index>", or tensor-parallel on several.
@@ -95,12 +93,10 @@ def _visible_gpu(index: int, visible: str | None) -> str:
     if index >= len(entries):
         raise UserError(f"cuda:{index} was asked for, but CUDA_VISIBLE_DEVICES={visible!r} lists {len(entries)} GPUs")
     entry = entries[index]
-    # vLLM looks a GPU up by its whole UUID, and a part of a GPU not at all.
-    if entry.startswith("MIG-") or (entry.startswith("GPU-") and len(entry) < len("GPU-") + UUID_LENGTH):
-        raise UserError(
-            f"CUDA_VISIBLE_DEVICES={visible!r}: vLLM cannot be started on {entry}; list GPUs by index or by whole UUID"
-            " (nvidia-smi -L), or choose --sampler transformers"
-        )
+    # vLLM looks a GPU up by its whole UUID, of 36 characters, and a part of a GPU not at all.
+    if entry.startswith("MIG-") or (entry.startswith("GPU-") and len(entry) < len("GPU-") + 36):
+        remedy = "list GPUs by index or by whole UUID (nvidia-smi -L), or choose --sampler transformers"
+        raise UserError(f"CUDA_VISIBLE_DEVICES={visible!r}: vLLM cannot be started on {entry}; {remedy}")
     return entry
 
 
@@ -121,12 +117,9 @@ def _start_engine(device_type: str, options: dict):
     if device_type == "cpu":
         # A prompt cut into chunks makes vLLM rewind its seeded generator, which torch has no way to do on a CPU.
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": options["max_model_len"]}
-    engine = LLM(
-        **options,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",  # the default ignores temperature and top-p
-        enforce_eager=device_type == "cpu",  # on 2 cores compiling took 68 s and gained 10 %
-    )
+    options |= {"logprobs_mode": "processed_logprobs"}  # the default ignores temperature and top-p
+    options |= {"enforce_eager": device_type == "cpu"}  # on 2 cores compiling took 68 s and gained 10 %
+    engine = LLM(**options, enable_prefix_caching=True)
     if options["enable_sleep_mode"]:
         fall_asleep(engine)
     return engine

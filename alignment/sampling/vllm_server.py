@@ -30,27 +30,23 @@ CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
 RETRY_SECONDS = 0.1
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone is noticed in two minutes
-KEEPALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
-    (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in KEEPALIVE.items() if hasattr(socket, name)
-]
+KEEPALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+KEEPALIVE_OPTIONS += [(socket.IPPROTO_TCP, getattr(socket, name), n) for name, n in KEEPALIVE.items() if hasattr(socket, name)]
 CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
 # What the server else takes from the model's generation_config.json.
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 # What must be the same for the server's model to take our weights and tokens.
-SHAPE = (
-    *"model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split(),
-    *"num_key_value_heads tie_word_embeddings".split(),
-)
+SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SHAPE += ("num_key_value_heads", "tie_word_embeddings")
 
 
 class VLLMServerSampler:
     """A `Sampler` that draws from the vLLM server at `config.url`, whose key is the environment's ALIGNMENT_SAMPLER_TOKEN.
     `context` is in tokens; None: the model's own. `config.weights_folder` holds one version of the weights until the server,
-    which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch.
-
-    Raises `UserError` where the server cannot be used, and `SamplerLost` where it dies, is silent for `config.timeout` seconds,
-    answers no completions, or has other weights (restarted or used by others). A new sampler may use it once it is back."""
+    which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch. Raises `UserError`
+    where the server cannot be used, and `SamplerLost` where it dies, is silent for `config.timeout` seconds, answers no
+    completions, or has other weights (restarted or used by others). A new sampler may use it once it is back."""
 
     def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         model_path, dtype = config.model_path, config.dtype
@@ -79,11 +75,10 @@ class VLLMServerSampler:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
             load_proven(self, load_weights(model_path, self.dtype), config.policy_version)
         except RunStopped as error:
-            raise UserError(
-                f"--sampler_url: {error}. It has to see {self._weights_folder}, where weights are written: let both machines"
-                " have that folder under the same name, and the server's user read it. If it runs an older version of this"
-                " package, start it again"
-            ) from None
+            need = f"It has to see {self._weights_folder}, where weights are written"
+            remedy = "let both machines have that folder under the same name, and the server's user read it"
+            older = "If it runs an older version of this package, start it again"
+            raise UserError(f"--sampler_url: {error}. {need}: {remedy}. {older}") from None
         self._timeout = config.timeout
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:

@@ -89,21 +89,18 @@ def remove_unfinished(folder: Path) -> None:
 @contextmanager
 def manifested(folder: Path) -> Iterator[None]:
     """Write a manifest after the block: size and SHA-256 of every file that it added. Raises OSError where the disk is full."""
-    before = _files(folder)
+    before = set(folder.rglob("*"))
     with full_disk_is_an_os_error(folder):
         yield
-    facts = {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
-        for file in sorted(_files(folder) - before)
-    }
+    added = [file for file in sorted(folder.rglob("*")) if file.is_file() and file not in before]
+    facts = {file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in added}
     (folder / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def damage(folder: Path) -> str | None:
     """The first difference between a folder and its manifest, or None if every file has the size and SHA-256 given there."""
     try:
-        expected = read_json(folder / MANIFEST)
-        sizes = {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in expected.items()}
+        sizes = {name: (int(own["bytes"]), str(own["sha256"])) for name, own in read_json(folder / MANIFEST).items()}
     except (UserError, OSError, ValueError, OverflowError, KeyError, TypeError):
         return f"its {MANIFEST} is missing or damaged"
     for name, (size, checksum) in sizes.items():
@@ -120,10 +117,6 @@ def damage(folder: Path) -> str | None:
         except (OSError, ValueError) as error:  # a disk error, or a damaged manifest with an impossible file name
             return f"{name} cannot be read ({error})"
     return None
-
-
-def _files(folder: Path) -> set[Path]:
-    return {file for file in folder.rglob("*") if file.is_file()}
 
 
 def sha256(file: Path) -> str:

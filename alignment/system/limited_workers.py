@@ -1,6 +1,5 @@
-"""Function calls in processes that can be killed: a pool of workers that limit the time and the memory of each call. A worker
-imports its modules once and forks a child for each call, so that ending a call costs no new imports. Requests and answers are
-JSON: the parent never unpickles what a worker sends."""
+"""Function calls in processes that can be killed. A worker imports its modules once and forks a child for each call, whose time
+and memory it limits: ending a call costs no new imports. Messages are JSON: the parent never unpickles what a worker sends."""
 
 import importlib
 import json
@@ -120,12 +119,21 @@ def serve(descriptor: int) -> None:
 def _call_in_fork(function: str, arguments: Sequence, seconds: float) -> bytes:
     """The reply of a forked child, [failure, answer]. The child is killed when its time is up."""
     receiver, sender = Pipe(duplex=False)
-    child = os.fork()
-    if child == 0:
-        _answer_and_exit(sender, function, arguments, seconds)
+    if (child := os.fork()) == 0:
+        try:
+            # The kernel's timers end this process even if all of its parents are gone.
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.setitimer(signal.ITIMER_REAL, seconds * CLOCK_PER_CPU + 5)
+            with suppress(ValueError, OSError):
+                _, hard = resource.getrlimit(resource.RLIMIT_AS)
+                resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
+            sender.send_bytes(json.dumps([None, pkgutil.resolve_name(function)(*arguments)]).encode())
+        except MemoryError:
+            sender.send_bytes(b'["memory", null]')
+        finally:
+            os._exit(0)
     sender.close()
-    reply = b""
-    timed_out = not receiver.poll(seconds * CLOCK_PER_CPU)
+    reply, timed_out = b"", not receiver.poll(seconds * CLOCK_PER_CPU)
     with suppress(EOFError):
         reply = b"" if timed_out else receiver.recv_bytes()
     receiver.close()
@@ -133,18 +141,3 @@ def _call_in_fork(function: str, arguments: Sequence, seconds: float) -> bytes:
     _, status = os.waitpid(child, 0)
     timed_out = timed_out or os.waitstatus_to_exitcode(status) == -signal.SIGPROF
     return reply or json.dumps(["time-out" if timed_out else "died", None]).encode()
-
-
-def _answer_and_exit(sender: Connection, function: str, arguments: Sequence, seconds: float) -> None:
-    try:
-        # The kernel's timers end this process even if all of its parents are gone.
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        signal.setitimer(signal.ITIMER_REAL, seconds * CLOCK_PER_CPU + 5)
-        with suppress(ValueError, OSError):
-            _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
-        sender.send_bytes(json.dumps([None, pkgutil.resolve_name(function)(*arguments)]).encode())
-    except MemoryError:
-        sender.send_bytes(b'["memory", null]')
-    finally:
-        os._exit(0)

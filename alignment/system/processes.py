@@ -32,12 +32,11 @@ class ProcessLost(RunStopped):
 
 
 class ChildProcess:
-    """A process that calls `entry`, "module:function", with the descriptor of its end of the pipe `connection`.
-
-    Unlike `multiprocessing`'s spawn it does not import the caller's `__main__` again and gets the environment it is given.
-    Closing it, dropping it or the parent's exit sends None through the pipe, and kills the process group after
-    `grace_seconds`; where these are 0 it is killed at once and nothing is sent. With `log` a temporary file keeps its output
-    for `exit_report`; with None it is this process's, else nobody's. `pipe`, with its other end elsewhere, may be given."""
+    """A process that calls `entry`, "module:function", with the descriptor of its end of the pipe `connection`. Unlike
+    `multiprocessing`'s spawn it does not import the caller's `__main__` again and gets the environment it is given. Closing it,
+    dropping it or the parent's exit sends None through the pipe, and kills the process group after `grace_seconds`; where these
+    are 0 it is killed at once and nothing is sent. With `log` a temporary file keeps its output for `exit_report`; with None it
+    is this process's, else nobody's. `pipe`, with its other end elsewhere, may be given."""
 
     timeout_flag = "--sampler_timeout"  # The flag that sets the time limit of `ask`
 
@@ -95,8 +94,7 @@ class ChildProcess:
         return answer
 
     def close(self) -> None:
-        """End the process and everything it started; at once where it is asked something, perhaps for minutes, whose answer
-        nobody will read. A second call does nothing."""
+        """End the process and everything it started, at once where it owes an answer. A second call does nothing."""
         if self._is_asked:
             self.kill()
         self._end()

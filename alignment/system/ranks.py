@@ -52,8 +52,7 @@ def lead(local_ranks: int, seconds: float) -> "Ranks":
     children = []
     for rank in range(1, local_ranks):
         own = {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        entry = "alignment.system.ranks:follow_child"
-        children.append(ChildProcess(f"process of rank {rank}", entry, {**shared, **own}, grace_seconds=0))
+        children.append(ChildProcess(f"process of rank {rank}", f"{__name__}:follow_child", {**shared, **own}, grace_seconds=0))
     return Ranks(seconds, store, local_ranks, children)
 
 

@@ -103,22 +103,14 @@ def statistics(gradients_PD: torch.Tensor, weights_B1: torch.Tensor) -> Statisti
     variance = prompts * (gradients_PD - total_D / prompts).square().sum() / (prompts - 1)
     nonzero = norms_P > 0
     cosines = gradients_PD[nonzero] @ total_D / (norms_P[nonzero] * norm)
-    size = weights_B1.abs().sum().square() / weights_B1.square().sum()
-    return Statistics(
-        norm=norm.item(),
-        std=variance.sqrt().item(),
-        cosine=cosines.mean().item(),
-        snr=((norm.square() - variance) / variance).item(),
-        effective=size.item(),
-        silent=1 - nonzero.float().mean().item(),
-    )
+    snr, effective = (norm.square() - variance) / variance, weights_B1.abs().sum().square() / weights_B1.square().sum()
+    numbers = (number.item() for number in (norm, variance.sqrt(), cosines.mean(), snr, effective))
+    return Statistics(*numbers, silent=1 - nonzero.float().mean().item())
 
 
 def refuse_too_many_gradients(prompts: int, parameters: int) -> None:
     """Raise `UserError` where one gradient a prompt, in float32 and twice while they are stacked, exceeds the free memory."""
     needed, free = 2 * 4 * prompts * parameters, psutil.virtual_memory().available
     if needed > free:
-        raise UserError(
-            f"--prompts {prompts}: their gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free;"
-            f" take at most {max(2, free // (8 * parameters))}"
-        )
+        fault = f"their gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free"
+        raise UserError(f"--prompts {prompts}: {fault}; take at most {max(2, free // (8 * parameters))}")

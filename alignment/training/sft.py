@@ -42,11 +42,9 @@ class SFTData:
     pad_token_id: int
 
 
-def fine_tune(
-    policy: Policy, data: SFTData, config: SFTConfig, finish_step: Callable[[dict, str], None], done: int = 0
-) -> None:
+def fine_tune(policy: Policy, data: SFTData, config: SFTConfig, on_step: Callable[[dict, str], None], done: int = 0) -> None:
     """Make optimiser steps `done` + 1 to `num_steps` on the mean negative log-likelihood of a batch's response tokens.
-    `finish_step` gets each step's record with words for the user, and delivers the signals that the step has deferred."""
+    `on_step` gets each step's record with words for the user, and delivers the signals that the step has deferred."""
     words, rest = "", itertools.islice(batches(data.train, config), done, None)
     for step, examples in zip(range(done + 1, config.num_steps + 1), rest, strict=False):
         defer_signals()
@@ -62,7 +60,7 @@ def fine_tune(
         if step % config.eval_interval == 0 or step == config.num_steps:
             record["validation_loss"] = validation_loss(policy, data.validation, data.pad_token_id)
             words = f"validation loss {record['validation_loss']:.3f}"
-        finish_step(record, words)
+        on_step(record, words)
 
 
 def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[Example]:
@@ -71,23 +69,19 @@ def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[
     responses = tokenizer([response for _, response in pairs], add_special_tokens=False)["input_ids"]
     examples = [(tuple(p), (*r, tokenizer.eos_token_id)) for p, r in zip(prompts, responses, strict=True)]
     for number, (prompt, response) in enumerate(examples):
-        if len(prompt) + len(response) > context:
-            raise UserError(
-                f"demonstration {number} has {len(prompt) + len(response)} tokens, more than the model's context of"
-                f" {context}. It begins: {pairs[number][0][:60]!r}"
-            )
+        if (tokens := len(prompt) + len(response)) > context:
+            fault = f"demonstration {number} has {tokens} tokens, more than the model's context of {context}"
+            raise UserError(f"{fault}. It begins: {pairs[number][0][:60]!r}")
     return examples
 
 
 def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Example]]:
-    """Endless batches, pass after pass, each pass shuffled unless --curriculum keeps the order. They are not sorted by length:
-    each one's gradient would be that of one kind of example."""
+    """Endless batches, pass after pass, shuffled unless --curriculum keeps the order: sorted, each would be of one kind."""
     for epoch in itertools.count():
-        order = list(range(len(examples)))
+        shuffled = list(examples)
         if not config.curriculum:
-            random.Random(f"sft {config.seed} {epoch}").shuffle(order)
-        for start in range(0, len(order), config.batch_size):
-            yield [examples[i] for i in order[start : start + config.batch_size]]
+            random.Random(f"sft {config.seed} {epoch}").shuffle(shuffled)
+        yield from (shuffled[start : start + config.batch_size] for start in range(0, len(shuffled), config.batch_size))
 
 
 def batch_loss(tokens: int, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):

@@ -85,8 +85,7 @@ def mini_batches(rollout: Rollout, config: UpdateConfig, step: int) -> list[list
     """The rows of each optimiser update: every epoch shuffles the groups and cuts them into mini-batches."""
     size, parts = config.train_mini_batch_size or len(rollout.lengths), []
     for epoch in range(config.epochs_per_rollout):
-        seed = f"update {config.data_seed} {step} {epoch}"
-        order = shuffled_groups(rollout.trained_rows, config.advantage.group_size, seed)
+        order = shuffled_groups(rollout.trained_rows, config.advantage.group_size, f"update {config.data_seed} {step} {epoch}")
         parts += [order[start : start + size] for start in range(0, len(order), size)]
     return parts
 
@@ -166,17 +165,13 @@ def sampler_mismatch(policy: Policy, rollout: Rollout, distribution: Distributio
     """`mismatch` on `COMPARED` responses spread over a rollout, by a forward pass of the policy."""
     number = len(rollout.lengths)
     rows = list(range(0, number, number // COMPARED + 1))  # no whole number of groups, so that each sample number gets its turn
-    log_probs_BT = policy.log_probs(rollout.batch, distribution, rows)
-    return mismatch(log_probs_BT, rows, rollout, limit)
+    return mismatch(policy.log_probs(rollout.batch, distribution, rows), rows, rollout, limit)
 
 
-def mismatch(
-    trainer_BT: torch.Tensor, rows: Sequence[int], rollout: Rollout, limit: float, steps_old: int = 0
-) -> dict[str, float]:
-    """Mean and largest difference, in nats a token, of the sampler's log-probs from the trainer's, over some rows, both under
-    the sampled distribution and before the weights change. Raises `RunStopped` where the mean exceeds `limit`
-    (--max_sampler_mismatch): the gradient would be of another policy than the one that was sampled. Weights that are
-    `steps_old` steps old may differ by up to `STALE_MISMATCH`."""
+def mismatch(trainer_BT: torch.Tensor, rows: list[int], rollout: Rollout, limit: float, steps_old: int = 0) -> dict[str, float]:
+    """Mean and largest difference, in nats a token, of the log-probs of sampler and trainer over some rows, under the sampled
+    distribution and before the weights change. Raises `RunStopped` where the mean exceeds `limit` (--max_sampler_mismatch), or
+    the larger of it and `STALE_MISMATCH` for weights some `steps_old`: the gradient would be of another policy."""
     difference = (trainer_BT - rollout.sampler_log_probs_BT)[rows][rollout.batch.response_mask[rows]].abs()
     mean, largest = difference.mean().item(), difference.max().item()
     bound = max(limit, STALE_MISMATCH) if steps_old else limit
