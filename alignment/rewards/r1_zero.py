@@ -38,7 +38,7 @@ def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = Fals
         return _score(False, None)
     loose = grade_detail(extract_answer(response) or "", ground_truth, fast)
     if not loose.equal or not worked_out(answer, ground_truth):
-        return _score(True, loose if loose.stage in FAILURES else Verdict(False, loose.stage))
+        return _score(True, Verdict(False, loose.stage))
     return _score(True, grade_detail(answer, ground_truth, fast))
 
 

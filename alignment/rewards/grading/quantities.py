@@ -72,11 +72,10 @@ def _product(text: str) -> Counter[str]:
 
 def _plural_noun(text: str) -> str:
     words = text.lower().split()
-    if not 1 <= len(words) <= 3 or not re.fullmatch("[a-z]{3,} ?" * len(words), " ".join(words)):
+    if not re.fullmatch("[a-z]{3,}(?: [a-z]{3,}){0,2}", " ".join(words)) or not _NOT_UNITS.isdisjoint(words):
         return ""
-    if not _NOT_UNITS.isdisjoint(words) or any(word.endswith(("ed", "ly")) and len(words) == 1 for word in words):
-        return ""
-    if any(number_in_words(word) is not None or PATTERNS.number_noun.fullmatch(word) for word in words):
+    number = any(number_in_words(word) is not None or PATTERNS.number_noun.fullmatch(word) for word in words)
+    if number or (len(words) == 1 and words[0].endswith(("ed", "ly"))):
         return ""
     known = words[-1] in _UNIT_NAMES and len(words[-1]) > 2
     return " ".join(words) if known or PATTERNS.plural.fullmatch(words[-1]) and not words[-1].endswith(("eds", "lys")) else ""
