@@ -98,13 +98,9 @@ def group_statistics(raw_rewards_B1: Tensor, group_size: int) -> dict[str, float
 
     rewards_PG = einx.id("(p g) 1 -> p g", raw_rewards_B1, g=group_size)
     equal_P = (rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)).float()
-    return {
-        "reward_mean": rewards_PG.mean().item(),
-        "reward_std": rewards_PG.std(correction=0).item(),
-        "reward_max": rewards_PG.max().item(),
-        "reward_min": rewards_PG.min().item(),
-        "flat_groups": equal_P.mean().item(),
-    }
+    statistics = {"reward_mean": rewards_PG.mean(), "reward_std": rewards_PG.std(correction=0)}
+    statistics |= {"reward_max": rewards_PG.max(), "reward_min": rewards_PG.min(), "flat_groups": equal_P.mean()}
+    return {name: value.item() for name, value in statistics.items()}
 
 
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:

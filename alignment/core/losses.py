@@ -69,9 +69,8 @@ class LossInputs:
 
     def require(self, *names: str) -> list:
         """The inputs of these names. Raises ValueError for one that is lacking."""
-        for name in names:
-            if getattr(self, name) is None:
-                raise ValueError(f"this loss needs {name}")
+        if lacking := [name for name in names if getattr(self, name) is None]:
+            raise ValueError(f"this loss needs {lacking[0]}")
         return [getattr(self, name) for name in names]
 
 

@@ -76,9 +76,8 @@ def worked_out(answer: str, ground_truth: str) -> bool:
     truth = _read(ground_truth)
     if not isinstance(truth, Quantity) or not _is_numeral(truth.value, fractions=True):
         return True
-    given = _read(answer) or _read(answer_in_sentence(_normalised(answer)))
     whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
-    values = _values(given)
+    values = _values(_read(answer) or _read(answer_in_sentence(_normalised(answer))))
     return bool(values) and all(_is_numeral(value, fractions=not whole) for value in values)
 
 

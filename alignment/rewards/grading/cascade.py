@@ -69,8 +69,7 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
     comparison = Comparison(fast)
     try:
         equal = comparison.texts(answer, truth)
-    except Exception:
-        # No text is known to come here, but a defect of the grader must not end a run of days.
+    except Exception:  # no text is known to come here, but a defect of the grader must not end a run of days
         return Verdict(False, "error")
     return Verdict(bool(equal), "unread" if equal is None else comparison.stage)
 

@@ -259,12 +259,11 @@ def read_two_units(text: str, levels: int) -> Answer | None:
     return Listing("+", parts) if units and parts[0].unit != parts[1].unit else None
 
 
-def read_quantity(text: str) -> Answer:
+def read_quantity(text: str, levels: int = 0) -> Answer:
     """The quantity of a text: its currency, percent sign or unit, and the rest as a number or an expression."""
     text, unit = without_trailing_words(text), ""
     if match := PATTERNS.base.fullmatch(text):
-        base = match[2] or match[3] or f"0{match[4].lower()}"
-        return Quantity(_in_base(match[1] or match[5], base))
+        return Quantity(_in_base(match[1] or match[5], match[2] or match[3] or f"0{match[4].lower()}"))
     if match := PATTERNS.minutes.fullmatch(text):
         degrees, minutes, seconds = (fraction("", part or "0") for part in match.groups())
         return Quantity(degrees + minutes / 60 + seconds / 3600, "degree")
@@ -306,9 +305,8 @@ def _unit_after(amount: str, gap: str, words: str) -> str:
     """The unit after an amount, or "". A letter and a noun need a space before them (5m is algebra); 2x + 3 h has no unit."""
     if words.startswith("\\degree") and any(f"\\{name}" in amount for name in TRIGONOMETRIC):
         return ""  # the degrees of \sin 30°
-    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)) or (
-        not gap and words in SYMBOLS and words.isascii()
-    ):
+    letters = re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", letters) or (not gap and words in SYMBOLS and words.isascii()):
         return ""
     unit = read_unit(words)
     glued = not gap and words[0].isascii() and not words.startswith("\\")

@@ -26,11 +26,7 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     text = without_clause(text.strip())
     if levels == 0 or not text:
         raise Refused("too deep, or empty")
-    for reader in _READERS:
-        answer = reader(text, levels)
-        if answer is not None:
-            return answer
-    return read_quantity(text)
+    return next(answer for reader in _READERS if (answer := reader(text, levels)))  # the last one reads or refuses
 
 
 _PHRASE = {phrase: Words(name) for name, phrases in TABLES["phrases"].items() for phrase in phrases}
@@ -130,9 +126,7 @@ def _relation(text: str, levels: int) -> Answer | None:
         raise NoAnswer("a membership that is no answer")
     if "≈" in signs:
         return _about(sides, signs, levels)
-    if set(signs) == {"="}:
-        return _equation(sides, levels)
-    return _inequality(sides, signs)
+    return _equation(sides, levels) if set(signs) == {"="} else _inequality(sides, signs)
 
 
 def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
@@ -327,5 +321,5 @@ def _approximation(text: str, levels: int) -> Answer | None:
 
 _READERS = (
     _cases, quantities.read_clock, _phrase, quantities.quantity_in_words, quantities.read_two_units, _alternatives, _comma_list,
-    _plus_minus, _relation, _matrix, _set_operation, _bracketed, quantities.read_ratio, _approximation,
+    _plus_minus, _relation, _matrix, _set_operation, _bracketed, quantities.read_ratio, _approximation, read_quantity,
 )  # fmt: skip
