@@ -33,8 +33,7 @@ def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = Fals
     last block counts as a whole, also the text around a \boxed in it. If the ground truth is a number, an answer that is still
     to be evaluated (48/2 + 48) is wrong."""
     response = PATTERNS.before_answer.sub("</think> <answer>", response)  # the published rule wants one space
-    answer = strict_answer(response)
-    if answer is None:
+    if (answer := strict_answer(response)) is None:
         return _score(False, None)
     loose = grade_detail(extract_answer(response) or "", ground_truth, fast)
     if not loose.equal or not worked_out(answer, ground_truth):

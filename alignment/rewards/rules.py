@@ -183,9 +183,8 @@ def _find_part(name: str, rules: Sequence[str], seconds: float | None) -> Part:
     paid_by = lambda rule: of_each(lambda problem, text, _: rule(text, problem.ground_truth)["reward"])
     by_rule = {key: paid_by(rule) for key, rule in RULES.items()}
     part = find("--reward", name, {**by_rule, **CONTROLS, **PARTS}, lambda _: Part(users_function(name, seconds).rewards))
-    for key in rules:
-        if key in part.unfit:
-            raise UserError(f"--reward {name}: {part.unfit[key]}")
+    if unfit := [part.unfit[rule] for rule in rules if rule in part.unfit]:
+        raise UserError(f"--reward {name}: {unfit[0]}")
     return part
 
 

@@ -51,9 +51,7 @@ def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Prob
         prompt, turns = template.replace("{question}", problem.question), chat_turns(name, problem.question)
         return dataclasses.replace(problem, prompt=prompt, turns=turns)
 
-    if isinstance(problems, Endless):
-        return Endless(lambda i: fill(problems[i]))
-    return [fill(problem) for problem in problems]
+    return Endless(lambda i: fill(problems[i])) if isinstance(problems, Endless) else list(map(fill, problems))
 
 
 def fill_prompt(name: str, question: str) -> str:

@@ -132,9 +132,7 @@ def _read(split: str, folder: Path) -> list[Problem]:
         raise UserError(f"--dataset_path {folder}: holds no .parquet file with the columns nums and target")
     named = {name: [file for file in files if name in re.split(r"[^a-z]+", file.stem)] for name in ("train", "test")}
     by_name = all(named.values())  # files of one split alone would leave the other split empty
-    rows = [row for file in (named[split] if by_name else files) for row in _rows(file)]
-    if not by_name:
-        rows = [row for row in rows if _split_of(*row) == split]
+    rows = [row for file in (named[split] if by_name else files) for row in _rows(file) if by_name or _split_of(*row) == split]
     if not rows:
         raise UserError(f"--dataset_path {folder}: has no problem for the {split} split")
     return [as_problem(*row) for row in rows]

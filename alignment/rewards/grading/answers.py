@@ -9,8 +9,7 @@ from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.values import is_narrow, real_value
 
 
-Words = NamedTuple("Words", [("text", str)])
-"""An answer in words, or a sign that is no number: ∅, ∞."""
+Words = NamedTuple("Words", [("text", str)])  # an answer in words, or a sign that is no number: ∅, ∞
 
 
 class Quantity(NamedTuple):
@@ -22,17 +21,13 @@ class Quantity(NamedTuple):
     digits: int = 0
 
 
-About = NamedTuple("About", [("answer", "Answer")])
-"""An answer marked as an approximation: ≈ 3.14, about 5."""
-Labelled = NamedTuple("Labelled", [("label", str), ("answer", "Answer")])
-"""`label = answer`."""
+About = NamedTuple("About", [("answer", "Answer")])  # an answer marked as an approximation: ≈ 3.14, about 5
+Labelled = NamedTuple("Labelled", [("label", str), ("answer", "Answer")])  # `label = answer`
 Listing = NamedTuple("Listing", [("kind", str), ("parts", tuple["Answer", ...])])
 """Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any order, "=" for values of
 several labels, ":" for a ratio, "+" for a measure in two units."""
-Matrix = NamedTuple("Matrix", [("rows", tuple[tuple["Answer", ...], ...])])
-"""Rows of cells."""
-Cut = tuple[arb, bool]
-"""A place between the real numbers: before the point, or with True after it."""
+Matrix = NamedTuple("Matrix", [("rows", tuple[tuple["Answer", ...], ...])])  # rows of cells
+Cut = tuple[arb, bool]  # a place between the real numbers: before the point, or with True after it
 Region = NamedTuple("Region", [("cuts", tuple[Cut, ...])])
 """A union of intervals. Its cuts are in order; it begins at the first, ends at the second, begins at the third, ..."""
 Relation = NamedTuple("Relation", [("sign", str), ("left", Node), ("right", Node)])

@@ -100,8 +100,6 @@ class Comparison:
             return (is_rational(value) or not self.fast) and rounds_to(value, truth, decimals)
         return False
 
-    # --- quantities -----------------------------------------------------------------------------------
-
     def values(self, a: Node, t: Node) -> bool | None:
         """Whether two trees have equal values: exactly where both are rational, else by evaluation at points."""
         if is_rational(a) and is_rational(t):
@@ -141,12 +139,9 @@ class Comparison:
         """Whether 5m, which is read as algebra, means the 5 metres of the other side."""
         for one, other in ((a, t), (t, a)):
             match one.value:
-                case ("*", Fraction() as number, str(symbol)) if symbol in quantities.SYMBOLS and not one.unit and other.unit:
-                    if quantities.read_unit(symbol) == other.unit:
-                        return self.values(number, other.value) is True
+                case ("*", Fraction() as number, str(symbol)) if symbol in quantities.SYMBOLS and not one.unit:
+                    return quantities.read_unit(symbol) == other.unit and self.values(number, other.value) is True
         return False
-
-    # --- structures -----------------------------------------------------------------------------------
 
     def _relations(self, a: Relation | None, t: Relation | None) -> bool | None:
         """Whether one is the other multiplied by a constant, and for < and ≤ by a positive one."""
