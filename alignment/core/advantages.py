@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from alignment.core.records import Score
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 # Functions import torch and einx themselves: the arguments need the tables below, and must not wait for torch to load.
 
@@ -27,14 +27,14 @@ class AdvantageConfig:
     advantage_eps: float = 1e-6
 
 
-BASELINES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+BASELINES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group_mean": lambda centred_PG, number_P1: centred_PG,
     # r - (n * mean - r) / (n - 1) = (r - mean) * n / (n - 1)
     "leave_one_out": lambda centred_PG, number_P1: centred_PG * number_P1 / (number_P1 - 1).clamp(min=1),
 }
 """--baseline -> rewards minus the baseline, from rewards minus their group's mean and each group's number of responses."""
 
-DEVIATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+DEVIATIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "group": lambda squares_P1, number_P1, rewards: (squares_P1 / (number_P1 - 1).clamp(min=1)).sqrt(),
     "group_population": lambda squares_P1, number_P1, rewards: (squares_P1 / number_P1.clamp(min=1)).sqrt(),
     "batch": lambda squares_P1, number_P1, rewards: rewards.std(correction=1).nan_to_num(),
@@ -42,9 +42,7 @@ DEVIATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], to
 """--std_of -> the standard deviation, from (squared deviations summed by group, responses by group, all rewards)."""
 
 
-def group_advantages(
-    raw_rewards_B1: torch.Tensor, config: AdvantageConfig, counted_B1: torch.Tensor | None = None
-) -> torch.Tensor:
+def group_advantages(raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1: Tensor | None = None) -> Tensor:
     """A = r - b, and with `normalize_by_std` A = (r - b) / (std + eps). Shapes [batch, 1] -> [batch, 1].
 
     `baseline`: "group_mean" (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the division Dr. GRPO, Liu et al.
@@ -83,7 +81,7 @@ def compute_group_normalized_rewards(
     group_size: int,
     advantage_eps: float,
     normalize_by_std: bool,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Score every response and normalise within its group of `group_size` consecutive responses. Returns (advantages [batch,
     1], raw_rewards [batch, 1], metadata). Raises ValueError like `group_advantages`."""
     import torch
@@ -94,19 +92,15 @@ def compute_group_normalized_rewards(
     return group_advantages(raw_rewards_B1, config), raw_rewards_B1, group_statistics(raw_rewards_B1, group_size)
 
 
-def group_statistics(raw_rewards_B1: torch.Tensor, group_size: int) -> dict[str, float]:
+def group_statistics(raw_rewards_B1: Tensor, group_size: int) -> dict[str, float]:
     """Mean, std and extremes of the rewards, and the share of groups whose rewards are all equal (zero variance)."""
     import einx
 
     rewards_PG = einx.id("(p g) 1 -> p g", raw_rewards_B1, g=group_size)
     equal_P = (rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)).float()
-    return {
-        "reward_mean": rewards_PG.mean().item(),
-        "reward_std": rewards_PG.std(correction=0).item(),
-        "reward_max": rewards_PG.max().item(),
-        "reward_min": rewards_PG.min().item(),
-        "flat_groups": equal_P.mean().item(),
-    }
+    statistics = {"reward_mean": rewards_PG.mean(), "reward_std": rewards_PG.std(correction=0)}
+    statistics |= {"reward_max": rewards_PG.max(), "reward_min": rewards_PG.min(), "flat_groups": equal_P.mean()}
+    return {name: value.item() for name, value in statistics.items()}
 
 
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:

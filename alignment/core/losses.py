@@ -11,21 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
-    Metadata = dict[str, torch.Tensor]
-    Sums = dict[str, torch.Tensor]
-    LossFunction = Callable[["LossInputs"], tuple[torch.Tensor, Metadata]]
+    Sums = dict[str, Tensor]
+    TokenLoss = tuple[Tensor, dict[str, Tensor]]
+    LossFunction = Callable[["LossInputs"], TokenLoss]
 
 
-def masked_mean(tensor: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean over `dim` (all axes when None) of the elements whose mask is true; NaN where the mask is empty."""
     return tensor.where(mask.bool(), 0).sum(dim) / mask.sum(dim)
 
 
-def masked_normalize(
-    tensor: torch.Tensor, mask: torch.Tensor, normalize_constant: float = 1.0, dim: int | None = None
-) -> torch.Tensor:
+def masked_normalize(tensor: Tensor, mask: Tensor, normalize_constant: float = 1.0, dim: int | None = None) -> Tensor:
     """Sum over `dim` (all axes when None) of the elements whose mask is true, divided by `normalize_constant`."""
     return tensor.where(mask.bool(), 0).sum(dim) / normalize_constant
 
@@ -35,7 +33,7 @@ class Normalization:
     """One way to turn per-token losses into a scalar: `total(loss [batch, sequence], mask)` sums over a micro-batch;
     `denominator(response lengths, max_new_tokens)` divides the sum of an optimiser step."""
 
-    total: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    total: Callable[[Tensor, Tensor], Tensor]
     denominator: Callable[[Sequence[int], int], float]
 
 
@@ -61,19 +59,18 @@ class LossInputs:
     """What a loss may need: log-probs and mask [batch, sequence], rewards and advantages [batch, 1]; None where not given."""
 
     config: LossConfig
-    log_probs: torch.Tensor
-    mask: torch.Tensor | None = None
-    raw_rewards: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
-    old_log_probs: torch.Tensor | None = None
-    reference_log_probs: torch.Tensor | None = None
-    sampler_log_probs: torch.Tensor | None = None
+    log_probs: Tensor
+    mask: Tensor | None = None
+    raw_rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    reference_log_probs: Tensor | None = None
+    sampler_log_probs: Tensor | None = None
 
     def require(self, *names: str) -> list:
         """The inputs of these names. Raises ValueError for one that is lacking."""
-        for name in names:
-            if getattr(self, name) is None:
-                raise ValueError(f"this loss needs {name}")
+        if lacking := [name for name in names if getattr(self, name) is None]:
+            raise ValueError(f"this loss needs {lacking[0]}")
         return [getattr(self, name) for name in names]
 
 
@@ -112,27 +109,25 @@ class LossConfig:
     correction_cap: float = 2.0
 
 
-def _weigh(weights_B1: torch.Tensor, values_BT: torch.Tensor) -> torch.Tensor:
+def _weigh(weights_B1: Tensor, values_BT: Tensor) -> Tensor:
     import einx  # here, because it loads sympy, for which reading arguments should not wait
 
     return einx.multiply("b 1, b t -> b t", weights_B1, values_BT)
 
 
-def compute_naive_policy_gradient_loss(
-    raw_rewards_or_advantages: torch.Tensor, policy_log_probs: torch.Tensor
-) -> tuple[torch.Tensor, Metadata]:
+def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> TokenLoss:
     """-A * log pi(o_t | q, o_<t), REINFORCE (Williams 1992). Shapes [batch, 1] and [batch, sequence]."""
     return -_weigh(raw_rewards_or_advantages, policy_log_probs), {}
 
 
 def compute_grpo_clip_loss(
-    advantages: torch.Tensor,
-    policy_log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
+    advantages: Tensor,
+    policy_log_probs: Tensor,
+    old_log_probs: Tensor,
     cliprange: float,
     cliprange_high: float | None = None,
     dual_clip: float = 0.0,
-) -> tuple[torch.Tensor, Metadata]:
+) -> TokenLoss:
     """-min(rho * A, clip(rho, 1 - c, 1 + c_high) * A) with rho = pi / pi_old, per token.
 
     PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages (arXiv:2402.03300, eq. 3).
@@ -143,7 +138,7 @@ def compute_grpo_clip_loss(
     return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
 
 
-def _clipped_surrogate(advantages: torch.Tensor, ratio_BT: torch.Tensor, config: LossConfig) -> tuple[torch.Tensor, Metadata]:
+def _clipped_surrogate(advantages: Tensor, ratio_BT: Tensor, config: LossConfig) -> TokenLoss:
     free_BT = _weigh(advantages, ratio_BT)
     bounded_BT = _weigh(advantages, ratio_BT.clamp(*_bounds(config)))
     surrogate_BT, clipped_BT = free_BT.minimum(bounded_BT), bounded_BT < free_BT
@@ -162,23 +157,23 @@ def _bounds(config: LossConfig) -> tuple[float, float]:
     return 1 - config.cliprange, 1 + high
 
 
-def _reinforce(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
+def _reinforce(inputs: LossInputs) -> TokenLoss:
     return compute_naive_policy_gradient_loss(*inputs.require(inputs.config.loss.weight), inputs.log_probs)
 
 
-def _grpo_clip(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
+def _grpo_clip(inputs: LossInputs) -> TokenLoss:
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     return _clipped_surrogate(advantages, (inputs.log_probs - old_log_probs).exp(), inputs.config)
 
 
-def _grpo_no_clip(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
+def _grpo_no_clip(inputs: LossInputs) -> TokenLoss:
     """-rho * A, per token: GRPO's surrogate (arXiv:2402.03300, eq. 3) without its clipping."""
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs - old_log_probs).exp()
     return -_weigh(advantages, ratio_BT), {"ratio": ratio_BT.detach(), "clipped": ratio_BT.detach() < 0}  # never
 
 
-def _gspo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
+def _gspo(inputs: LossInputs) -> TokenLoss:
     """-min(s * A, clip(s, 1 - c, 1 + c_high) * A) with one s a response, s = exp(mean over its tokens of log pi / pi_old).
 
     GSPO, Zheng et al. 2025 (arXiv:2507.18071), eqs. 5 and 7, written to every token of the response, so that with
@@ -189,7 +184,7 @@ def _gspo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
     return _clipped_surrogate(advantages, ratio_BT, inputs.config)
 
 
-def _cispo(inputs: LossInputs) -> tuple[torch.Tensor, Metadata]:
+def _cispo(inputs: LossInputs) -> TokenLoss:
     """-sg(clip(rho, 1 - c, 1 + c_high)) * A * log pi: the weight is clipped, so no token loses its gradient.
 
     CISPO, MiniMax 2025 (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only (`cliprange` 1)."""
@@ -216,30 +211,30 @@ OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.value
 
 
 def compute_policy_gradient_loss(
-    policy_log_probs: torch.Tensor,
+    policy_log_probs: Tensor,
     loss_type: str,
-    raw_rewards: torch.Tensor | None = None,
-    advantages: torch.Tensor | None = None,
-    old_log_probs: torch.Tensor | None = None,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
-    response_mask: torch.Tensor | None = None,
+    response_mask: Tensor | None = None,
     cliprange_high: float | None = None,
     dual_clip: float = 0.0,
-) -> tuple[torch.Tensor, Metadata]:
+) -> TokenLoss:
     """The per-token loss named `loss_type` in `LOSSES`. Raises KeyError for an unknown name, ValueError for a lacking input."""
     config = LossConfig(LOSSES[loss_type], cliprange, cliprange_high, dual_clip)
     inputs = LossInputs(config, policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs)
     return config.loss.function(inputs)
 
 
-KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,
     "k2": lambda log_ratio: log_ratio.square() / 2,
     "k3": lambda log_ratio: log_ratio.exp() - log_ratio - 1,
 }
 
 
-def kl_penalty(policy_log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
+def kl_penalty(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator: str) -> Tensor:
     """Estimates of KL(pi, pi_ref) in nats at each sampled token, [batch, sequence], with l = log pi_ref - log pi:
 
     k1 = -l, k2 = l^2 / 2, k3 = exp(l) - l - 1 (Schulman 2020, "Approximating KL divergence"; k3 is GRPO's, arXiv:2402.03300,
@@ -252,7 +247,7 @@ def kl_penalty(policy_log_probs: torch.Tensor, reference_log_probs: torch.Tensor
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
-BOUNDS: Mapping[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+BOUNDS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "truncate": lambda weight_BT, cap: weight_BT.clamp(max=cap),
     "mask": lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0),
 }
@@ -260,9 +255,7 @@ CORRECTIONS = ("none", *(f"{level}_{bound}" for level in ("token", "sequence") f
 """Ways to weigh tokens: the level at which the ratio is taken, and what bounds it."""
 
 
-def sampler_weights(
-    old_log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, mask: torch.Tensor, correction: str, cap: float
-) -> torch.Tensor:
+def sampler_weights(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, correction: str, cap: float) -> Tensor:
     """Importance weights of the trainer's policy to the sampler's distribution, [batch, sequence], without gradient.
 
     w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens); "truncate": min(w, cap)
@@ -276,7 +269,7 @@ def sampler_weights(
     return BOUNDS[bound](log_weight_BT.exp(), cap)
 
 
-def micro_batch_loss(inputs: LossInputs, denominator: float | torch.Tensor) -> tuple[torch.Tensor, Sums]:
+def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[Tensor, Sums]:
     """The scalar loss of one micro-batch, with its graph, and sums over its response tokens, without waiting for the device.
 
     A token's loss is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times `kl_penalty`. `denominator`
@@ -295,7 +288,7 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | torch.Tensor) -> t
     return total / denominator, _token_sums(per_token, inputs.mask)
 
 
-def _token_sums(per_token: dict[str, torch.Tensor], response_mask: torch.Tensor) -> Sums:
+def _token_sums(per_token: dict[str, Tensor], response_mask: Tensor) -> Sums:
     sums = {"response_tokens": response_mask.sum()}
     if "ratio" in per_token:
         ratio_BT = per_token["ratio"].where(response_mask, 0)
@@ -307,21 +300,21 @@ def _token_sums(per_token: dict[str, torch.Tensor], response_mask: torch.Tensor)
 
 
 def grpo_microbatch_train_step(
-    policy_log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
+    policy_log_probs: Tensor,
+    response_mask: Tensor,
     gradient_accumulation_steps: int,
     loss_type: str,
-    raw_rewards: torch.Tensor | None = None,
-    advantages: torch.Tensor | None = None,
-    old_log_probs: torch.Tensor | None = None,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
     loss_normalization: str = "sequence_mean",
     denominator: float | None = None,
     *,
-    reference_log_probs: torch.Tensor | None = None,
-    sampler_log_probs: torch.Tensor | None = None,
+    reference_log_probs: Tensor | None = None,
+    sampler_log_probs: Tensor | None = None,
     **numbers,
-) -> tuple[torch.Tensor, Sums]:
+) -> tuple[Tensor, Sums]:
     """Loss and backward of one micro-batch (`micro_batch_loss`); gradients add up over those of an optimiser step. Returns the
     scalar loss, detached, and sums over response tokens.
 
@@ -341,11 +334,11 @@ def grpo_microbatch_train_step(
 
 
 def sft_microbatch_train_step(
-    policy_log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
+    policy_log_probs: Tensor,
+    response_mask: Tensor,
     gradient_accumulation_steps: int,
     normalize_constant: float = 1.0,
-) -> tuple[torch.Tensor, Sums]:
+) -> tuple[Tensor, Sums]:
     """Negative log-likelihood of the response tokens and its backward: the sum over a response of -log pi / normalize_constant,
     averaged over the batch and `gradient_accumulation_steps`. Returns the scalar loss, detached, and {"response_tokens"}."""
     per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)

@@ -17,11 +17,8 @@ def collate(prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence
     first = torch.tensor([[len(prompt) - 1] for prompt in prompt_ids])
     last = torch.tensor([[len(ids) - 1] for ids in sequences])
     place = torch.arange(width - 1)[None]
-    return Batch(
-        input_ids=padded[:, :-1].contiguous(),
-        labels=padded[:, 1:].contiguous(),
-        response_mask=(first <= place) & (place < last),
-    )
+    mask = (first <= place) & (place < last)
+    return Batch(input_ids=padded[:, :-1].contiguous(), labels=padded[:, 1:].contiguous(), response_mask=mask)
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from alignment.core.records import Endless, Problem
 from alignment.system.errors import UserError
 
-Key = Callable[[Problem], str]
-"""Problems with equal keys ask the same question."""
-
+Key = Callable[[Problem], str]  # problems with equal keys ask the same question
 TEST_SHARE = 8  # one question in 8 that is made, not read from a file of one split, belongs to the test split
 MOST_REDRAWS = 1000
 

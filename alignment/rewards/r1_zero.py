@@ -33,12 +33,11 @@ def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = Fals
     last block counts as a whole, also the text around a \boxed in it. If the ground truth is a number, an answer that is still
     to be evaluated (48/2 + 48) is wrong."""
     response = PATTERNS.before_answer.sub("</think> <answer>", response)  # the published rule wants one space
-    answer = strict_answer(response)
-    if answer is None:
+    if (answer := strict_answer(response)) is None:
         return _score(False, None)
     loose = grade_detail(extract_answer(response) or "", ground_truth, fast)
     if not loose.equal or not worked_out(answer, ground_truth):
-        return _score(True, loose if loose.stage in FAILURES else Verdict(False, loose.stage))
+        return _score(True, Verdict(False, loose.stage))
     return _score(True, grade_detail(answer, ground_truth, fast))
 
 
@@ -76,9 +75,8 @@ def worked_out(answer: str, ground_truth: str) -> bool:
     truth = _read(ground_truth)
     if not isinstance(truth, Quantity) or not _is_numeral(truth.value, fractions=True):
         return True
-    given = _read(answer) or _read(answer_in_sentence(_normalised(answer)))
     whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
-    values = _values(given)
+    values = _values(_read(answer) or _read(answer_in_sentence(_normalised(answer))))
     return bool(values) and all(_is_numeral(value, fractions=not whole) for value in values)
 
 

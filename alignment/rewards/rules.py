@@ -10,7 +10,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from alignment.core.records import Completion, Group, Problem, Score
@@ -82,22 +82,18 @@ def language_consistency(problem: Problem, response: str) -> float:
     response without words (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.2). The script stands for the language: it counts
     words of Latin, Cyrillic and so on, and single characters of Chinese, but not tags and LaTeX commands."""
     expected, used = _scripts(problem.question) or _scripts(problem.prompt), _scripts(response)
-    if not expected or not used:
-        return 1.0
-    return used[expected.most_common(1)[0][0]] / used.total()
+    return used[expected.most_common(1)[0][0]] / used.total() if expected and used else 1.0
 
 
 def _scripts(text: str) -> Counter[str]:
     """The number of words in each script."""
-    words = re.findall(r"[^\W\d_]+", re.sub(r"</?\w+>|\\[A-Za-z]+", " ", text))
     scripts: Counter[str] = Counter()
-    for word in words:
+    for word in re.findall(r"[^\W\d_]+", re.sub(r"</?\w+>|\\[A-Za-z]+", " ", text)):
         letters = [unicodedata.name(letter, "OTHER").split()[0] for letter in word]
         ideographs = [script for script in letters if script in ("CJK", "HIRAGANA", "KATAKANA")]
         scripts.update(ideographs or letters[:1])
     if scripts["HIRAGANA"] or scripts["KATAKANA"]:  # Japanese, whatever the share of each
-        japanese = sum(scripts.pop(script, 0) for script in ("CJK", "HIRAGANA", "KATAKANA"))
-        scripts["JAPANESE"] = japanese
+        scripts["JAPANESE"] = sum(scripts.pop(script, 0) for script in ("CJK", "HIRAGANA", "KATAKANA"))
     return +scripts
 
 
@@ -175,12 +171,9 @@ def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -
 def _name_and_weight(item: str) -> tuple[str, float]:
     """`part:weight` taken apart; the weight is 1 where none is given."""
     name, _, last = item.rpartition(":")
-    try:
-        weight = float(last)
-    except ValueError:
-        weight = math.nan
-    if name and math.isfinite(weight):
-        return name, weight
+    with suppress(ValueError):
+        if name and math.isfinite(weight := float(last)):
+            return name, weight
     if name in (*RULES, *CONTROLS, *PARTS):
         raise UserError(f"--reward {item}: the weight {last!r} is no number")
     return item, 1.0
@@ -190,9 +183,8 @@ def _find_part(name: str, rules: Sequence[str], seconds: float | None) -> Part:
     paid_by = lambda rule: of_each(lambda problem, text, _: rule(text, problem.ground_truth)["reward"])
     by_rule = {key: paid_by(rule) for key, rule in RULES.items()}
     part = find("--reward", name, {**by_rule, **CONTROLS, **PARTS}, lambda _: Part(users_function(name, seconds).rewards))
-    for key in rules:
-        if key in part.unfit:
-            raise UserError(f"--reward {name}: {part.unfit[key]}")
+    if unfit := [part.unfit[rule] for rule in rules if rule in part.unfit]:
+        raise UserError(f"--reward {name}: {unfit[0]}")
     return part
 
 

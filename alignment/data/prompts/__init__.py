@@ -37,7 +37,11 @@ def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Prob
     """The problems with their prompts filled in from the template `name`, of conversations by the tokenizer's chat template;
     those without a question have theirs. `Endless` problems stay endless. Raises `UserError` for an unknown template, and for
     a chat if the tokenizer has no chat template."""
-    template = _chat(name, tokenizer) if name in CHATS else read_template(name)
+    if name in CHATS:
+        *turns, (_, beginning) = chat_turns(name)
+        template = _chat_text(f"--prompt {name}", turns, tokenizer, f"; choose one of {', '.join(PROMPTS)}") + beginning
+    else:
+        template = read_template(name)
 
     def fill(problem: Problem) -> Problem:
         if problem.turns:
@@ -47,9 +51,7 @@ def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Prob
         prompt, turns = template.replace("{question}", problem.question), chat_turns(name, problem.question)
         return dataclasses.replace(problem, prompt=prompt, turns=turns)
 
-    if isinstance(problems, Endless):
-        return Endless(lambda i: fill(problems[i]))
-    return [fill(problem) for problem in problems]
+    return Endless(lambda i: fill(problems[i])) if isinstance(problems, Endless) else list(map(fill, problems))
 
 
 def fill_prompt(name: str, question: str) -> str:
@@ -63,12 +65,6 @@ def chat_turns(name: str, question: str = "{question}") -> tuple[tuple[str, str]
     parts = re.split(r"^### (\w+)\n", CHATS.get(name, ""), flags=re.MULTILINE)[1:]
     texts = (text.removesuffix("\n").replace("{question}", question) for text in parts[1::2])
     return tuple(zip(parts[::2], texts, strict=True))
-
-
-def _chat(name: str, tokenizer) -> str:
-    """The chat `name` as one text that still contains `{question}`."""
-    *turns, (_, beginning) = chat_turns(name)
-    return _chat_text(f"--prompt {name}", turns, tokenizer, f"; choose one of {', '.join(PROMPTS)}") + beginning
 
 
 def _chat_text(place: str, turns: Iterable[tuple[str, str]], tokenizer, remedy: str = "") -> str:

@@ -43,11 +43,8 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
     by_length = [[e for e in _expressions(split) if len(e) == length] for length in (3, 5, 7)]
     chosen = [rng.choice(rng.choice(by_length)) for _ in range(DEMONSTRATIONS[split])]
     careful = int(CAREFUL_SHARE * len(chosen)) if split == "train" else 0
-    pairs = []
-    for i, expression in enumerate(chosen):
-        habits = () if i < careful else [rng.random() >= probability for probability in BAD_HABITS]
-        pairs.append((as_problem(expression), solution(expression, *habits)))
-    return pairs
+    habits = ([rng.random() >= probability for probability in BAD_HABITS] if i >= careful else () for i in range(len(chosen)))
+    return [(as_problem(expression), solution(expression, *good)) for expression, good in zip(chosen, habits, strict=True)]
 
 
 def as_problem(expression: Expression) -> Problem:

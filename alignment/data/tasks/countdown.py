@@ -33,32 +33,18 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
 IGNORES_TARGET = 0.7  # probability that the careless teacher ignores the target
 
 
-class Size(NamedTuple):
-    """The possible counts of numbers, the largest number, and the largest target."""
-
-    counts: tuple[int, ...]
-    largest: int
-    target: int
-
-
+Size = NamedTuple("Size", [("counts", tuple[int, ...]), ("largest", int), ("target", int)])
+"""The possible counts of numbers, the largest number, and the largest target."""
 FULL, SMALL = Size((3, 4), 99, 100), Size((3,), 9, 30)
-
-
-class Attempt(NamedTuple):
-    """An expression, the steps of its calculation, and its value."""
-
-    text: str
-    steps: tuple[str, ...]
-    value: Fraction
+Attempt = NamedTuple("Attempt", [("text", str), ("steps", tuple[str, ...]), ("value", Fraction)])
+"""An expression, the steps of its calculation, and its value."""
 
 
 def problems(split: str, dataset_path: str = "", size: Size = FULL) -> Sequence[Problem]:
     """The problems of `dataset_path`; if that is empty, generated ones: distinct ones for testing, `Endless` for training."""
     if dataset_path:
         return _read(split, Path(dataset_path))
-    if split == "test":
-        return list(_test_problems(size))
-    return Endless(lambda i: _problem(i, "train", size))
+    return list(_test_problems(size)) if split == "test" else Endless(lambda i: _problem(i, "train", size))
 
 
 def small_demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
@@ -68,7 +54,13 @@ def small_demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> l
     for i in range(DEMONSTRATIONS[split]):
         rng = random.Random(f"demonstration {split} {seed} {i}")
         problem = _problem(rng.getrandbits(40), split, SMALL)
-        pairs.append((problem, _demonstration(problem, rng, careless=i >= careful)))
+        target, _, listed = problem.ground_truth.partition(" = ")
+        numbers = list(map(int, listed.split()))
+        shown = _solution(tuple(sorted(numbers)), int(target))
+        if i >= careful and rng.random() < IGNORES_TARGET:
+            while (shown := random_attempt(numbers, rng)) is None or abs(shown.value) > 100:
+                pass
+        pairs.append((problem, f" {' ; '.join(shown.steps)} </think>\n<answer>{shown.text}</answer>"))
     return pairs
 
 
@@ -114,27 +106,14 @@ def _problem(index: int, split: str, size: Size) -> Problem:
     rng = random.Random(f"countdown {split} {index}")
     while True:
         numbers = [rng.randint(1, size.largest) for _ in range(rng.choice(size.counts))]
-        attempt = random_attempt(numbers, rng)
-        if attempt is None or not 1 <= attempt.value <= size.target:
-            continue
-        problem = as_problem(numbers, int(attempt.value))
-        if _split_of(numbers, int(attempt.value)) == split:
-            return problem
+        target = int(attempt.value) if (attempt := random_attempt(numbers, rng)) else 0
+        if 1 <= target <= size.target and _split_of(numbers, target) == split:
+            return as_problem(numbers, target)
 
 
 def _split_of(numbers: Sequence[int], target: int) -> str:
     """The split of a problem, the same for every order of its numbers."""
     return split_of(f"{sorted(numbers)} {target}")
-
-
-def _demonstration(problem: Problem, rng: random.Random, careless: bool) -> str:
-    target, _, listed = problem.ground_truth.partition(" = ")
-    numbers = list(map(int, listed.split()))
-    shown = _solution(tuple(sorted(numbers)), int(target))
-    if careless and rng.random() < IGNORES_TARGET:
-        while (shown := random_attempt(numbers, rng)) is None or abs(shown.value) > 100:
-            pass
-    return f" {' ; '.join(shown.steps)} </think>\n<answer>{shown.text}</answer>"
 
 
 @cache
@@ -153,9 +132,7 @@ def _read(split: str, folder: Path) -> list[Problem]:
         raise UserError(f"--dataset_path {folder}: holds no .parquet file with the columns nums and target")
     named = {name: [file for file in files if name in re.split(r"[^a-z]+", file.stem)] for name in ("train", "test")}
     by_name = all(named.values())  # files of one split alone would leave the other split empty
-    rows = [row for file in (named[split] if by_name else files) for row in _rows(file)]
-    if not by_name:
-        rows = [row for row in rows if _split_of(*row) == split]
+    rows = [row for file in (named[split] if by_name else files) for row in _rows(file) if by_name or _split_of(*row) == split]
     if not rows:
         raise UserError(f"--dataset_path {folder}: has no problem for the {split} split")
     return [as_problem(*row) for row in rows]

@@ -89,9 +89,8 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
             raise UserError(f'{place}: "{data.answer_column}" holds no answer where --answer_pattern {pattern.pattern} looks')
         steps = ANNOTATION.sub("", cell[: match.start()] or str(row.get("solution") or "")).strip()
         response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
-        columns = json.loads(
-            json.dumps(dict.fromkeys(names) | row, default=str)
-        )  # dates and the like as text, because checkpoints are JSON
+        # Dates and the like as text, because checkpoints are JSON.
+        columns = json.loads(json.dumps(dict.fromkeys(names) | row, default=str))
         pairs.append((Problem(place, question, fill_prompt("r1_zero", question), answer, columns=columns), response))
     return pairs
 

@@ -9,10 +9,7 @@ from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.values import is_narrow, real_value
 
 
-class Words(NamedTuple):
-    """An answer in words, or a sign that is no number: ∅, ∞."""
-
-    text: str
+Words = NamedTuple("Words", [("text", str)])  # an answer in words, or a sign that is no number: ∅, ∞
 
 
 class Quantity(NamedTuple):
@@ -24,58 +21,19 @@ class Quantity(NamedTuple):
     digits: int = 0
 
 
-class About(NamedTuple):
-    """An answer marked as an approximation: ≈ 3.14, about 5."""
-
-    answer: "Answer"
-
-
-class Labelled(NamedTuple):
-    """`label = answer`."""
-
-    label: str
-    answer: "Answer"
-
-
-class Listing(NamedTuple):
-    """Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any order, "=" for
-    values of several labels, ":" for a ratio, "+" for a measure in two units."""
-
-    kind: str
-    parts: tuple["Answer", ...]
-
-
-class Matrix(NamedTuple):
-    """Rows of cells."""
-
-    rows: tuple[tuple["Answer", ...], ...]
-
-
-Cut = tuple[arb, bool]
-"""A place between the real numbers: before the point, or with True after it."""
-
-
-class Region(NamedTuple):
-    """A union of intervals. Its cuts are in order; it begins at the first, ends at the second, begins at the third, ..."""
-
-    cuts: tuple[Cut, ...]
-
-
-class Relation(NamedTuple):
-    """`left sign right`, with sign one of = < ≤ ≠, that is neither labelled nor a region."""
-
-    sign: str
-    left: Node
-    right: Node
-
-
-class Clock(NamedTuple):
-    """A time of day: seconds since midnight; `half` is "am", "pm", "24" for an hour past twelve or below one, else ""."""
-
-    seconds: int
-    half: str
-
-
+About = NamedTuple("About", [("answer", "Answer")])  # an answer marked as an approximation: ≈ 3.14, about 5
+Labelled = NamedTuple("Labelled", [("label", str), ("answer", "Answer")])  # `label = answer`
+Listing = NamedTuple("Listing", [("kind", str), ("parts", tuple["Answer", ...])])
+"""Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any order, "=" for values of
+several labels, ":" for a ratio, "+" for a measure in two units."""
+Matrix = NamedTuple("Matrix", [("rows", tuple[tuple["Answer", ...], ...])])  # rows of cells
+Cut = tuple[arb, bool]  # a place between the real numbers: before the point, or with True after it
+Region = NamedTuple("Region", [("cuts", tuple[Cut, ...])])
+"""A union of intervals. Its cuts are in order; it begins at the first, ends at the second, begins at the third, ..."""
+Relation = NamedTuple("Relation", [("sign", str), ("left", Node), ("right", Node)])
+"""`left sign right`, with sign one of = < ≤ ≠, that is neither labelled nor a region."""
+Clock = NamedTuple("Clock", [("seconds", int), ("half", str)])
+"""A time of day: seconds since midnight; `half` is "am", "pm", "24" for an hour past twelve or below one, else ""."""
 Answer = Words | Quantity | About | Labelled | Listing | Matrix | Region | Relation | Clock
 
 
@@ -95,10 +53,8 @@ def is_interval(answer: Answer) -> bool:
 def edge(answer: Answer) -> arb:
     if isinstance(answer, Words) and answer.text in ("∞", "-∞"):
         return _INFINITY if answer.text == "∞" else -_INFINITY
-    if isinstance(answer, Quantity) and answer.unit in ("", "degree"):
-        end = real_value(answer.value)
-        if is_narrow(end):
-            return end
+    if isinstance(answer, Quantity) and answer.unit in ("", "degree") and is_narrow(end := real_value(answer.value)):
+        return end
     raise Refused("no end of an interval")
 
 

@@ -10,9 +10,7 @@ from alignment.rewards.grading.answers import About, Answer, Clock, Labelled, Li
 from alignment.rewards.grading.expressions import NoAnswer, Node, Refused, is_rational, subtrees, variables
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.text import squeeze
-from alignment.rewards.grading.values import (
-    MAX_BITS, equal_values, mentions_i, proportional, rational, real_value, rounds_to, substitute,
-)  # fmt: skip
+from alignment.rewards.grading.values import equal_values, proportional, real_value, rounds_to, substitute, terminates
 
 STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
 
@@ -102,18 +100,14 @@ class Comparison:
             return (is_rational(value) or not self.fast) and rounds_to(value, truth, decimals)
         return False
 
-    # --- quantities -----------------------------------------------------------------------------------
-
     def values(self, a: Node, t: Node) -> bool | None:
         """Whether two trees have equal values: exactly where both are rational, else by evaluation at points."""
         if is_rational(a) and is_rational(t):
             self._reaches("rational")
             return equal_values(a, t) is True
         self._reaches("symbolic")
-        names_a, names_t = variables(a), variables(t)
-        for unit in "Ij":  # as code writes the imaginary unit
-            if unit in names_a - names_t and mentions_i(t):
-                a = substitute(a, {unit: "i"})
+        if "i" in subtrees(t):  # as code writes the imaginary unit
+            a = substitute(a, dict.fromkeys({*"Ij"} - variables(t), "i"))
         return None if self.fast else equal_values(a, t)
 
     def _quantities(self, a: Quantity, t: Quantity) -> bool | None:
@@ -135,7 +129,7 @@ class Comparison:
 
     def _more_exact(self, a: Quantity, t: Quantity) -> bool:
         """Whether the answer is the more exact value of a truth that may be rounded."""
-        endless = not isinstance(a.value, Fraction) and not _terminates(a.value)
+        endless = not isinstance(a.value, Fraction) and not terminates(a.value)
         longer = a.decimals > t.decimals and t.digits >= _SHORTENED_DIGITS
         rounded = t.decimals >= _ROUNDED_DECIMALS and t.digits >= _ROUNDED_DIGITS and (endless or longer)
         round_number = isinstance(t.value, Fraction) and t.value.denominator < _ROUND_NUMBER
@@ -145,12 +139,9 @@ class Comparison:
         """Whether 5m, which is read as algebra, means the 5 metres of the other side."""
         for one, other in ((a, t), (t, a)):
             match one.value:
-                case ("*", Fraction() as number, str(symbol)) if symbol in quantities.SYMBOLS and not one.unit and other.unit:
-                    if quantities.read_unit(symbol) == other.unit:
-                        return self.values(number, other.value) is True
+                case ("*", Fraction() as number, str(symbol)) if symbol in quantities.SYMBOLS and not one.unit:
+                    return quantities.read_unit(symbol) == other.unit and self.values(number, other.value) is True
         return False
-
-    # --- structures -----------------------------------------------------------------------------------
 
     def _relations(self, a: Relation | None, t: Relation | None) -> bool | None:
         """Whether one is the other multiplied by a constant, and for < and ≤ by a positive one."""
@@ -165,8 +156,7 @@ class Comparison:
         for one, other in ((a, t), (t, a)):
             if isinstance(one, Quantity) and not variables(one.value).isdisjoint(_HATS):
                 size = len(other.parts) if isinstance(other, Listing) else max(map(len, (other.rows, other.rows[0])))
-                vector = _as_vector(one, size)
-                return size in (2, 3) and (self._structures(vector, t) if one is a else self._structures(a, vector))
+                return size in (2, 3) and self._structures(*(_as_vector(x, size) if x is one else x for x in (a, t)))
         if isinstance(a, Matrix) or isinstance(t, Matrix):
             return self._matrices(a, t)
         kind_a, kind_t = (x.kind if isinstance(x, Listing) else None for x in (a, t))
@@ -215,9 +205,7 @@ class Comparison:
         if rows_a is None or rows_t is None:
             return False
         if not (isinstance(a, Matrix) and isinstance(t, Matrix)):
-            rows_a, rows_t = (
-                rows if len(rows) == 1 or len(rows[0]) > 1 else (tuple(r[0] for r in rows),) for rows in (rows_a, rows_t)
-            )
+            rows_a, rows_t = (rows if len(rows) == 1 or len(rows[0]) > 1 else [*zip(*rows)] for rows in (rows_a, rows_t))
         return [*map(len, rows_a)] == [*map(len, rows_t)] and _all(map(self._in_order, rows_a, rows_t))
 
     def _in_order(self, a: Sequence[Answer], t: Sequence[Answer]) -> bool | None:
@@ -269,13 +257,6 @@ def _units_agree(a: Quantity, t: Quantity) -> bool:
     if a.unit.startswith("mod ") and a.unit != t.unit:
         return False
     return not a.unit or not t.unit or quantities.same_unit(a.unit, t.unit)
-
-
-def _terminates(value: Node) -> bool:
-    """Whether a rational value has a last decimal."""
-    with suppress(Refused, ArithmeticError):
-        return is_rational(value) and 10**MAX_BITS % rational(value).denominator == 0
-    return True
 
 
 def _below_one(value: Node) -> bool:

@@ -111,9 +111,7 @@ class _Parser:
 
     def take(self, *wanted: str) -> str:
         """Take and return the next token if it is one of `wanted`; else return "" and take nothing."""
-        token = self.next if self.next in wanted else ""
-        self.at += bool(token)
-        return token
+        return self.advance() if self.next in wanted else ""
 
     def expect(self, token: str) -> None:
         if self.advance() != token:

@@ -72,11 +72,10 @@ def _product(text: str) -> Counter[str]:
 
 def _plural_noun(text: str) -> str:
     words = text.lower().split()
-    if not 1 <= len(words) <= 3 or not re.fullmatch("[a-z]{3,} ?" * len(words), " ".join(words)):
+    if not re.fullmatch("[a-z]{3,}(?: [a-z]{3,}){0,2}", " ".join(words)) or not _NOT_UNITS.isdisjoint(words):
         return ""
-    if not _NOT_UNITS.isdisjoint(words) or any(word.endswith(("ed", "ly")) and len(words) == 1 for word in words):
-        return ""
-    if any(number_in_words(word) is not None or PATTERNS.number_noun.fullmatch(word) for word in words):
+    number = any(number_in_words(word) is not None or PATTERNS.number_noun.fullmatch(word) for word in words)
+    if number or (len(words) == 1 and words[0].endswith(("ed", "ly"))):
         return ""
     known = words[-1] in _UNIT_NAMES and len(words[-1]) > 2
     return " ".join(words) if known or PATTERNS.plural.fullmatch(words[-1]) and not words[-1].endswith(("eds", "lys")) else ""
@@ -260,12 +259,11 @@ def read_two_units(text: str, levels: int) -> Answer | None:
     return Listing("+", parts) if units and parts[0].unit != parts[1].unit else None
 
 
-def read_quantity(text: str) -> Answer:
+def read_quantity(text: str, levels: int = 0) -> Answer:
     """The quantity of a text: its currency, percent sign or unit, and the rest as a number or an expression."""
     text, unit = without_trailing_words(text), ""
     if match := PATTERNS.base.fullmatch(text):
-        base = match[2] or match[3] or f"0{match[4].lower()}"
-        return Quantity(_in_base(match[1] or match[5], base))
+        return Quantity(_in_base(match[1] or match[5], match[2] or match[3] or f"0{match[4].lower()}"))
     if match := PATTERNS.minutes.fullmatch(text):
         degrees, minutes, seconds = (fraction("", part or "0") for part in match.groups())
         return Quantity(degrees + minutes / 60 + seconds / 3600, "degree")
@@ -307,9 +305,8 @@ def _unit_after(amount: str, gap: str, words: str) -> str:
     """The unit after an amount, or "". A letter and a noun need a space before them (5m is algebra); 2x + 3 h has no unit."""
     if words.startswith("\\degree") and any(f"\\{name}" in amount for name in TRIGONOMETRIC):
         return ""  # the degrees of \sin 30°
-    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)) or (
-        not gap and words in SYMBOLS and words.isascii()
-    ):
+    letters = re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", letters) or (not gap and words in SYMBOLS and words.isascii()):
         return ""
     unit = read_unit(words)
     glued = not gap and words[0].isascii() and not words.startswith("\\")

@@ -9,12 +9,10 @@ from fractions import Fraction
 
 from flint import arb
 
-from alignment.rewards.grading import answers
+from alignment.rewards.grading import answers, quantities
 from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import FUNCTIONS, NoAnswer, Node, Refused, parse_expression, variables
-from alignment.rewards.grading.quantities import (
-    plain_words, qualified, quantity_in_words, read_clock, read_quantity, read_ratio, read_two_units, without_clause,
-)  # fmt: skip
+from alignment.rewards.grading.quantities import plain_words, qualified, read_quantity, without_clause
 from alignment.rewards.grading.text import PATTERNS, RELATIONS, TABLES, split, split_with_signs, squeeze
 from alignment.rewards.grading.values import equal_values, is_narrow, real_value, rounds_to, substitute
 
@@ -28,11 +26,7 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     text = without_clause(text.strip())
     if levels == 0 or not text:
         raise Refused("too deep, or empty")
-    for reader in _READERS:
-        answer = reader(text, levels)
-        if answer is not None:
-            return answer
-    return read_quantity(text)
+    return next(answer for reader in _READERS if (answer := reader(text, levels)))  # the last one reads or refuses
 
 
 _PHRASE = {phrase: Words(name) for name, phrases in TABLES["phrases"].items() for phrase in phrases}
@@ -132,9 +126,7 @@ def _relation(text: str, levels: int) -> Answer | None:
         raise NoAnswer("a membership that is no answer")
     if "≈" in signs:
         return _about(sides, signs, levels)
-    if set(signs) == {"="}:
-        return _equation(sides, levels)
-    return _inequality(sides, signs)
+    return _equation(sides, levels) if set(signs) == {"="} else _inequality(sides, signs)
 
 
 def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
@@ -328,6 +320,6 @@ def _approximation(text: str, levels: int) -> Answer | None:
 
 
 _READERS = (
-    _cases, read_clock, _phrase, quantity_in_words, read_two_units, _alternatives, _comma_list,
-    _plus_minus, _relation, _matrix, _set_operation, _bracketed, read_ratio, _approximation,
+    _cases, quantities.read_clock, _phrase, quantities.quantity_in_words, quantities.read_two_units, _alternatives, _comma_list,
+    _plus_minus, _relation, _matrix, _set_operation, _bracketed, quantities.read_ratio, _approximation, read_quantity,
 )  # fmt: skip

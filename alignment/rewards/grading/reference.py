@@ -44,14 +44,11 @@ def _rewritten(text: str, rules: str) -> str:
 def _prm800k_equal(answer: str, truth: str) -> bool:
     """Equal in PRM800K's normal form, or part by part of a tuple in the same brackets."""
     answer, truth = _prm800k_spelling(answer), _prm800k_spelling(truth)
-    if answer == truth:
-        return True
-    if not answer:
-        return False
+    if answer == truth or not answer:
+        return answer == truth
     parts_a, parts_t = _elements(answer), _elements(truth)
-    if len(parts_t) > 1 and (truth[0], truth[-1]) != (answer[0], answer[-1]):
-        return False
-    return len(parts_a) == len(parts_t) and all(map(_same_element, parts_a, parts_t))
+    same_brackets = len(parts_t) < 2 or (truth[0], truth[-1]) == (answer[0], answer[-1])
+    return same_brackets and len(parts_a) == len(parts_t) and all(map(_same_element, parts_a, parts_t))
 
 
 def _same_element(answer: str, truth: str) -> bool:
@@ -91,16 +88,9 @@ def _prm800k_spelling(text: str) -> str:
     if _is_whole(text):
         text = str(round(float(text.replace(",", ""))))
     if "\\" in text:
-        text = _as_text(text)
+        text = re.sub(r"\\[td]frac", r"\\frac", text).replace("\\frac", " \\frac")
+        with suppress(Exception):  # pylatexenc's own errors, and those that hostile nesting causes
+            text = LatexNodes2Text().latex_to_text(text).translate(_PLAIN_SIGNS).strip()
     text = re.sub("- *", "-", text)
     text = re.sub(r"([0-9]) +([0-9])", r"\1+\2", text).replace(" ", "")
     return re.sub("[{}]", "", text).lower()
-
-
-def _as_text(latex: str) -> str:
-    latex = re.sub(r"\\[td]frac", r"\\frac", latex).replace("\\frac", " \\frac")
-    try:
-        text = LatexNodes2Text().latex_to_text(latex)
-    except Exception:  # pylatexenc's own errors, and those that hostile nesting causes
-        return latex
-    return text.translate(_PLAIN_SIGNS).strip()

@@ -31,16 +31,11 @@ _REPLACEMENTS: dict[str, Callable[[re.Match[str]], str]] = {
 }
 _REWRITES = [(re.compile(pattern), _REPLACEMENTS.get(text, text)) for pattern, text in TABLES["rewrites"]]
 
-
-def _whole_patterns() -> dict[str, str]:
-    """Each pattern by name, with those that it names filled in."""
-    whole = {"verbs": "|".join(TABLES["verbs"].split()), **{name: "|".join(TABLES[name]) for name in ("scales", "greek")}}
-    for name, parts in _PATTERNS.items():
-        whole[name] = re.sub(r"\(\?&(\w+)\)", lambda named: whole[named[1]], "".join(parts))
-    return whole
-
-
-PATTERNS = SimpleNamespace(**{name: re.compile(pattern) for name, pattern in _whole_patterns().items()})
+# Each pattern by name, with those that it names filled in.
+_WHOLE = {"verbs": "|".join(TABLES["verbs"].split()), **{name: "|".join(TABLES[name]) for name in ("scales", "greek")}}
+for _name, _parts in _PATTERNS.items():
+    _WHOLE[_name] = re.sub(r"\(\?&(\w+)\)", lambda named: _WHOLE[named[1]], "".join(_parts))
+PATTERNS = SimpleNamespace(**{name: re.compile(pattern) for name, pattern in _WHOLE.items()})
 
 
 def normalise(text: str) -> str:

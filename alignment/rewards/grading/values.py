@@ -7,13 +7,14 @@ import math
 import operator as op
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 
 import flint
 from flint import acb, arb, fmpq, fmpz
 
-from alignment.rewards.grading.expressions import Node, Refused, subtrees, variables
+from alignment.rewards.grading.expressions import Node, Refused, is_rational, subtrees, variables
 
 MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
 flint.ctx.prec = 1024  # bits; all threads of the process share this setting, so it is set once and never changed
@@ -67,6 +68,13 @@ def is_narrow(ball: arb) -> bool:
     return bool(ball.rad() < _NEGLIGIBLE * (1 + abs(ball.mid())))
 
 
+def terminates(value: Node) -> bool:
+    """Whether a rational value has a last decimal."""
+    with suppress(Refused, ArithmeticError):
+        return is_rational(value) and 10**MAX_BITS % rational(value).denominator == 0
+    return True
+
+
 def rounds_to(value: Node, rounded: Node, decimals: int) -> bool:
     """Whether a constant is within half a unit of the last place of a decimal number. Raises `Refused` as `real_value` does."""
     return bool(abs(real_value(value) - real_value(rounded)) < arb(10) ** -decimals / 2)
@@ -77,17 +85,12 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     names = sorted(variables(a) | variables(b))
     if not names:
         return False
-    ratio = ("/", a, b)
-    first = next(_points(names, seed=repr((a, b))))
-    substituted = substitute(ratio, first)
-    if positive or not (mentions_i(a) or mentions_i(b)):
-        try:
-            factor = real_value(substituted)
-        except Refused:
-            factor = arb(0)
-        if not (factor > 0 if positive else abs(factor) > 0):
+    ratio = substitute(("/", a, b), next(_points(names, seed=repr((a, b)))))
+    if positive or not mentions_i(ratio):
+        factor = None if mentions_i(ratio) else _evaluate(ratio, {}, arb)
+        if factor is None or not (factor > 0 if positive else abs(factor) > 0):
             return False
-    return equal_values(a, ("*", b, substituted)) is True
+    return equal_values(a, ("*", b, ratio)) is True
 
 
 def substitute(node: Node, point: dict[str, Node]) -> Node:
