@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import optimize, stats
-from scipy.special import ndtr, ndtri
+from scipy.special import ndtr, ndtri, stdtrit
 
 from alignment.ablation.design import ALPHA
 
@@ -55,8 +55,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A mean difference and its variances: of a seed's difference by its own seeds, by the arms' variances with degrees of
-    freedom, and of the mean by the choice of questions."""
+    """A mean difference; a seed's variance by its own seeds, and by its arms (`dof`); and the mean's by the choice of questions."""
 
     contrast: Contrast
     seeds: int
@@ -276,25 +275,19 @@ def _verdict(e: _Estimate, p: float, p_tie: float, tie: float, alpha: float, fam
 
 def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:
     """The further seeds that would settle the comparison at the present estimates, None above MOST_SEEDS; and that in words."""
-    together, alone = _quantiles(e.seeds, e.dof, alpha, family)
+    more = np.arange(1, MOST_SEEDS + 1)
+    together = -stdtrit(e.dof * (1 + more / (e.seeds - 1)), alpha / family / 2)  # the degrees of freedom grow with the seeds
+    alone = -stdtrit(e.seeds - 1 + more, alpha / 2)
     by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
     of_family = np.maximum(together * math.sqrt(e.by_sides), alone * math.sqrt(max(e.own, e.by_sides)))
-    errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(e.seeds + np.arange(1, MOST_SEEDS + 1))
+    errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(e.seeds + more)
     half = np.append(np.hypot(errors, by_questions), by_questions)  # the last: with any number of seeds
     enough = (abs(e.mean) > half) | (abs(e.mean) + half < tie)
-    more = int(enough.argmax()) + 1
     if not enough.any():
         return None, "more questions are needed, not more seeds"
-    if more > MOST_SEEDS:
+    if (first := int(enough.argmax()) + 1) > MOST_SEEDS:
         return None, f"more than {MOST_SEEDS} more seeds"
-    return more, f"about {more} more seed{'s' if more > 1 else ''}"
-
-
-@functools.lru_cache(maxsize=256)
-def _quantiles(seeds: int, dof: int, alpha: float, family: int) -> tuple[np.ndarray, np.ndarray]:
-    """Quantiles of t of both tests for 1 to MOST_SEEDS further seeds; the degrees of freedom grow with the seeds."""
-    more = np.arange(1, MOST_SEEDS + 1)
-    return stats.t.isf(alpha / family / 2, dof * (1 + more / (seeds - 1))), stats.t.isf(alpha / 2, seeds - 1 + more)
+    return first, f"about {first} more seed{'s' if first > 1 else ''}"
 
 
 def _without_interval(arms: Mapping[str, Scores], contrast: Contrast, seeds: Sequence[int]) -> Comparison:
@@ -330,8 +323,7 @@ CHANCE = 0.8
 
 
 class Power(NamedTuple):
-    """The smallest difference that would be found with a chance of CHANCE, infinite with one seed, and the chance that no
-    difference would be called a tie."""
+    """The smallest difference found with a chance of CHANCE, infinite with one seed; the chance that none is called a tie."""
 
     difference: float
     tie: float
@@ -344,17 +336,13 @@ def score_std(seed_std: float, questions: int, accuracy: float = 0.5) -> float:
 
 def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
     """The power of a contrast with these weights of all arms, one of `family` contrasts, after each number of seeds in `looks`,
-    which share the error rate. `std` is `score_std`, alike for all arms. Effects of an arm on single questions, alike in all
-    seeds, are left out: nobody knows them beforehand."""
+    which share the error rate. `std` is `score_std`, of every arm. An arm's effects on single questions are unknown: left out."""
     if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
     scores_NAS = np.random.default_rng(0).normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
     alpha, weights = ALPHA / len(looks), np.array(weights_A)
     errors, halves = np.array([_look(scores_NAS[:, :, :seeds], weights, family, alpha) for seeds in looks]).swapaxes(0, 1)
-
-    def shortfall(difference: float) -> float:
-        return float((errors + difference > halves).any(axis=0).mean()) - CHANCE
-
+    shortfall = lambda difference: float((errors + difference > halves).any(axis=0).mean()) - CHANCE
     found = optimize.brentq(shortfall, 0.0, float(halves.max() - errors.min()), xtol=1e-6)
     return Power(found, float((np.abs(errors) + halves < tie).any(axis=0).mean()))
 
