@@ -1,5 +1,4 @@
-"""The report of a study: verdicts in the terminal, and as a page of verdicts, curves, samples and commands, beside its figures
-and tables as files for a paper."""
+"""The report of a study: verdicts in the terminal; a page with curves, samples and commands; figures and tables for a paper."""
 
 import io
 import math
@@ -30,8 +29,7 @@ INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, li
 
 
 def report(study: Study, folder: Path, console: Console) -> None:
-    """Print the verdicts as tables, one for each varied argument of a full grid, else one of the pairs of arms; and write the
-    report to `folder`."""
+    """Print a table of verdicts for each varied argument of a full grid, else one of the pairs of arms; write the report."""
     factors = {f"final accuracy: {name}, averaged over all else": rows for name, rows in decide_factors(study).items()}
     for title, comparisons in (factors or {"final accuracy": pairs for pairs in [decide(study)] if pairs}).items():
         rows = [
@@ -112,8 +110,7 @@ def _ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Comparison]) -> list[str]:
-    """A line for each varied argument, or one for the pairs of arms: the largest differences, then the numbers of ties and of
-    undecided pairs."""
+    """A line for each varied argument, or for the pairs of arms: the largest differences, and how many tie or are undecided."""
     lines = []
     for name, comparisons in (factors or {"the arms": pairs}).items():
         decided = [c for c in _ranked(comparisons) if c.decided]

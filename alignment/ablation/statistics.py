@@ -55,7 +55,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A mean difference; a seed's variance by its own seeds, and by its arms (`dof`); and the mean's by the choice of questions."""
+    """A mean difference; a seed's variance by its own seeds, and by all arms' (`dof`); and the mean's by the questions."""
 
     contrast: Contrast
     seeds: int
@@ -336,7 +336,7 @@ def score_std(seed_std: float, questions: int, accuracy: float = 0.5) -> float:
 
 def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
     """The power of a contrast with these weights of all arms, one of `family` contrasts, after each number of seeds in `looks`,
-    which share the error rate. `std` is `score_std`, of every arm. An arm's effects on single questions are unknown: left out."""
+    which share the error rate. `std` is `score_std`, of every arm. Unknown effects of arms on single questions are left out."""
     if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
     scores_NAS = np.random.default_rng(0).normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
