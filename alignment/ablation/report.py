@@ -78,9 +78,7 @@ def contents(study: Study) -> dict[str, object]:
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "study": study,
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
-        "versions": any_run.versions if any_run else {},
         "reproducibility": sorted({reproducibility(run.path) for run in study.runs}),
-        "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
         "questions": len(set(verdicts.question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
     }
 

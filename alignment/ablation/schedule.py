@@ -207,9 +207,7 @@ def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_se
     return [State(arm, seed) for seed in [*seeds, seeds[-1] + 1] for arm in arms if (arm, seed) not in present]
 
 
-def make_executor(
-    kind: str, address: str, cpus: int | None, gpus: int | None, slurm: Mapping[str, int | str], folder: Path
-) -> Executor:
+def make_executor(kind: str, address: str, cpus: int | None, gpus: int | None, slurm: Mapping, folder: Path) -> Executor:
     """The executor of --executor; auto is Ray if installed, else local. Raises `UserError` without its package or cluster."""
     if kind == "auto":
         kind = "ray" if find_spec("ray") or address else "local"

@@ -24,8 +24,7 @@ class Health:
         self.first, self.latest = steps[:WINDOW], steps[-self.kept :]
 
     def judge(self, record: Record) -> tuple[list[str], dict]:
-        """Take note of the next step. Returns messages to print, and the record with the names of its warnings. A warning is
-        printed when it begins."""
+        """Note the next step. Returns messages to print, of warnings that begin, and the record with its warnings' names."""
         before = self.latest[-1]["warnings"] if self.latest else []
         warnings = health_warnings(self.first, [*self.latest, record], self.max_new_tokens)
         messages = [warnings[name] for name in sorted(warnings.keys() - set(before))]
@@ -37,8 +36,7 @@ class Health:
         return messages, record
 
     def stop_if_hopeless(self) -> None:
-        """Raise `RunStopped` where --max_bad_steps steps in a row made no update, or more gradings failed than
-        --max_grader_failures allows."""
+        """Raise `RunStopped` after --max_bad_steps without an update, or more failed gradings than --max_grader_failures."""
         last = self.latest[-self.max_bad_steps :]
         all_bad = all(record["updates"] == 0 < record["bad_updates"] for record in last)
         if len(last) == self.max_bad_steps and all_bad:
@@ -58,8 +56,7 @@ class Health:
 
 
 def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_tokens: int) -> dict[str, str]:
-    """What is going wrong at the last of the latest steps: a name for each, and the numbers that say so. `first` are the first
-    steps of the run, `WINDOW` at most."""
+    """What is going wrong at the last of `steps`, by name, with the numbers that say so. `first`: the run's first `WINDOW`."""
     if not steps or steps[-1]["step"] < 2 * WINDOW:
         return {}
     warnings = {}

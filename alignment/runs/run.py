@@ -127,8 +127,7 @@ class Run:
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 
     def log_step(self, sampled: SampledStep, rollout: Rollout, result) -> None:
-        """Log a finished step and its warnings, then deliver the signals that `update` deferred. Raises `RunStopped` if the
-        health checks find the run hopeless."""
+        """Log a step and its warnings, then deliver signals that `update` deferred. Raises `RunStopped` for a hopeless run."""
         restarts = sum(process.restarts for process in self._opened)
         record = {"step": sampled.step, "micro_batch_tokens": self._policy.micro_batch_tokens, **result.report}
         record |= sampled.report | {"restarts": restarts - self._restarts}
