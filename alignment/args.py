@@ -53,15 +53,17 @@ BOUNDS = {name: (words, bound) for words, bound in _BOUNDS.items() for name in b
 """Argument -> the numbers that will do, in words and by limits; a flag has the same bound in every command."""
 
 
-def _check_bounds(args) -> None:
-    """Raise `UserError` for a number outside its bound. A sweep's tuples are checked arm by arm."""
-    for f in dataclasses.fields(args):
-        value = getattr(args, f.name)
-        if f.name in BOUNDS and value is not None and not isinstance(value, tuple):
-            words, bound = BOUNDS[f.name]
+def _check_values(args) -> None:
+    """Raise `UserError` for a number outside its bound (a sweep's tuples: arm by arm), and a --run_name that is no folder's."""
+    for name, value in vars(args).items():
+        if name in BOUNDS and value is not None and not isinstance(value, tuple):
+            words, bound = BOUNDS[name]
             words = words.replace("a number", "a whole number") if isinstance(value, int) else words
-            holds = all(holds(value, bound[name]) for name, holds in COMPARISONS.items() if name in bound)
-            _require(args, f.name, holds or value == bound.get("or"), words)
+            holds = all(holds(value, bound[limit]) for limit, holds in COMPARISONS.items() if limit in bound)
+            _require(args, name, holds or value == bound.get("or"), words)
+    folder = getattr(args, "run_name", "")
+    plain = folder not in (".", "..") and Path(folder).name == folder and len(folder.encode(errors="surrogateescape")) <= 150
+    _require(args, "run_name", plain, "a plain folder name without slashes, of at most 150 bytes")
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,7 @@ class Args:
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # Where a run's numbers go besides its folder; the others are extras.
 
     def __post_init__(self) -> None:
-        _check_bounds(self)
-        _require_folder_name(self, "run_name")
+        _check_values(self)
         if self.lora_rank and not find_spec("peft"):
             raise UserError(f"--lora_rank {self.lora_rank} needs peft: start with `uv run --extra lora ...`")
 
@@ -282,14 +283,12 @@ class RLArgs(Args):
 
     @property
     def trusts_sampler(self) -> bool:
-        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or where they are of stale
-        weights, which nobody else has any more."""
+        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or as it alone has stale weights."""
         return self.loss.uses_ratio and (self.staleness > 0 or self.old_log_probs == "sampler")
 
     @property
     def needs_old_policy(self) -> bool:
-        """Whether old log-probs play a part and can differ from the policy's own: in the loss's ratio or the sampler's
-        correction, where a rollout has several updates."""
+        """Whether old log-probs play a part, in ratio or correction, and can differ from the policy's, by several updates."""
         used = self.loss.uses_ratio or self.sampler_correction != "none"
         return used and self.updates_per_rollout > 1 and not self.trusts_sampler
 
@@ -370,13 +369,12 @@ class SweepOptions:
     gpus_per_run: int | None = None  # Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any.
 
     def __post_init__(self) -> None:
-        _check_bounds(self)
+        _check_values(self)
         _require(self, "question", len(self.question) < 3, "one argument, two values or two arms")
         _require(self, "ray_address", not self.ray_address or self.executor in ("auto", "ray"), "with --executor ray")
         pairs = all(0 < pair.find("=") < len(pair) - 1 for pair in self.slurm) and type(self.slurm_parameters["time"]) is int
         works = "name=value, time in minutes, and go with --executor slurm"
         _require(self, "slurm", not self.slurm or pairs and self.executor == "slurm", works)
-        _require_folder_name(self, "run_name")
 
     @property
     def slurm_parameters(self) -> dict[str, int | str]:
@@ -391,16 +389,14 @@ NOT_SWEPT = frozenset(
     """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device
     eval_device gpu_memory_utilization sampler_tensor_parallel""".split()
 )
-
-
-def _sweep_args() -> type[SweepOptions]:
-    swept = [
+SweepArgs = dataclasses.make_dataclass(
+    "SweepOptions",  # tyro reads descriptions of fields from the source of the class of this name
+    [
         (name, Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")], ())
         for name, hint in get_type_hints(RLArgs).items() if name not in NOT_SWEPT
-    ]  # fmt: skip
-    # tyro reads descriptions of fields from the source of the class of this name.
-    source = {"__module__": __name__, "__doc__": SweepOptions.__doc__}
-    return dataclasses.make_dataclass("SweepOptions", swept, bases=(SweepOptions,), frozen=True, namespace=source)
+    ],
+    bases=(SweepOptions,), frozen=True, namespace={"__module__": __name__, "__doc__": SweepOptions.__doc__},
+)  # fmt: skip
 
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:
@@ -451,13 +447,6 @@ def _require(args, name: str, holds: bool, wanted: str) -> None:
         raise UserError(f"--{name} {shown}: must be {wanted}")
 
 
-def _require_folder_name(args, name: str) -> None:
-    folder = getattr(args, name)
-    plain = folder not in (".", "..") and Path(folder).name == folder and len(folder.encode(errors="surrogateescape")) <= 150
-    _require(args, name, plain, "a plain folder name without slashes, of at most 150 bytes")
-
-
-SweepArgs = _sweep_args()
 AnyArgs = TypeVar("AnyArgs")
 
 
@@ -517,8 +506,7 @@ def as_toml(args) -> str:
 
 
 def _with_flags_of_run(cls: type[AnyArgs], words: list[str]) -> list[str]:
-    """The words of a command line, with the flags of the run's args.json in the place of a folder after --resume. Raises
-    `UserError` where the folder has none."""
+    """A command line with the flags of the run's args.json for a folder after --resume. Raises `UserError` if it has none."""
     place = words.index("--resume") + 1 if "--resume" in words else len(words)
     if place == len(words) or words[place].startswith("--"):
         return words
@@ -620,7 +608,7 @@ class GradientsArgs:
     output_dir: str = "checkpoints"  # Folder that holds the warm start.
 
     def __post_init__(self) -> None:
-        _check_bounds(self)
+        _check_values(self)
         _require(self, "group_size", min(self.group_size, default=0) >= 2, "at least 2")
         if any(max(self.group_size) % size for size in self.group_size):
             raise UserError(f"--group_size: every size must divide the largest, {max(self.group_size)}")
