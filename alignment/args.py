@@ -94,8 +94,7 @@ class Args:
     Trained weights are always kept in float32."""
 
     sampler: str = "auto"
-    """Engine that draws completions: transformers, vllm, or one of your own as package.module:name; auto: vllm where it is
-    installed, else transformers."""
+    """Engine of completions: transformers, vllm, or your own as package.module:name; auto: vllm if installed, else transformers."""
     sample_device: tuple[str, ...] = ()
     """Device of the sampler, such as cuda:7, or several, each with an engine that draws its share; by default the last GPU."""
     sampler_tensor_parallel: int = 1  # Devices of --sample_device that each vLLM engine takes together, for a large model.
@@ -238,8 +237,7 @@ class RLArgs(Args):
     rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
     max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
     sync_every: int = 1  # Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1.
-    sampler_url: str = ""
-    """A vLLM server to draw rollouts from, http://HOST:PORT, or several, with commas; see docs/asynchronous.md."""
+    sampler_url: str = ""  # vLLM server to sample from, http://HOST:PORT, or several, with commas; see docs/asynchronous.md.
     max_sampler_mismatch: float = 0.1  # Mean nats a token between sampler's and trainer's log-probs, above which to stop.
     eval_interval: int = 20  # Steps between evaluations on the test problems; they also run at the very start and end.
     eval_max_new_tokens: int = 0  # Longest response in them; 0: --max_new_tokens.
@@ -349,8 +347,7 @@ class SweepOptions:
     output_dir: str = "checkpoints"  # Folder that holds the sweep's folder; with several machines, one that all of them share.
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # Where every run's numbers go besides its folder.
     hold: Literal["rollouts", "prompts"] = "rollouts"
-    """What stays equal while --group_size varies: the responses of a step (so larger groups mean fewer prompts), or the
-    prompts (so larger groups mean more responses)."""
+    """What stays equal while --group_size varies: a step's responses (larger groups, fewer prompts), or its prompts."""
     tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie, once that is shown.
     controls: bool = False  # Add arms with random, format-only and inverted reward, to show what the evaluation alone produces.
     strict: bool = False  # Take the design's warnings for errors.

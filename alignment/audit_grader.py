@@ -66,8 +66,7 @@ def grade_all(pairs: Sequence[Pair], ended: Callable[[], None] = lambda: None) -
 
 
 def error_rates(labelled: Sequence[Mapping]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """Each grader's false accepts of the wrong answers, (3, 10), and its false rejects of the right ones, among the labelled
-    disagreements; every distinct pair counts once."""
+    """Each grader's false accepts of the answers labelled wrong, (3, 10), and its false rejects of those labelled right."""
     rates = {}
     for grader in GRADERS:
         n = Counter((row["verdicts"][grader], row["label"]) for row in labelled)

@@ -71,8 +71,8 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
 
 
 def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
-    """The training problems. Says how many are left out because they ask what a test problem asks. Raises `UserError` where
-    none is left, and for data that cannot be read."""
+    """The training problems, less those that ask what a test problem asks, whose number it prints. Raises `UserError` for
+    none."""
     problems, kept = task.problems("train", dataset_path), task.training_problems(dataset_path)
     if not isinstance(problems, Endless):
         _say_left_out(len(problems), len(kept), "training problems")
@@ -97,13 +97,10 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
     check_model_path(args.model, "--model")
     if args.resume:
         resumed_run_name(str(Path(args.sft_base).parent), args.run_name, f"{Path(args.sft_base).name}_unfinished")
-
-    def demonstrations(split: str) -> Sequence[tuple[Problem, str]]:
-        if args.demonstrations:
-            return own_data.of_split(own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key)
-        return task.demonstrations(split, args.dataset_path, args.seed)
-
     check_test_split(task, args.dataset_path, args.max_problems)
+    of_task = lambda split: task.demonstrations(split, args.dataset_path, args.seed)
+    of_files = lambda split: own_data.of_split(own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key)
+    demonstrations = of_files if args.demonstrations else of_task
     shown = demonstrations("train")
     kept = task.untested(shown, args.dataset_path)
     _say_left_out(len(shown), len(kept), "demonstrations")
@@ -197,10 +194,8 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
     if (folder / "final" / "config.json").is_file():
         raise UserError(f"{flag} {name}: is a run's folder; name the model in it, {folder / 'final'}")
     if not (folder / "config.json").is_file() and not (made and not folder.exists()):
-        raise UserError(
-            f'{flag} {name}: no model folder (with a config.json) is there; give "tiny", "smollm2", a Hugging Face folder,'
-            " or a hub name such as Qwen/Qwen2.5-Math-1.5B"
-        )
+        known = '"tiny", "smollm2", a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-1.5B'
+        raise UserError(f"{flag} {name}: no model folder (with a config.json) is there; give {known}")
     return str(folder)
 
 

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -52,8 +53,7 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     options = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": lambda name: name.endswith(".html.j2")}
     options |= {"loader": jinja2.FileSystemLoader(Path(__file__).parent), "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(**options)
-    environment.filters["p"] = lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}"
-    environment.filters["printable"] = printable
+    environment.filters |= {"p": lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}", "printable": printable}
     for page in PAGES:
         write_atomically(folder / page, environment.get_template(f"{page}.j2").render(facts, shown=SHOWN_PAIRS))
     return [folder / page for page in PAGES]
@@ -111,12 +111,10 @@ def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Compar
     """A line for each varied argument, or for the pairs of arms: the largest differences, and how many tie or are undecided."""
     lines = []
     for name, comparisons in (factors or {"the arms": pairs}).items():
-        decided = [c for c in _ranked(comparisons) if c.decided]
-        winners = [f"{c.verdict} ({abs(c.difference):.3f})" for c in decided if c.kind == "greater"]
-        ties, undecided = len(decided) - len(winners), len(comparisons) - len(decided)
+        winners = [f"{c.verdict} ({abs(c.difference):.3f})" for c in _ranked(comparisons) if c.kind == "greater"]
         shown = winners[:WINNERS] + ([f"{len(winners) - WINNERS} more differences"] if len(winners) > WINNERS else [])
-        counts = [(ties, "tie"), (undecided, "undecided")]
-        rest = [f"{count} of {len(comparisons)} pairs {label}" for count, label in counts if count]
+        kinds = Counter(c.kind for c in comparisons)
+        rest = [f"{kinds[kind]} of {len(comparisons)} pairs {kind}" for kind in ("tie", "undecided") if kinds[kind]]
         lines.append(f"{name}: {'; '.join([*(shown or ['no difference shown']), *rest])}")
     return lines
 

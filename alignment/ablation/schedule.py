@@ -79,8 +79,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
 
 
 def _fixed(facts: Mapping[str, Any]) -> dict[str, object]:
-    """What must stay the same when a sweep is continued. Arms may change what resumed runs may; newer arguments get
-    defaults."""
+    """What must stay the same when a sweep is continued. Arms may change what resumed runs may; new arguments get defaults."""
     from alignment.runs.run import CHANGEABLE_ON_RESUME  # loads torch
 
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
@@ -245,8 +244,8 @@ class LocalExecutor:
 
 class RayExecutor:
     """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for. Ray gives a task its GPUs by
-    CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them. Signals are deferred while Ray's
-    own code runs, which does not survive an exception of a signal handler."""
+    CUDA_VISIBLE_DEVICES, so the run places its roles on cuda:0 and up. Signals are deferred in Ray's code, which an exception
+    of a handler breaks."""
 
     @signals.deferred_signals()
     def __init__(self, address: str, cpus: int | None, gpus: int | None):

@@ -40,19 +40,17 @@ class Health:
         last = self.latest[-self.max_bad_steps :]
         all_bad = all(record["updates"] == 0 < record["bad_updates"] for record in last)
         if len(last) == self.max_bad_steps and all_bad:
-            raise RunStopped(
-                f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps): look at their batches in"
-                " bad_batches/, and start from the last checkpoint (--sft_base) with a lower --learning_rate"
-            )
+            fault = f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps)"
+            remedy = "start from the last checkpoint (--sft_base) with a lower --learning_rate"
+            raise RunStopped(f"{fault}: look at their batches in bad_batches/, and {remedy}")
         recent = self.latest[-GRADER_WINDOW:]
         failed, graded = (sum(record[key] for record in recent) for key in ("grading_failed", "responses"))
         # The share is of a whole window, from the first step on.
         allowed = self.max_grader_failures * GRADER_WINDOW * graded / len(recent)
         if failed > allowed:
-            raise RunStopped(
-                f"grading failed on {failed} of {graded} answers (time or memory ran out), which then count as wrong: more than"
-                f" --max_grader_failures {self.max_grader_failures} allows. See their completions, and --reward"
-            )
+            fault = f"grading failed on {failed} of {graded} answers (time or memory ran out), which then count as wrong"
+            limit = f"more than --max_grader_failures {self.max_grader_failures} allows"
+            raise RunStopped(f"{fault}: {limit}. See their completions, and --reward")
 
 
 def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_tokens: int) -> dict[str, str]:
@@ -69,19 +67,15 @@ def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_to
     mismatch = _mean(steps[-1:], "sampler_mismatch")
     usual = [record["sampler_mismatch"] for record in steps[:-1] if record.get("sampler_mismatch") is not None]
     if len(usual) >= 2 * WINDOW and mismatch > SUDDEN * max(median(usual), MOMENTUM):
-        warnings["sampler_drift"] = (
-            f"the sampler's log-probs are {mismatch:.3g} nats a token from the trainer's, {median(usual):.3g} in the latest"
-            " steps: do its weights arrive?"
-        )
+        far = f"{mismatch:.3g} nats a token from the trainer's, {median(usual):.3g} in the latest steps"
+        warnings["sampler_drift"] = f"the sampler's log-probs are {far}: do its weights arrive?"
     if all(record["updates"] == 0 == record["bad_updates"] for record in steps[-WINDOW:]):
         warnings["nothing_trained"] = f"in {WINDOW} steps no response was left to train on (--skip_unfinished)"
     length, length_before = _mean(steps[-WINDOW:], "response_length"), _mean(first, "response_length")
     finished = _mean(steps[-WINDOW:], "finished")
     if length > 2 * length_before and finished < 0.8:
-        warnings["runaway_length"] = (
-            f"responses have {length:.0f} tokens, they began with {length_before:.0f}, and {1 - finished:.0%} do not end within"
-            f" --max_new_tokens {max_new_tokens}"
-        )
+        grown = f"responses have {length:.0f} tokens, they began with {length_before:.0f}"
+        warnings["runaway_length"] = f"{grown}, and {1 - finished:.0%} do not end within --max_new_tokens {max_new_tokens}"
     return warnings
 
 

@@ -1,9 +1,6 @@
-"""A run's folder: arguments, metrics, evaluations, completions; and its checkpoints, each a Hugging Face folder with the
-trainer's state beside the weights, whole or absent.
-
-All randomness of a run is a function of its seed and the step number, so a resumed run repeats the undisturbed one from step,
-weights, optimiser, and the rollouts that older weights have sampled ahead.
-"""
+"""A run's folder: arguments, metrics, evaluations, completions; and its checkpoints, Hugging Face folders with the trainer's
+state beside the weights, whole or absent. All randomness of a run is a function of its seed and the step number, so a resumed
+run repeats the undisturbed one from step, weights, optimiser, and rollouts that older weights sampled ahead."""
 
 import errno
 import html
