@@ -46,7 +46,7 @@ KLEstimator = Literal[tuple(KL_ESTIMATORS)]
 OptimizerName = Literal[tuple(OPTIMIZERS)]
 TrackerName = Literal[tuple(TRACKERS)]
 
-
+Config = TypeVar("Config")
 COMPARISONS = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
 _BOUNDS = tomllib.loads(Path(__file__).with_name("bounds.toml").read_text())
 BOUNDS = {name: (words, bound) for words, bound in _BOUNDS.items() for name in bound["arguments"].split()}
@@ -94,7 +94,7 @@ class Args:
     Trained weights are always kept in float32."""
 
     sampler: str = "auto"
-    """Engine of completions: transformers, vllm, or your own as package.module:name; auto: vllm if installed, else transformers."""
+    """Sampling engine: transformers, vllm, or your own as package.module:name; auto: vllm if installed, else transformers."""
     sample_device: tuple[str, ...] = ()
     """Device of the sampler, such as cuda:7, or several, each with an engine that draws its share; by default the last GPU."""
     sampler_tensor_parallel: int = 1  # Devices of --sample_device that each vLLM engine takes together, for a large model.
@@ -262,8 +262,7 @@ class RLArgs(Args):
         _require(self, "group_size", self.group_size > 1 or raw_rewards, works)
         works = f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too"
         _require(self, "max_refills", self.max_refills == 0 or not raw_rewards, works)
-        fits = 0 <= self.overlong_buffer <= self.max_new_tokens
-        _require(self, "overlong_buffer", fits, "from 0 (none) to --max_new_tokens")
+        _require(self, "overlong_buffer", 0 <= self.overlong_buffer <= self.max_new_tokens, "from 0 (none) to --max_new_tokens")
         if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
             raise UserError(f"--optimizer {self.optimizer} needs {package}: start with `uv run --extra {package} ...`")
         asynchronous, most = self.rollouts == "async", self.staleness + 1
@@ -427,9 +426,6 @@ def flags_of(values: Mapping[str, object]) -> list[str]:
     return flags
 
 
-Config = TypeVar("Config")
-
-
 def configuration(cls: type[Config], args: Args, **fields) -> Config:
     """A configuration made of `fields`, and of the arguments that have the names of its other fields."""
     names = {f.name for f in dataclasses.fields(cls)} - fields.keys()
@@ -444,10 +440,7 @@ def _require(args, name: str, holds: bool, wanted: str) -> None:
         raise UserError(f"--{name} {shown}: must be {wanted}")
 
 
-AnyArgs = TypeVar("AnyArgs")
-
-
-def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
+def parse(cls: type[Config], argv: list[str] | None = None) -> Config:
     """Read the command line: the preset's values, where the command has presets, overridden by the flags given. Raises
     `UserError` for unknown flags, malformed values and values that cannot work."""
     words = sys.argv[1:] if argv is None else argv
@@ -502,7 +495,7 @@ def as_toml(args) -> str:
     return "\n".join([*(line for line in lines.values() if line not in own), *(f"\n[{table}]" for table in tables), *own])
 
 
-def _with_flags_of_run(cls: type[AnyArgs], words: list[str]) -> list[str]:
+def _with_flags_of_run(cls: type[Config], words: list[str]) -> list[str]:
     """A command line with the flags of the run's args.json for a folder after --resume. Raises `UserError` if it has none."""
     place = words.index("--resume") + 1 if "--resume" in words else len(words)
     if place == len(words) or words[place].startswith("--"):
@@ -538,7 +531,7 @@ def _refuse(cls: type, words: Sequence[str], mistake: ParseErrorEvent) -> None:
     raise UserError(f"{given}: there is no such flag{f'; {other[name]}' if name in other else nearest}")
 
 
-def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
+def from_preset(cls: type[Config], name: str, **overrides) -> Config:
     """The arguments of a command as the preset states them, with `overrides`. A preset file holds shared values at its top and
     a table for each command ("sft", "evaluate", "train_rl"); its table [about] is for people."""
     path = PRESETS / f"{name}.toml"
@@ -561,7 +554,7 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def as_command(cls: type[AnyArgs], other: Args) -> AnyArgs:
+def as_command(cls: type[Config], other: Args) -> Config:
     """The arguments of another command that shares `other`'s preset and every value both have in common."""
     return from_preset(cls, other.preset, **{f.name: getattr(other, f.name) for f in dataclasses.fields(Args)})
 

@@ -71,8 +71,7 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
 
 
 def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
-    """The training problems, less those that ask what a test problem asks, whose number it prints. Raises `UserError` for
-    none."""
+    """The training problems that ask what no test problem asks; prints how many do. Raises `UserError` for none or bad data."""
     problems, kept = task.problems("train", dataset_path), task.training_problems(dataset_path)
     if not isinstance(problems, Endless):
         _say_left_out(len(problems), len(kept), "training problems")

@@ -190,11 +190,8 @@ def _equivalent(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
     groups: dict[tuple, list[str]] = {}
     for name, args in arms.items():
         groups.setdefault(tuple(sorted((key, str(value)) for key, value in canonical(args).items())), []).append(name)
-    return [
-        LintWarning("same", tuple(names), f"mathematically the same ({_why_equivalent([arms[name] for name in names])})")
-        for names in groups.values()
-        if len(names) > 1
-    ]
+    reason = lambda names: f"mathematically the same ({_why_equivalent([arms[name] for name in names])})"
+    return [LintWarning("same", tuple(names), reason(names)) for names in groups.values() if len(names) > 1]
 
 
 def _why_equivalent(arms: Sequence[RLArgs]) -> str:
@@ -241,7 +238,5 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
             effects.append("how the evaluation samples or scores")
         if effects:
             confounded.setdefault((name, tuple(effects)), []).extend((a, b))
-    return [
-        LintWarning("confounded", tuple(dict.fromkeys(names)), f"--{name} also changes {', '.join(effects)}")
-        for (name, effects), names in confounded.items()
-    ]
+    reason = lambda name, effects: f"--{name} also changes {', '.join(effects)}"
+    return [LintWarning("confounded", tuple(dict.fromkeys(names)), reason(*key)) for key, names in confounded.items()]

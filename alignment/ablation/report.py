@@ -31,12 +31,10 @@ INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, li
 
 def report(study: Study, folder: Path, console: Console) -> None:
     """Print a table of verdicts for each varied argument of a full grid, else one of the pairs of arms; write the report."""
+    cells = lambda c: (f"{c.a} - {c.b}", f"{c.difference:+.3f}", f"{c.low:+.3f} .. {c.high:+.3f}", str(c.seeds), c.verdict)
     factors = {f"final accuracy: {name}, averaged over all else": rows for name, rows in decide_factors(study).items()}
     for title, comparisons in (factors or {"final accuracy": pairs for pairs in [decide(study)] if pairs}).items():
-        rows = [
-            (f"{c.a} - {c.b}", f"{c.difference:+.3f}", f"{c.low:+.3f} .. {c.high:+.3f}", str(c.seeds), c.verdict)
-            for c in _ranked(comparisons)
-        ]
+        rows = map(cells, _ranked(comparisons))
         console.print(make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows))
     for name in study.missing:
         console.print(f"unfinished: {name}", style="red", markup=False)

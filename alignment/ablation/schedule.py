@@ -244,8 +244,8 @@ class LocalExecutor:
 
 class RayExecutor:
     """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for. Ray gives a task its GPUs by
-    CUDA_VISIBLE_DEVICES, so the run places its roles on cuda:0 and up. Signals are deferred in Ray's code, which an exception
-    of a handler breaks."""
+    CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its roles on them. Signals are deferred while Ray's
+    own code runs, which does not survive an exception of a signal handler."""
 
     @signals.deferred_signals()
     def __init__(self, address: str, cpus: int | None, gpus: int | None):

@@ -84,14 +84,11 @@ def compare(
     one label count as one observation. Raises ValueError where two arms have different questions.
 
     The interval is the paired t interval: from the standard deviation of the contrast's own differences by seed, and the
-    variance that the choice of questions adds (`_moments`).
-
-    The verdict on a single contrast rests on the t test of that interval. One of several needs two tests:
+    variance that the choice of questions adds (`_moments`). A single verdict rests on its t test. One of several needs two:
     1. The contrast by itself: Student's t with its seeds less one. It bounds the errors that one unstable arm can cause.
     2. All contrasts together: Holm's correction (1979, Scand. J. Stat. 6) of t tests with the degrees of freedom of all arms.
-    Neither side's variance then counts for less than the one common to all arms, nor for less than its own seeds say
-    (`seed_variances`), so a verdict never contradicts its interval. The common variance leaves out unstable arms; comparisons
-    with and without them then share `alpha`.
+    Neither side's variance then counts for less than all arms' common one, nor for less than its own seeds say, so a verdict
+    never contradicts its interval. Unstable arms are left out of the common one; comparisons with and without share `alpha`.
 
     Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences of `tie` or more (two
     one-sided tests, Schuirmann 1987), else "undecided". A difference of zero makes no tie false, and one of `tie` makes no
@@ -130,7 +127,10 @@ def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups
     for contrast in contrasts:
         seeds = tuple(sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights))))
         if len(seeds) < 2:
-            yield _without_interval(arms, contrast, seeds)
+            mean = sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items()) if seeds else math.nan
+            verdict = f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
+            unknown = (math.nan, math.nan, 1.0, "undecided", verdict, 2 - len(seeds))
+            yield Comparison(contrast.a, contrast.b, len(seeds), mean, *unknown, tuple(contrast.weights))
             continue
         unstable = tuple(variances.unstable & set(contrast.weights))
         names, mean_A, between_seeds_AA, between_questions_AA = moments(seeds)
@@ -192,11 +192,10 @@ def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) ->
 
 def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequence[Hashable] | None):
     """The arms that have all `seeds`, their means [A], and two covariances [A, A]: of their means between seeds, and what the
-    choice of questions adds to the covariance of their means over seeds and questions.
-
-    The spread between questions has the sampling noise of S answers a question, which the spread between seeds has already:
-    it is subtracted. A mean of Q right or wrong answers moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding
-    error's variance, 1 / 12 of a squared step for the difference of two arms, is added."""
+    choice of questions adds to the covariance of their means over seeds and questions. The spread between questions has the
+    sampling noise of S answers a question, which the spread between seeds has already: it is subtracted. A mean of Q right or
+    wrong answers moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding error's variance, 1 / 12 of a squared
+    step for the difference of two arms, is added."""
     names = [name for name, by_seed in arms.items() if set(seeds) <= set(by_seed)]
     answers_ASQ = np.array([[arms[name][seed] for seed in seeds] for name in names], dtype=float)
     y_ASQ = _group_means(answers_ASQ, groups)
@@ -288,13 +287,6 @@ def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | N
     if (first := int(enough.argmax()) + 1) > MOST_SEEDS:
         return None, f"more than {MOST_SEEDS} more seeds"
     return first, f"about {first} more seed{'s' if first > 1 else ''}"
-
-
-def _without_interval(arms: Mapping[str, Scores], contrast: Contrast, seeds: Sequence[int]) -> Comparison:
-    mean = sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items()) if seeds else math.nan
-    verdict = f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
-    unknown = (math.nan, math.nan, 1.0, "undecided", verdict, 2 - len(seeds))
-    return Comparison(contrast.a, contrast.b, len(seeds), mean, *unknown, tuple(contrast.weights))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -105,8 +105,7 @@ class Run:
             self.closing.enter_context(lock_run_folder(self.path))
         else:
             run_folder.write_args(self.path, config.arguments, config.seeds)
-        self.folder = run_folder.RunFolder(self.path, self.step, config.trackers)
-        self.closing.callback(self.folder.close)
+        self.folder = self.closing.enter_context(closing(run_folder.RunFolder(self.path, self.step, config.trackers)))
         limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
         self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
