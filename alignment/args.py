@@ -441,8 +441,7 @@ def _require(args, name: str, holds: bool, wanted: str) -> None:
 
 
 def parse(cls: type[Config], argv: list[str] | None = None) -> Config:
-    """Read the command line: the preset's values, where the command has presets, overridden by the flags given. Raises
-    `UserError` for unknown flags, malformed values and values that cannot work."""
+    """Read the command line: the preset's values, if any, overridden by flags. Raises `UserError` for unknown or bad ones."""
     words = sys.argv[1:] if argv is None else argv
     if hasattr(cls, "resume"):
         words = _with_flags_of_run(cls, words)

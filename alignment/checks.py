@@ -38,13 +38,11 @@ def check(args: Args) -> Task:
 
 
 def check_rl(args: RLArgs) -> None:
-    """Check a run's arguments. Raises `UserError` as `check`; for a reward, warm start or run to resume that is not there; for
-    addresses and tokens of servers; and for data that cannot be read."""
+    """Check a run's arguments. Raises `UserError` as `check` and for a bad reward, warm start, resumed run, server or data."""
     task = check(args)
     reward = find_reward(args.reward, task.rules, args.reward_timeout)
-    if args.sampler_url:
-        for url in args.sampler_url.split(","):
-            check_sampler_url(url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
+    for url in args.sampler_url.split(",") if args.sampler_url else ():
+        check_sampler_url(url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:
@@ -158,8 +156,7 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_processes(args: Args, kind: str) -> None:
-    """Raise `UserError` for a kind of policy that does not exist; for several processes of one that is one process; and for
-    8-bit moments, whose parts of several processes cannot be saved."""
+    """Raise `UserError` for an unknown kind of policy, several processes of one that is one, and 8-bit moments in several."""
     check_parallelism(kind)
     asked = [f"--{flag} {number}" for flag in ("machines", "policy_ranks") if (number := getattr(args, flag, 1)) > 1]
     many = asked or [f"torchrun has started {PROCESSES} processes"] * (PROCESSES > 1)
@@ -184,8 +181,7 @@ def visible_gpus() -> int:
 
 
 def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
-    """The folder of a local model, or None for an embedded model and a hub name. Raises `UserError` for a folder that holds no
-    model; with `made`, one that does not exist yet will do."""
+    """A local model's folder; None for an embedded or hub one. Raises `UserError` for no model there, unless to be `made`."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists() or Path(name).parent.is_dir()
     if name in EMBEDDED or not looks_local:
         return None
@@ -204,8 +200,7 @@ def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
         from alignment.data.embedded import embedded_model  # here, because it loads torch
 
         return str(embedded_model(name, output_dir))
-    folder = check_model_path(name, flag)
-    if folder is None:
+    if (folder := check_model_path(name, flag)) is None:
         return name
     if (Path(folder) / MANIFEST).exists() and (wrong := damage(Path(folder))):
         raise UserError(f"{flag} {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}")

@@ -89,8 +89,7 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
 def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str, RLArgs]:
     """The arms of a TOML file: the values at its top, then the single `values` of the command line, then the arm's own. Raises
     `UserError`, naming the file, where the file is malformed or an arm cannot work."""
-    several = [name for name, given in values.items() if len(given) > 1]
-    if several:
+    if several := [name for name, given in values.items() if len(given) > 1]:
         raise UserError(f"--{several[0]}: with --sweep_file the arms are those of the file; give one value, or no file")
     content = read_toml(Path(file), "--sweep_file")
     arms = content.pop("arms", None)
@@ -140,8 +139,7 @@ def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
 def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
     """Raise `UserError` where arms would answer different questions, or share a warm start that fits one of them only."""
     for field in ("max_problems", "dataset_path", *vars(DataConfig())):
-        values = sorted({str(getattr(args, field)) for args in arms.values()})
-        if len(values) > 1:
+        if len(values := sorted({str(getattr(args, field)) for args in arms.values()})) > 1:
             raise UserError(f"--{field} {' '.join(values)}: the arms would answer different questions; give one value")
     shared: dict[str, tuple[str, RLArgs]] = {}
     for name, args in arms.items():

@@ -70,8 +70,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
 
     file, seeds = design.folder / "sweep.json", set(design.seeds)
     if file.exists():
-        before = read_json(file)
-        if _fixed(before) != _fixed(design.facts()):
+        if _fixed(before := read_json(file)) != _fixed(design.facts()):
             raise UserError(f"{design.folder} holds a sweep of another design; give another --run_name")
         seeds |= set(before.get("seeds", ()))
     facts = {"seeds": sorted(seeds), "warnings": list(map(str, design.warnings)), "command": list(command)}

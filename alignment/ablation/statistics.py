@@ -1,6 +1,5 @@
-"""Paired comparisons of arms over training seeds and questions, with intervals and verdicts. An arm is a set of arguments,
-trained with several seeds; all runs answer the same questions. Arrays: A arms, S seeds, Q questions, E evaluations, C
-contrasts. Nothing here reads a file or draws a random number."""
+"""Paired comparisons of arms, sets of arguments trained with several seeds and asked the same questions, with intervals and
+verdicts. Arrays: A arms, S seeds, Q questions, E evaluations, C contrasts. Nothing here reads a file."""
 
 import functools
 import math
@@ -93,8 +92,7 @@ def compare(
     Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences of `tie` or more (two
     one-sided tests, Schuirmann 1987), else "undecided". A difference of zero makes no tie false, and one of `tie` makes no
     winner false but the wrong one, so differences are tested at `alpha` and each side of a tie at half of it."""
-    questions = {len(scores) for arm in arms.values() for scores in arm.values()}
-    if len(questions) > 1:
+    if len(questions := {len(scores) for arm in arms.values() for scores in arm.values()}) > 1:
         raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
     contrasts = pairs(list(arms)) if contrasts is None else contrasts
     estimates = list(_estimates(arms, contrasts, groups))

@@ -41,8 +41,7 @@ def decide(study: Study, scores: Mapping[str, Scores] | None = None) -> list[Com
 def question_groups(runs: Iterable[Run]) -> list[str] | None:
     """The key of every question that the runs were evaluated on (`Task.key`); None where no two are equal, as of all runs whose
     evaluations ask a question once. Raises `UserError` where the runs were evaluated on different questions."""
-    by_questions = {run.scores.questions: run for run in runs}
-    if len(by_questions) > 1:
+    if len(by_questions := {run.scores.questions: run for run in runs}) > 1:
         raise UserError("the runs were evaluated on different questions, so they cannot be compared")
     for run in by_questions.values():
         task = TASKS.get(str(run.args.get("task")))

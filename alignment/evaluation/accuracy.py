@@ -162,8 +162,7 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
 def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path) -> Path:
     """Write comparison.jsonl, a line for each problem won or lost, and comparison.html, which is returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
-    records = [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes]
-    write_jsonl(folder / "comparison.jsonl", records)
+    write_jsonl(folder / "comparison.jsonl", [{"outcome": kind, **outcome} for kind, side in kinds for outcome in side])
     source = Path(__file__).with_name("comparison.html.j2").read_text(encoding="utf-8")
     template = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined)
     file = folder / "comparison.html"

@@ -38,8 +38,7 @@ class Health:
     def stop_if_hopeless(self) -> None:
         """Raise `RunStopped` after --max_bad_steps without an update, or more failed gradings than --max_grader_failures."""
         last = self.latest[-self.max_bad_steps :]
-        all_bad = all(record["updates"] == 0 < record["bad_updates"] for record in last)
-        if len(last) == self.max_bad_steps and all_bad:
+        if len(last) == self.max_bad_steps and all(record["updates"] == 0 < record["bad_updates"] for record in last):
             fault = f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps)"
             remedy = "start from the last checkpoint (--sft_base) with a lower --learning_rate"
             raise RunStopped(f"{fault}: look at their batches in bad_batches/, and {remedy}")
@@ -61,8 +60,7 @@ def health_warnings(first: Sequence[Record], steps: Sequence[Record], max_new_to
     entropy, entropy_before = _mean(steps[-WINDOW:], "entropy"), _mean(first, "entropy")
     if entropy_before and entropy < 0.1 * entropy_before:
         warnings["entropy_collapse"] = f"entropy is {entropy:.3g} nats a token, it began at {entropy_before:.3g}"
-    flat = _mean(steps[-WINDOW:], "flat_groups")
-    if flat > 0.95:
+    if (flat := _mean(steps[-WINDOW:], "flat_groups")) > 0.95:
         warnings["equal_rewards"] = f"in {flat:.0%} of the groups all rewards are equal, which teaches nothing"
     mismatch = _mean(steps[-1:], "sampler_mismatch")
     usual = [record["sampler_mismatch"] for record in steps[:-1] if record.get("sampler_mismatch") is not None]

@@ -197,8 +197,7 @@ class Run:
 
 @contextmanager
 def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
-    """Open a run and, with --resume, lock and resume its folder. At the end `Run.closing` closes everything. If a signal or a
-    fault ends the run, `save_when_stopped` first writes a checkpoint."""
+    """Open a run; with --resume, lock and resume its folder. A signal or fault saves a checkpoint; `Run.closing` closes all."""
     run = Run(config, console)
     with run.closing:
         if config.resume:

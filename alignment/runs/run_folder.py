@@ -171,8 +171,7 @@ def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
     output = Path(output_dir)
     numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
     names = [run_name] if run_name else [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
-    existing = [name for name in names if (output / name / "args.json").exists()]
-    if not existing:
+    if not (existing := [name for name in names if (output / name / "args.json").exists()]):
         raise UserError(f"--resume: there is no run {output / names[0]}")
     return existing[-1]
 
@@ -199,8 +198,7 @@ def last_whole_step(run: Path) -> tuple[int, list[str]]:
     """The newest whole checkpoint's step, or 0, and what is wrong with newer ones. Raises `UserError` where all are damaged."""
     damages = []
     for step in sorted(_steps(run), reverse=True):
-        wrong = files.damage(checkpoint_folder(run, step))
-        if wrong is None:
+        if (wrong := files.damage(checkpoint_folder(run, step))) is None:
             return step, damages
         damages.append(f"{checkpoint_folder(run, step)} is damaged: {wrong}")
     if damages:
