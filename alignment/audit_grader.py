@@ -65,7 +65,7 @@ def grade_all(pairs: Sequence[Pair], ended: Callable[[], None] = lambda: None) -
 
 
 def error_rates(labelled: Sequence[Mapping]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """Each grader's false accepts of the answers labelled wrong, (3, 10), and its false rejects of those labelled right."""
+    """Each grader's false accepts of pairs labelled wrong, (3, 10), and false rejects of right ones; a pair counts once."""
     rates = {}
     for grader in GRADERS:
         n = Counter((row["verdicts"][grader], row["label"]) for row in labelled)
