@@ -18,10 +18,9 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", EXPANDABLE_SEGMENTS)
 
 # Threads that compute micro-batches side by side share one arena of glibc's: memory that one has freed then serves the other.
 # With an arena each, a step of SmolLM2-135M peaks 3 GiB higher. (Other C libraries have no such function, and no such arenas.)
-M_ARENA_MAX = -8
 if "MALLOC_ARENA_MAX" not in os.environ:
     with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
 
 # Where torchao is installed, transformers imports it, and torch 2.13 warns of how torchao 0.18 registers its enums.
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

@@ -46,22 +46,24 @@ KLEstimator = Literal[tuple(KL_ESTIMATORS)]
 OptimizerName = Literal[tuple(OPTIMIZERS)]
 TrackerName = Literal[tuple(TRACKERS)]
 
-
+Config = TypeVar("Config")
 COMPARISONS = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
 _BOUNDS = tomllib.loads(Path(__file__).with_name("bounds.toml").read_text())
 BOUNDS = {name: (words, bound) for words, bound in _BOUNDS.items() for name in bound["arguments"].split()}
 """Argument -> the numbers that will do, in words and by limits; a flag has the same bound in every command."""
 
 
-def _check_bounds(args) -> None:
-    """Raise `UserError` for a number outside its bound. A sweep's tuples are checked arm by arm."""
-    for f in dataclasses.fields(args):
-        value = getattr(args, f.name)
-        if f.name in BOUNDS and value is not None and not isinstance(value, tuple):
-            words, bound = BOUNDS[f.name]
+def _check_values(args) -> None:
+    """Raise `UserError` for a number outside its bound (a sweep's tuples: arm by arm), and a --run_name that is no folder's."""
+    for name, value in vars(args).items():
+        if name in BOUNDS and value is not None and not isinstance(value, tuple):
+            words, bound = BOUNDS[name]
             words = words.replace("a number", "a whole number") if isinstance(value, int) else words
-            holds = all(holds(value, bound[name]) for name, holds in COMPARISONS.items() if name in bound)
-            _require(args, f.name, holds or value == bound.get("or"), words)
+            holds = all(holds(value, bound[limit]) for limit, holds in COMPARISONS.items() if limit in bound)
+            _require(args, name, holds or value == bound.get("or"), words)
+    folder = getattr(args, "run_name", "")
+    plain = folder not in (".", "..") and Path(folder).name == folder and len(folder.encode(errors="surrogateescape")) <= 150
+    _require(args, "run_name", plain, "a plain folder name without slashes, of at most 150 bytes")
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,7 @@ class Args:
     Trained weights are always kept in float32."""
 
     sampler: str = "auto"
-    """Engine that draws completions: transformers, vllm, or one of your own as package.module:name; auto: vllm where it is
-    installed, else transformers."""
+    """Sampling engine: transformers, vllm, or your own as package.module:name; auto: vllm if installed, else transformers."""
     sample_device: tuple[str, ...] = ()
     """Device of the sampler, such as cuda:7, or several, each with an engine that draws its share; by default the last GPU."""
     sampler_tensor_parallel: int = 1  # Devices of --sample_device that each vLLM engine takes together, for a large model.
@@ -124,8 +125,7 @@ class Args:
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # Where a run's numbers go besides its folder; the others are extras.
 
     def __post_init__(self) -> None:
-        _check_bounds(self)
-        _require_folder_name(self, "run_name")
+        _check_values(self)
         if self.lora_rank and not find_spec("peft"):
             raise UserError(f"--lora_rank {self.lora_rank} needs peft: start with `uv run --extra lora ...`")
 
@@ -237,8 +237,7 @@ class RLArgs(Args):
     rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
     max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
     sync_every: int = 1  # Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1.
-    sampler_url: str = ""
-    """A vLLM server to draw rollouts from, http://HOST:PORT, or several, with commas; see docs/asynchronous.md."""
+    sampler_url: str = ""  # vLLM server to sample from, http://HOST:PORT, or several, with commas; see docs/asynchronous.md.
     max_sampler_mismatch: float = 0.1  # Mean nats a token between sampler's and trainer's log-probs, above which to stop.
     eval_interval: int = 20  # Steps between evaluations on the test problems; they also run at the very start and end.
     eval_max_new_tokens: int = 0  # Longest response in them; 0: --max_new_tokens.
@@ -263,8 +262,7 @@ class RLArgs(Args):
         _require(self, "group_size", self.group_size > 1 or raw_rewards, works)
         works = f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too"
         _require(self, "max_refills", self.max_refills == 0 or not raw_rewards, works)
-        fits = 0 <= self.overlong_buffer <= self.max_new_tokens
-        _require(self, "overlong_buffer", fits, "from 0 (none) to --max_new_tokens")
+        _require(self, "overlong_buffer", 0 <= self.overlong_buffer <= self.max_new_tokens, "from 0 (none) to --max_new_tokens")
         if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
             raise UserError(f"--optimizer {self.optimizer} needs {package}: start with `uv run --extra {package} ...`")
         asynchronous, most = self.rollouts == "async", self.staleness + 1
@@ -282,14 +280,12 @@ class RLArgs(Args):
 
     @property
     def trusts_sampler(self) -> bool:
-        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or where they are of stale
-        weights, which nobody else has any more."""
+        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or as it alone has stale weights."""
         return self.loss.uses_ratio and (self.staleness > 0 or self.old_log_probs == "sampler")
 
     @property
     def needs_old_policy(self) -> bool:
-        """Whether old log-probs play a part and can differ from the policy's own: in the loss's ratio or the sampler's
-        correction, where a rollout has several updates."""
+        """Whether old log-probs play a part, in ratio or correction, and can differ from the policy's, by several updates."""
         used = self.loss.uses_ratio or self.sampler_correction != "none"
         return used and self.updates_per_rollout > 1 and not self.trusts_sampler
 
@@ -350,8 +346,7 @@ class SweepOptions:
     output_dir: str = "checkpoints"  # Folder that holds the sweep's folder; with several machines, one that all of them share.
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # Where every run's numbers go besides its folder.
     hold: Literal["rollouts", "prompts"] = "rollouts"
-    """What stays equal while --group_size varies: the responses of a step (so larger groups mean fewer prompts), or the
-    prompts (so larger groups mean more responses)."""
+    """What stays equal while --group_size varies: a step's responses (larger groups, fewer prompts), or its prompts."""
     tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie, once that is shown.
     controls: bool = False  # Add arms with random, format-only and inverted reward, to show what the evaluation alone produces.
     strict: bool = False  # Take the design's warnings for errors.
@@ -370,13 +365,12 @@ class SweepOptions:
     gpus_per_run: int | None = None  # Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any.
 
     def __post_init__(self) -> None:
-        _check_bounds(self)
+        _check_values(self)
         _require(self, "question", len(self.question) < 3, "one argument, two values or two arms")
         _require(self, "ray_address", not self.ray_address or self.executor in ("auto", "ray"), "with --executor ray")
         pairs = all(0 < pair.find("=") < len(pair) - 1 for pair in self.slurm) and type(self.slurm_parameters["time"]) is int
         works = "name=value, time in minutes, and go with --executor slurm"
         _require(self, "slurm", not self.slurm or pairs and self.executor == "slurm", works)
-        _require_folder_name(self, "run_name")
 
     @property
     def slurm_parameters(self) -> dict[str, int | str]:
@@ -391,16 +385,14 @@ NOT_SWEPT = frozenset(
     """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device
     eval_device gpu_memory_utilization sampler_tensor_parallel""".split()
 )
-
-
-def _sweep_args() -> type[SweepOptions]:
-    swept = [
+SweepArgs = dataclasses.make_dataclass(
+    "SweepOptions",  # tyro reads descriptions of fields from the source of the class of this name
+    [
         (name, Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")], ())
         for name, hint in get_type_hints(RLArgs).items() if name not in NOT_SWEPT
-    ]  # fmt: skip
-    # tyro reads descriptions of fields from the source of the class of this name.
-    source = {"__module__": __name__, "__doc__": SweepOptions.__doc__}
-    return dataclasses.make_dataclass("SweepOptions", swept, bases=(SweepOptions,), frozen=True, namespace=source)
+    ],
+    bases=(SweepOptions,), frozen=True, namespace={"__module__": __name__, "__doc__": SweepOptions.__doc__},
+)  # fmt: skip
 
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:
@@ -434,9 +426,6 @@ def flags_of(values: Mapping[str, object]) -> list[str]:
     return flags
 
 
-Config = TypeVar("Config")
-
-
 def configuration(cls: type[Config], args: Args, **fields) -> Config:
     """A configuration made of `fields`, and of the arguments that have the names of its other fields."""
     names = {f.name for f in dataclasses.fields(cls)} - fields.keys()
@@ -451,19 +440,8 @@ def _require(args, name: str, holds: bool, wanted: str) -> None:
         raise UserError(f"--{name} {shown}: must be {wanted}")
 
 
-def _require_folder_name(args, name: str) -> None:
-    folder = getattr(args, name)
-    plain = folder not in (".", "..") and Path(folder).name == folder and len(folder.encode(errors="surrogateescape")) <= 150
-    _require(args, name, plain, "a plain folder name without slashes, of at most 150 bytes")
-
-
-SweepArgs = _sweep_args()
-AnyArgs = TypeVar("AnyArgs")
-
-
-def parse(cls: type[AnyArgs], argv: list[str] | None = None) -> AnyArgs:
-    """Read the command line: the preset's values, where the command has presets, overridden by the flags given. Raises
-    `UserError` for unknown flags, malformed values and values that cannot work."""
+def parse(cls: type[Config], argv: list[str] | None = None) -> Config:
+    """Read the command line: the preset's values, if any, overridden by flags. Raises `UserError` for unknown or bad ones."""
     words = sys.argv[1:] if argv is None else argv
     if hasattr(cls, "resume"):
         words = _with_flags_of_run(cls, words)
@@ -516,9 +494,8 @@ def as_toml(args) -> str:
     return "\n".join([*(line for line in lines.values() if line not in own), *(f"\n[{table}]" for table in tables), *own])
 
 
-def _with_flags_of_run(cls: type[AnyArgs], words: list[str]) -> list[str]:
-    """The words of a command line, with the flags of the run's args.json in the place of a folder after --resume. Raises
-    `UserError` where the folder has none."""
+def _with_flags_of_run(cls: type[Config], words: list[str]) -> list[str]:
+    """A command line with the flags of the run's args.json for a folder after --resume. Raises `UserError` if it has none."""
     place = words.index("--resume") + 1 if "--resume" in words else len(words)
     if place == len(words) or words[place].startswith("--"):
         return words
@@ -553,7 +530,7 @@ def _refuse(cls: type, words: Sequence[str], mistake: ParseErrorEvent) -> None:
     raise UserError(f"{given}: there is no such flag{f'; {other[name]}' if name in other else nearest}")
 
 
-def from_preset(cls: type[AnyArgs], name: str, **overrides) -> AnyArgs:
+def from_preset(cls: type[Config], name: str, **overrides) -> Config:
     """The arguments of a command as the preset states them, with `overrides`. A preset file holds shared values at its top and
     a table for each command ("sft", "evaluate", "train_rl"); its table [about] is for people."""
     path = PRESETS / f"{name}.toml"
@@ -576,7 +553,7 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def as_command(cls: type[AnyArgs], other: Args) -> AnyArgs:
+def as_command(cls: type[Config], other: Args) -> Config:
     """The arguments of another command that shares `other`'s preset and every value both have in common."""
     return from_preset(cls, other.preset, **{f.name: getattr(other, f.name) for f in dataclasses.fields(Args)})
 
@@ -620,7 +597,7 @@ class GradientsArgs:
     output_dir: str = "checkpoints"  # Folder that holds the warm start.
 
     def __post_init__(self) -> None:
-        _check_bounds(self)
+        _check_values(self)
         _require(self, "group_size", min(self.group_size, default=0) >= 2, "at least 2")
         if any(max(self.group_size) % size for size in self.group_size):
             raise UserError(f"--group_size: every size must divide the largest, {max(self.group_size)}")

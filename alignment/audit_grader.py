@@ -37,8 +37,7 @@ def completion_files(location: str) -> list[Path]:
     if path.is_file():
         return [path]
     folder = path / "completions" if (path / "completions").is_dir() else path
-    files = sorted(folder.glob("eval_*.jsonl")) + sorted(folder.glob("rollout_*.jsonl"))
-    if not files:
+    if not (files := sorted(folder.glob("eval_*.jsonl")) + sorted(folder.glob("rollout_*.jsonl"))):
         raise UserError(f"--completions {location}: no eval_*.jsonl or rollout_*.jsonl there; name a run's folder")
     return files
 
@@ -66,8 +65,7 @@ def grade_all(pairs: Sequence[Pair], ended: Callable[[], None] = lambda: None) -
 
 
 def error_rates(labelled: Sequence[Mapping]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """Each grader's false accepts of the wrong answers, (3, 10), and its false rejects of the right ones, among the labelled
-    disagreements; every distinct pair counts once."""
+    """Each grader's false accepts of pairs labelled wrong, (3, 10), and false rejects of right ones; a pair counts once."""
     rates = {}
     for grader in GRADERS:
         n = Counter((row["verdicts"][grader], row["label"]) for row in labelled)
@@ -79,8 +77,7 @@ def read_labels(file: Path) -> dict[Pair, bool]:
     """The labels in a file of disagreements. Raises `UserError`, naming file and line, for a malformed line."""
     labels = {}
     for location, row in read_rows(file, "answer", "ground_truth"):
-        label = row.get("label")
-        if label not in (True, False, None):
+        if (label := row.get("label")) not in (True, False, None):
             raise UserError(f'{location}: "label" must be true, false or null')
         if label is not None:
             labels[row["answer"], row["ground_truth"]] = bool(label)

@@ -38,13 +38,11 @@ def check(args: Args) -> Task:
 
 
 def check_rl(args: RLArgs) -> None:
-    """Check a run's arguments. Raises `UserError` as `check`; for a reward, warm start or run to resume that is not there; for
-    addresses and tokens of servers; and for data that cannot be read."""
+    """Check a run's arguments. Raises `UserError` as `check` and for a bad reward, warm start, resumed run, server or data."""
     task = check(args)
     reward = find_reward(args.reward, task.rules, args.reward_timeout)
-    if args.sampler_url:
-        for url in args.sampler_url.split(","):
-            check_sampler_url(url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
+    for url in args.sampler_url.split(",") if args.sampler_url else ():
+        check_sampler_url(url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:
@@ -71,8 +69,7 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
 
 
 def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
-    """The training problems. Says how many are left out because they ask what a test problem asks. Raises `UserError` where
-    none is left, and for data that cannot be read."""
+    """The training problems that ask what no test problem asks; prints how many do. Raises `UserError` for none or bad data."""
     problems, kept = task.problems("train", dataset_path), task.training_problems(dataset_path)
     if not isinstance(problems, Endless):
         _say_left_out(len(problems), len(kept), "training problems")
@@ -97,13 +94,10 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
     check_model_path(args.model, "--model")
     if args.resume:
         resumed_run_name(str(Path(args.sft_base).parent), args.run_name, f"{Path(args.sft_base).name}_unfinished")
-
-    def demonstrations(split: str) -> Sequence[tuple[Problem, str]]:
-        if args.demonstrations:
-            return own_data.of_split(own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key)
-        return task.demonstrations(split, args.dataset_path, args.seed)
-
     check_test_split(task, args.dataset_path, args.max_problems)
+    of_task = lambda split: task.demonstrations(split, args.dataset_path, args.seed)
+    of_files = lambda split: own_data.of_split(own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key)
+    demonstrations = of_files if args.demonstrations else of_task
     shown = demonstrations("train")
     kept = task.untested(shown, args.dataset_path)
     _say_left_out(len(shown), len(kept), "demonstrations")
@@ -162,8 +156,7 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_processes(args: Args, kind: str) -> None:
-    """Raise `UserError` for a kind of policy that does not exist; for several processes of one that is one process; and for
-    8-bit moments, whose parts of several processes cannot be saved."""
+    """Raise `UserError` for an unknown kind of policy, several processes of one that is one, and 8-bit moments in several."""
     check_parallelism(kind)
     asked = [f"--{flag} {number}" for flag in ("machines", "policy_ranks") if (number := getattr(args, flag, 1)) > 1]
     many = asked or [f"torchrun has started {PROCESSES} processes"] * (PROCESSES > 1)
@@ -188,8 +181,7 @@ def visible_gpus() -> int:
 
 
 def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
-    """The folder of a local model, or None for an embedded model and a hub name. Raises `UserError` for a folder that holds no
-    model; with `made`, one that does not exist yet will do."""
+    """A local model's folder; None for an embedded or hub one. Raises `UserError` for no model there, unless to be `made`."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists() or Path(name).parent.is_dir()
     if name in EMBEDDED or not looks_local:
         return None
@@ -197,10 +189,8 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
     if (folder / "final" / "config.json").is_file():
         raise UserError(f"{flag} {name}: is a run's folder; name the model in it, {folder / 'final'}")
     if not (folder / "config.json").is_file() and not (made and not folder.exists()):
-        raise UserError(
-            f'{flag} {name}: no model folder (with a config.json) is there; give "tiny", "smollm2", a Hugging Face folder,'
-            " or a hub name such as Qwen/Qwen2.5-Math-1.5B"
-        )
+        known = '"tiny", "smollm2", a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-1.5B'
+        raise UserError(f"{flag} {name}: no model folder (with a config.json) is there; give {known}")
     return str(folder)
 
 
@@ -210,8 +200,7 @@ def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
         from alignment.data.embedded import embedded_model  # here, because it loads torch
 
         return str(embedded_model(name, output_dir))
-    folder = check_model_path(name, flag)
-    if folder is None:
+    if (folder := check_model_path(name, flag)) is None:
         return name
     if (Path(folder) / MANIFEST).exists() and (wrong := damage(Path(folder))):
         raise UserError(f"{flag} {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}")

@@ -1,7 +1,6 @@
 """Download GSM8K or SVAMP into dataset/, or go on with a download that broke off.
 
-uv run -m alignment.download --task svamp
-"""
+uv run -m alignment.download --task svamp"""
 
 from pathlib import Path
 

@@ -1,8 +1,7 @@
 """Evaluate a model on verifiable problems.
 
 uv run -m alignment.evaluate --model checkpoints/tiny_sft --num_samples 4
-uv run -m alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final
-"""
+uv run -m alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final"""
 
 from __future__ import annotations
 
@@ -86,19 +85,18 @@ def report(run: RunFolder, models: Sequence[str], evaluations: Sequence[Evaluati
     """Write the evaluations to their folder, and print them; of two also their difference."""
     from alignment.evaluation import accuracy
 
-    path = run.path
     for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
         run.log_eval({"step": number, "model": model, **evaluation.record}, evaluation.groups)
         console.print(model, style="bold", markup=False)
         accuracy.print_evaluation(evaluation, console)
     if len(models) == 1:
-        write_json(path / "summary.json", evaluations[0].record)
+        write_json(run.path / "summary.json", evaluations[0].record)
     else:
         comparison = accuracy.paired_difference(*(evaluation.groups for evaluation in evaluations))
         names, difference = list(map(label, models)), {"difference": comparison.difference, "interval": comparison.interval}
-        write_json(path / "summary.json", {"compare": models, **difference})
+        write_json(run.path / "summary.json", {"compare": models, **difference})
         accuracy.print_comparison(comparison, names, console)
-        page = accuracy.write_comparison(comparison, names, path)
+        page = accuracy.write_comparison(comparison, names, run.path)
         console.print(f"all of them, side by side: {page}", markup=False, soft_wrap=True)
     run.close()
 

@@ -1,7 +1,6 @@
 """A microscope for gradients: on one frozen set of rollouts, what does each estimator's gradient look like?
 
-uv run -m alignment.gradients --preset tiny
-"""
+uv run -m alignment.gradients --preset tiny"""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def print_statistics(inspected: Iterable[tuple[Estimator, Statistics]], console:
     console.print(
         "norm and spread are of the whole batch's gradient; SNR, its squared expectation over its variance, is what may be"
         " compared between estimators, since an optimiser like Adam takes the scale away. cosine: a prompt's gradient with the"
-        " batch's. ESS: how many equally weighted responses would say as much."
-        " silent: prompts without any gradient.",
+        " batch's. ESS: how many equally weighted responses would say as much. silent: prompts without any gradient.",
         soft_wrap=True,
     )
 

@@ -1,7 +1,6 @@
 """Advantages and losses of the policy-gradient family, under the names that papers and courses use.
 
-The code is in `alignment.core`; this module only names it.
-"""
+The code is in `alignment.core`; this module only names it."""
 
 from alignment.core.advantages import compute_group_normalized_rewards as compute_group_normalized_rewards
 from alignment.core.losses import compute_grpo_clip_loss as compute_grpo_clip_loss

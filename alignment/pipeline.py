@@ -81,8 +81,7 @@ def _checked_command(name: str, table: object, place: str) -> str:
     plain = re.fullmatch(r"\w[\w-]*", name) and name != "logs" and not name.startswith("evaluation_of_")
     if not plain or not isinstance(table, dict):
         raise UserError(f"{place}: must be a table with a plain name, neither logs nor evaluation_of_...")
-    command = table.get("command")
-    if command not in COMMANDS:
+    if (command := table.get("command")) not in COMMANDS:
         raise UserError(f"{place}: command {command!r}: must be one of {', '.join(COMMANDS)}")
     if taken := table.keys() & (SET_BY_PIPELINE[command] | {"output_dir"}):
         raise UserError(f"{place}: {', '.join(sorted(taken))}: the pipeline sets it itself")
@@ -113,8 +112,7 @@ def _filled(value: object, results: Mapping[str, str], place: str) -> object:
         return [_filled(item, results, place) for item in value]
     if not isinstance(value, str):
         return value
-    unknown = [name for name in re.findall(r"\{(\w[\w-]*)\}", value) if name not in results]
-    if unknown:
+    if unknown := [name for name in re.findall(r"\{(\w[\w-]*)\}", value) if name not in results]:
         raise UserError(f"{place}: {{{unknown[0]}}} is no earlier stage (there are: {', '.join(results) or 'none'})")
     return re.sub(r"\{(\w[\w-]*)\}", lambda match: results[match[1]], value)
 

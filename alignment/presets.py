@@ -1,7 +1,6 @@
 """List the presets, with the hardware, time and score that the file of each states.
 
-uv run -m alignment.presets
-"""
+uv run -m alignment.presets"""
 
 import tomllib
 from dataclasses import make_dataclass

@@ -1,7 +1,6 @@
 """Upload a finished run's model, with its model card, to the Hugging Face hub.
 
-uv run -m alignment.publish --run checkpoints/tiny_grpo_clip_seed0 --repo me/tiny-grpo --dry_run
-"""
+uv run -m alignment.publish --run checkpoints/tiny_grpo_clip_seed0 --repo me/tiny-grpo --dry_run"""
 
 from dataclasses import dataclass
 from pathlib import Path

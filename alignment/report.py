@@ -1,7 +1,6 @@
 """Write the report of a sweep, or of runs: verdicts first, then the curves, samples and commands behind them.
 
-uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size
-"""
+uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size"""
 
 import time
 from pathlib import Path

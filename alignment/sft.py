@@ -1,7 +1,6 @@
 """Supervised fine-tuning on worked solutions: the warm-up before reinforcement learning.
 
-uv run -m alignment.sft
-"""
+uv run -m alignment.sft"""
 
 from alignment.args import SFTArgs, parse
 from alignment.checks import check_sft

@@ -1,7 +1,6 @@
 """Reinforcement learning on verifiable rewards: sample, score, collate, normalise, update, sync, repeat.
 
-uv run -m alignment.train_rl --loss_type grpo_clip
-"""
+uv run -m alignment.train_rl --loss_type grpo_clip"""
 
 from pathlib import Path
 

@@ -89,8 +89,7 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
 def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str, RLArgs]:
     """The arms of a TOML file: the values at its top, then the single `values` of the command line, then the arm's own. Raises
     `UserError`, naming the file, where the file is malformed or an arm cannot work."""
-    several = [name for name, given in values.items() if len(given) > 1]
-    if several:
+    if several := [name for name, given in values.items() if len(given) > 1]:
         raise UserError(f"--{several[0]}: with --sweep_file the arms are those of the file; give one value, or no file")
     content = read_toml(Path(file), "--sweep_file")
     arms = content.pop("arms", None)
@@ -140,8 +139,7 @@ def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
 def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
     """Raise `UserError` where arms would answer different questions, or share a warm start that fits one of them only."""
     for field in ("max_problems", "dataset_path", *vars(DataConfig())):
-        values = sorted({str(getattr(args, field)) for args in arms.values()})
-        if len(values) > 1:
+        if len(values := sorted({str(getattr(args, field)) for args in arms.values()})) > 1:
             raise UserError(f"--{field} {' '.join(values)}: the arms would answer different questions; give one value")
     shared: dict[str, tuple[str, RLArgs]] = {}
     for name, args in arms.items():
@@ -190,11 +188,8 @@ def _equivalent(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
     groups: dict[tuple, list[str]] = {}
     for name, args in arms.items():
         groups.setdefault(tuple(sorted((key, str(value)) for key, value in canonical(args).items())), []).append(name)
-    return [
-        LintWarning("same", tuple(names), f"mathematically the same ({_why_equivalent([arms[name] for name in names])})")
-        for names in groups.values()
-        if len(names) > 1
-    ]
+    reason = lambda names: f"mathematically the same ({_why_equivalent([arms[name] for name in names])})"
+    return [LintWarning("same", tuple(names), reason(names)) for names in groups.values() if len(names) > 1]
 
 
 def _why_equivalent(arms: Sequence[RLArgs]) -> str:
@@ -241,7 +236,5 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
             effects.append("how the evaluation samples or scores")
         if effects:
             confounded.setdefault((name, tuple(effects)), []).extend((a, b))
-    return [
-        LintWarning("confounded", tuple(dict.fromkeys(names)), f"--{name} also changes {', '.join(effects)}")
-        for (name, effects), names in confounded.items()
-    ]
+    reason = lambda name, effects: f"--{name} also changes {', '.join(effects)}"
+    return [LintWarning("confounded", tuple(dict.fromkeys(names)), reason(*key)) for key, names in confounded.items()]

@@ -1,9 +1,9 @@
-"""The report of a study: verdicts in the terminal, and as a page of verdicts, curves, samples and commands, beside its figures
-and tables as files for a paper."""
+"""The report of a study: verdicts in the terminal; a page with curves, samples and commands; figures and tables for a paper."""
 
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -30,14 +30,11 @@ INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, li
 
 
 def report(study: Study, folder: Path, console: Console) -> None:
-    """Print the verdicts as tables, one for each varied argument of a full grid, else one of the pairs of arms; and write the
-    report to `folder`."""
+    """Print a table of verdicts for each varied argument of a full grid, else one of the pairs of arms; write the report."""
+    cells = lambda c: (f"{c.a} - {c.b}", f"{c.difference:+.3f}", f"{c.low:+.3f} .. {c.high:+.3f}", str(c.seeds), c.verdict)
     factors = {f"final accuracy: {name}, averaged over all else": rows for name, rows in decide_factors(study).items()}
     for title, comparisons in (factors or {"final accuracy": pairs for pairs in [decide(study)] if pairs}).items():
-        rows = [
-            (f"{c.a} - {c.b}", f"{c.difference:+.3f}", f"{c.low:+.3f} .. {c.high:+.3f}", str(c.seeds), c.verdict)
-            for c in _ranked(comparisons)
-        ]
+        rows = map(cells, _ranked(comparisons))
         console.print(make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows))
     for name in study.missing:
         console.print(f"unfinished: {name}", style="red", markup=False)
@@ -54,8 +51,7 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     options = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": lambda name: name.endswith(".html.j2")}
     options |= {"loader": jinja2.FileSystemLoader(Path(__file__).parent), "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(**options)
-    environment.filters["p"] = lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}"
-    environment.filters["printable"] = printable
+    environment.filters |= {"p": lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}", "printable": printable}
     for page in PAGES:
         write_atomically(folder / page, environment.get_template(f"{page}.j2").render(facts, shown=SHOWN_PAIRS))
     return [folder / page for page in PAGES]
@@ -80,9 +76,7 @@ def contents(study: Study) -> dict[str, object]:
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
         "study": study,
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
-        "versions": any_run.versions if any_run else {},
         "reproducibility": sorted({reproducibility(run.path) for run in study.runs}),
-        "states": sorted({run.versions.get("code", "unknown") for run in study.runs}),
         "questions": len(set(verdicts.question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
     }
 
@@ -112,16 +106,13 @@ def _ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Comparison]) -> list[str]:
-    """A line for each varied argument, or one for the pairs of arms: the largest differences, then the numbers of ties and of
-    undecided pairs."""
+    """A line for each varied argument, or for the pairs of arms: the largest differences, and how many tie or are undecided."""
     lines = []
     for name, comparisons in (factors or {"the arms": pairs}).items():
-        decided = [c for c in _ranked(comparisons) if c.decided]
-        winners = [f"{c.verdict} ({abs(c.difference):.3f})" for c in decided if c.kind == "greater"]
-        ties, undecided = len(decided) - len(winners), len(comparisons) - len(decided)
+        winners = [f"{c.verdict} ({abs(c.difference):.3f})" for c in _ranked(comparisons) if c.kind == "greater"]
         shown = winners[:WINNERS] + ([f"{len(winners) - WINNERS} more differences"] if len(winners) > WINNERS else [])
-        counts = [(ties, "tie"), (undecided, "undecided")]
-        rest = [f"{count} of {len(comparisons)} pairs {label}" for count, label in counts if count]
+        kinds = Counter(c.kind for c in comparisons)
+        rest = [f"{kinds[kind]} of {len(comparisons)} pairs {kind}" for kind in ("tie", "undecided") if kinds[kind]]
         lines.append(f"{name}: {'; '.join([*(shown or ['no difference shown']), *rest])}")
     return lines
 

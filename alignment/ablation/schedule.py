@@ -40,7 +40,7 @@ LOST = -1000  # exit code of a job whose machine or worker process is gone
 REQUEUES = 50  # times that a SLURM job goes back to the queue at its time limit
 SAVE_SECONDS = 60  # for a run to save its last step when SLURM ends its job, of the 90 s that submitit asks for
 Command = Callable[..., subprocess.Popen]
-"""Starts a command when it is called with its number of `threads`: `start_command` with all other arguments given."""
+"""Starts a command, when called with its `threads`, in the sweep's folder: a cluster's machines may work in another one."""
 
 
 @dataclass
@@ -70,8 +70,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
 
     file, seeds = design.folder / "sweep.json", set(design.seeds)
     if file.exists():
-        before = read_json(file)
-        if _fixed(before) != _fixed(design.facts()):
+        if _fixed(before := read_json(file)) != _fixed(design.facts()):
             raise UserError(f"{design.folder} holds a sweep of another design; give another --run_name")
         seeds |= set(before.get("seeds", ()))
     facts = {"seeds": sorted(seeds), "warnings": list(map(str, design.warnings)), "command": list(command)}
@@ -79,8 +78,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
 
 
 def _fixed(facts: Mapping[str, Any]) -> dict[str, object]:
-    """What must stay the same when a sweep is continued. Arms may change what a run may on resume, and have the defaults of
-    arguments that are newer than they."""
+    """What must stay the same when a sweep is continued. Arms may change what resumed runs may; new arguments get defaults."""
     from alignment.runs.run import CHANGEABLE_ON_RESUME  # loads torch
 
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
@@ -116,7 +114,7 @@ def warm_up(design: Design, executor: Executor, output_dir: str, console: Consol
         console.print(f"{base} is not there yet: warming up by SFT, once", markup=False)
         args = dataclasses.replace(as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir)
         log = design.folder / "logs" / "sft.log"
-        executor.submit("sft", command("sft", command_line(args), log))
+        executor.submit("sft", partial(start_command, "alignment.sft", command_line(args), Path.cwd() / log, Path.cwd()))
         with console.status("warming up"):
             while not (codes := executor.finished(1.0)):
                 pass
@@ -143,7 +141,7 @@ def submit(design: Design, executor: Executor, state: State) -> None:
     state.status = "running"
     state.attempts += 1
     flags = command_line(dataclasses.replace(design.arms[state.arm], seed=state.seed, run_name=state.name))
-    run, log = (Path.cwd() / path for path in (design.folder / state.name, _log(design, state)))
+    run, log = (Path.cwd() / design.folder / name for name in (state.name, f"logs/{state.name}.log"))
     executor.submit(state.name, partial(start_run, flags, run, log, Path.cwd()))
 
 
@@ -153,11 +151,6 @@ def start_run(flags: Sequence[str], run: Path, log: Path, folder: Path, threads:
     return start_command("alignment.train_rl", [*flags, *resume], log, folder, threads)
 
 
-def command(name: str, flags: Sequence[str], log: Path) -> Command:
-    """A command for an executor, in this folder: a cluster's machines have another working directory."""
-    return partial(start_command, f"alignment.{name}", flags, Path.cwd() / log, Path.cwd())
-
-
 def settle(design: Design, executor: Executor, state: State, code: int, console: Console) -> None:
     """Note the end of a run's process, and try a failed run again, once."""
     if is_done(design, state):  # whatever the exit code: what follows the summary changes no result
@@ -165,7 +158,7 @@ def settle(design: Design, executor: Executor, state: State, code: int, console:
     cause = "its worker or machine is gone" if code == LOST else f"exit code {code}"
     retry = state.attempts < ATTEMPTS and code != 2  # 2 is a mistake in the arguments, which a second attempt repeats
     state.status, state.note = "failed", cause
-    message = f"{state.name}: {cause}{'; trying again' if retry else ''} ({_log(design, state)})"
+    message = f"{state.name}: {cause}{'; trying again' if retry else ''} ({design.folder / 'logs' / state.name}.log)"
     console.print(message, style="red", markup=False, soft_wrap=True)
     if retry:
         submit(design, executor, state)
@@ -176,10 +169,6 @@ def is_done(design: Design, state: State) -> bool:
     if done := (design.folder / state.name / "summary.json").exists():
         state.status = "done"
     return done
-
-
-def _log(design: Design, state: State) -> Path:
-    return design.folder / "logs" / f"{state.name}.log"
 
 
 def progress_table(design: Design, states: Sequence[State]) -> Table:
@@ -203,11 +192,9 @@ def _progress(design: Design, state: State) -> str:
 
 
 def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_seeds: int) -> list[State]:
-    """The runs that bring the arms of every undecided comparison to one seed more than any arm has.
-
-    So a sweep from S to `max_seeds` seeds is looked at at most `max_seeds` - S + 1 times, between which it shares the chance of
-    a false verdict. [] where every comparison is decided, has an arm with a failed run, needs questions rather than seeds, or
-    where `max_seeds` are reached."""
+    """The runs that bring the arms of every undecided comparison to one seed more than any arm has. So a sweep from S seeds is
+    looked at at most `max_seeds` - S + 1 times, which share the chance of a false verdict. [] at `max_seeds`, and where every
+    comparison is decided, has an arm with a failed run, or needs questions rather than seeds."""
     seeds = sorted({state.seed for state in states})
     if len(seeds) >= max_seeds:
         return []
@@ -218,11 +205,8 @@ def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_se
     return [State(arm, seed) for seed in [*seeds, seeds[-1] + 1] for arm in arms if (arm, seed) not in present]
 
 
-def make_executor(
-    kind: str, address: str, cpus: int | None, gpus: int | None, slurm: Mapping[str, int | str], folder: Path
-) -> Executor:
-    """The executor of --executor; by default Ray where it is installed, else one run after another. Raises `UserError` without
-    its package or cluster."""
+def make_executor(kind: str, address: str, cpus: int | None, gpus: int | None, slurm: Mapping, folder: Path) -> Executor:
+    """The executor of --executor; auto is Ray if installed, else local. Raises `UserError` without its package or cluster."""
     if kind == "auto":
         kind = "ray" if find_spec("ray") or address else "local"
     package = {"ray": "ray", "slurm": "submitit"}.get(kind)
@@ -372,8 +356,7 @@ class SlurmExecutor:
                 raise UserError(f"--slurm: sbatch refused the jobs: {str(error).strip().splitlines()[-1]}") from None
             self.waiting = {}
         time.sleep(seconds)
-        done = {name: job for name, job in self.under_way.items() if job.done()}
-        self.under_way = {name: job for name, job in self.under_way.items() if name not in done}
+        done = {name: self.under_way.pop(name) for name, job in list(self.under_way.items()) if job.done()}
         return {name: LOST if job.exception() else job.result() for name, job in done.items()}
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
-"""Paired comparisons of arms over training seeds and questions, with intervals and verdicts. An arm is a set of arguments,
-trained with several seeds; all runs answer the same questions. Arrays: A arms, S seeds, Q questions, E evaluations, C
-contrasts. Nothing here reads a file or draws a random number."""
+"""Paired comparisons of arms, sets of arguments trained with several seeds and asked the same questions, with intervals and
+verdicts. Arrays: A arms, S seeds, Q questions, E evaluations, C contrasts. Nothing here reads a file."""
 
 import functools
 import math
@@ -11,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import optimize, stats
-from scipy.special import ndtr, ndtri
+from scipy.special import ndtr, ndtri, stdtrit
 
 from alignment.ablation.design import ALPHA
 
@@ -55,8 +54,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A mean difference and its variances: of a seed's difference by its own seeds, by the arms' variances with degrees of
-    freedom, and of the mean by the choice of questions."""
+    """A mean difference; a seed's variance by its own seeds, and by all arms' (`dof`); and the mean's by the questions."""
 
     contrast: Contrast
     seeds: int
@@ -85,20 +83,16 @@ def compare(
     one label count as one observation. Raises ValueError where two arms have different questions.
 
     The interval is the paired t interval: from the standard deviation of the contrast's own differences by seed, and the
-    variance that the choice of questions adds (`_moments`).
-
-    The verdict on a single contrast rests on the t test of that interval. One of several needs two tests:
+    variance that the choice of questions adds (`_moments`). A single verdict rests on its t test. One of several needs two:
     1. The contrast by itself: Student's t with its seeds less one. It bounds the errors that one unstable arm can cause.
     2. All contrasts together: Holm's correction (1979, Scand. J. Stat. 6) of t tests with the degrees of freedom of all arms.
-    Neither side's variance then counts for less than the one common to all arms, nor for less than its own seeds say
-    (`seed_variances`), so a verdict never contradicts its interval. The common variance leaves out unstable arms; comparisons
-    with and without them then share `alpha`.
+    Neither side's variance then counts for less than all arms' common one, nor for less than its own seeds say, so a verdict
+    never contradicts its interval. Unstable arms are left out of the common one; comparisons with and without share `alpha`.
 
     Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences of `tie` or more (two
     one-sided tests, Schuirmann 1987), else "undecided". A difference of zero makes no tie false, and one of `tie` makes no
     winner false but the wrong one, so differences are tested at `alpha` and each side of a tie at half of it."""
-    questions = {len(scores) for arm in arms.values() for scores in arm.values()}
-    if len(questions) > 1:
+    if len(questions := {len(scores) for arm in arms.values() for scores in arm.values()}) > 1:
         raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
     contrasts = pairs(list(arms)) if contrasts is None else contrasts
     estimates = list(_estimates(arms, contrasts, groups))
@@ -131,7 +125,10 @@ def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups
     for contrast in contrasts:
         seeds = tuple(sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights))))
         if len(seeds) < 2:
-            yield _without_interval(arms, contrast, seeds)
+            mean = sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items()) if seeds else math.nan
+            verdict = f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
+            unknown = (math.nan, math.nan, 1.0, "undecided", verdict, 2 - len(seeds))
+            yield Comparison(contrast.a, contrast.b, len(seeds), mean, *unknown, tuple(contrast.weights))
             continue
         unstable = tuple(variances.unstable & set(contrast.weights))
         names, mean_A, between_seeds_AA, between_questions_AA = moments(seeds)
@@ -193,11 +190,10 @@ def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) ->
 
 def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequence[Hashable] | None):
     """The arms that have all `seeds`, their means [A], and two covariances [A, A]: of their means between seeds, and what the
-    choice of questions adds to the covariance of their means over seeds and questions.
-
-    The spread between questions has the sampling noise of S answers a question, which the spread between seeds has already:
-    it is subtracted. A mean of Q right or wrong answers moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding
-    error's variance, 1 / 12 of a squared step for the difference of two arms, is added."""
+    choice of questions adds to the covariance of their means over seeds and questions. The spread between questions has the
+    sampling noise of S answers a question, which the spread between seeds has already: it is subtracted. A mean of Q right or
+    wrong answers moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding error's variance, 1 / 12 of a squared
+    step for the difference of two arms, is added."""
     names = [name for name, by_seed in arms.items() if set(seeds) <= set(by_seed)]
     answers_ASQ = np.array([[arms[name][seed] for seed in seeds] for name in names], dtype=float)
     y_ASQ = _group_means(answers_ASQ, groups)
@@ -276,32 +272,19 @@ def _verdict(e: _Estimate, p: float, p_tie: float, tie: float, alpha: float, fam
 
 def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:
     """The further seeds that would settle the comparison at the present estimates, None above MOST_SEEDS; and that in words."""
-    together, alone = _quantiles(e.seeds, e.dof, alpha, family)
+    more = np.arange(1, MOST_SEEDS + 1)
+    together = -stdtrit(e.dof * (1 + more / (e.seeds - 1)), alpha / family / 2)  # the degrees of freedom grow with the seeds
+    alone = -stdtrit(e.seeds - 1 + more, alpha / 2)
     by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
     of_family = np.maximum(together * math.sqrt(e.by_sides), alone * math.sqrt(max(e.own, e.by_sides)))
-    errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(e.seeds + np.arange(1, MOST_SEEDS + 1))
+    errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(e.seeds + more)
     half = np.append(np.hypot(errors, by_questions), by_questions)  # the last: with any number of seeds
     enough = (abs(e.mean) > half) | (abs(e.mean) + half < tie)
-    more = int(enough.argmax()) + 1
     if not enough.any():
         return None, "more questions are needed, not more seeds"
-    if more > MOST_SEEDS:
+    if (first := int(enough.argmax()) + 1) > MOST_SEEDS:
         return None, f"more than {MOST_SEEDS} more seeds"
-    return more, f"about {more} more seed{'s' if more > 1 else ''}"
-
-
-@functools.lru_cache(maxsize=256)
-def _quantiles(seeds: int, dof: int, alpha: float, family: int) -> tuple[np.ndarray, np.ndarray]:
-    """Quantiles of t of both tests for 1 to MOST_SEEDS further seeds; the degrees of freedom grow with the seeds."""
-    more = np.arange(1, MOST_SEEDS + 1)
-    return stats.t.isf(alpha / family / 2, dof * (1 + more / (seeds - 1))), stats.t.isf(alpha / 2, seeds - 1 + more)
-
-
-def _without_interval(arms: Mapping[str, Scores], contrast: Contrast, seeds: Sequence[int]) -> Comparison:
-    mean = sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items()) if seeds else math.nan
-    verdict = f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
-    unknown = (math.nan, math.nan, 1.0, "undecided", verdict, 2 - len(seeds))
-    return Comparison(contrast.a, contrast.b, len(seeds), mean, *unknown, tuple(contrast.weights))
+    return first, f"about {first} more seed{'s' if first > 1 else ''}"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -330,8 +313,7 @@ CHANCE = 0.8
 
 
 class Power(NamedTuple):
-    """The smallest difference that would be found with a chance of CHANCE, infinite with one seed, and the chance that no
-    difference would be called a tie."""
+    """The smallest difference found with a chance of CHANCE, infinite with one seed; the chance that none is called a tie."""
 
     difference: float
     tie: float
@@ -344,17 +326,13 @@ def score_std(seed_std: float, questions: int, accuracy: float = 0.5) -> float:
 
 def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
     """The power of a contrast with these weights of all arms, one of `family` contrasts, after each number of seeds in `looks`,
-    which share the error rate. `std` is `score_std`, alike for all arms. Effects of an arm on single questions, alike in all
-    seeds, are left out: nobody knows them beforehand."""
+    which share the error rate. `std` is `score_std`, of every arm. Unknown effects of arms on single questions are left out."""
     if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
     scores_NAS = np.random.default_rng(0).normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
     alpha, weights = ALPHA / len(looks), np.array(weights_A)
     errors, halves = np.array([_look(scores_NAS[:, :, :seeds], weights, family, alpha) for seeds in looks]).swapaxes(0, 1)
-
-    def shortfall(difference: float) -> float:
-        return float((errors + difference > halves).any(axis=0).mean()) - CHANCE
-
+    shortfall = lambda difference: float((errors + difference > halves).any(axis=0).mean()) - CHANCE
     found = optimize.brentq(shortfall, 0.0, float(halves.max() - errors.min()), xtol=1e-6)
     return Power(found, float((np.abs(errors) + halves < tie).any(axis=0).mean()))
 

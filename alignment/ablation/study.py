@@ -139,16 +139,10 @@ def _read_sweep(folder: Path) -> Study:
         expected.add((arm, int(seed)))
         if (path / "args.json").exists() and (run := read_run(path)).finished:
             arms[arm][int(seed)] = run
-    return Study(
-        arms=arms,
-        varied=varied_values(planned),
-        missing=tuple(f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm]),
-        tie=sweep["tie"],
-        hold=sweep["hold"],
-        warnings=tuple(map(str, sweep["warnings"])),
-        command=shell_command(["", *map(str, sweep["command"])]),
-        alpha=sweep["alpha"],
-    )
+    missing = tuple(f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm])
+    warnings, command = tuple(map(str, sweep["warnings"])), shell_command(["", *map(str, sweep["command"])])
+    settings = {name: sweep[name] for name in ("tie", "hold", "alpha")}
+    return Study(arms, varied_values(planned), missing, warnings=warnings, command=command, **settings)
 
 
 def shell_command(command: Sequence[str]) -> str:

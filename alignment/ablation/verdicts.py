@@ -21,10 +21,8 @@ def final_scores(study: Study) -> dict[str, Scores]:
 
 def areas(study: Study) -> dict[str, Scores]:
     """For each arm and seed, the area [Q] under every question's learning curve."""
-    return {
-        arm: {seed: statistics.area_under_curve(run.scores.steps, run.scores.rewards_EQ) for seed, run in runs.items()}
-        for arm, runs in study.arms.items()
-    }
+    area = lambda scores: statistics.area_under_curve(scores.steps, scores.rewards_EQ)
+    return {arm: {seed: area(run.scores) for seed, run in runs.items()} for arm, runs in study.arms.items()}
 
 
 def decide(study: Study, scores: Mapping[str, Scores] | None = None) -> list[Comparison]:
@@ -43,8 +41,7 @@ def decide(study: Study, scores: Mapping[str, Scores] | None = None) -> list[Com
 def question_groups(runs: Iterable[Run]) -> list[str] | None:
     """The key of every question that the runs were evaluated on (`Task.key`); None where no two are equal, as of all runs whose
     evaluations ask a question once. Raises `UserError` where the runs were evaluated on different questions."""
-    by_questions = {run.scores.questions: run for run in runs}
-    if len(by_questions) > 1:
+    if len(by_questions := {run.scores.questions: run for run in runs}) > 1:
         raise UserError("the runs were evaluated on different questions, so they cannot be compared")
     for run in by_questions.values():
         task = TASKS.get(str(run.args.get("task")))
@@ -77,11 +74,8 @@ def factor_contrasts(varied: Mapping[str, Mapping[str, object]]) -> dict[str, li
     contrasts: dict[str, list[Contrast]] = {}
     for place, name in enumerate(names):
         sides = {level: [arm for arm in arms if levels[arm][place] == level] for level in several[place]}
-        share = {level: 1 / len(members) for level, members in sides.items()}
-        contrasts[name] = [
-            Contrast(a, b, dict.fromkeys(sides[a], share[a]) | dict.fromkeys(sides[b], -share[b]))
-            for a, b in combinations(sides, 2)
-        ]
+        side = lambda level, sign: dict.fromkeys(sides[level], sign / len(sides[level]))
+        contrasts[name] = [Contrast(a, b, side(a, 1) | side(b, -1)) for a, b in combinations(sides, 2)]
     return contrasts
 
 
@@ -112,10 +106,8 @@ def refuse_unknown_question(varied: Mapping[str, Mapping[str, object]], question
     values = [{c.a, c.b} for contrasts in factors.values() for c in contrasts]
     known = question[0] in names if len(question) == 1 else set(question) <= set(varied) or set(question) in values
     if question and (not known or len(set(question)) < len(question)):
-        several = sorted(set().union(*values, varied))
-        raise UserError(
-            f"--question {' '.join(question)}: give {', '.join(names)}{' or ' if names else ''}two of {', '.join(several)}"
-        )
+        answers = f"{', '.join(names)}{' or ' if names else ''}two of {', '.join(sorted(set().union(*values, varied)))}"
+        raise UserError(f"--question {' '.join(question)}: give {answers}")
 
 
 def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:
@@ -134,8 +126,7 @@ def _level(name: str, value: object) -> str:
 
 def split_of_gain(run: Run) -> tuple[float, float, float]:
     """(gain, format's part, answers' part) of accuracy from the first to the last evaluation. Accuracy is the format rate f
-    times the accuracy c of well-formed responses. The format's part is the change of f at the mean c, the answers' part the
-    change of c at the mean f; they add up to the gain."""
+    times the accuracy c of well-formed responses; the parts, which add up, are f's change at mean c and c's at mean f."""
     first, last = run.evals[0], run.evals[-1]
     f, a = zip(*((e["avg_format_rewards"], e["avg_all_rewards"]) for e in (first, last)), strict=True)
     c = [x / y if y else 0.0 for x, y in zip(a, f, strict=True)]

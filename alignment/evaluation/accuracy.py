@@ -30,8 +30,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scored groups of one size, and their `record`, plain data: averages, which are shares in [0, 1], each with its 95 %
-    interval, and what else docs/files.md lists."""
+    """Scored groups of one size, and their `record`: averages in [0, 1], their 95 % intervals, and what docs/files.md lists."""
 
     groups: tuple[Group, ...]
     record: Mapping[str, Any]
@@ -147,9 +146,10 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
     mean_a, mean_b = means_a.mean().item(), means_b.mean().item()
     varies = means_a.std() > 0 and means_b.std() > 0
     r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if varies else 0.0
+    reach = lambda one, other: math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
     difference = mean_b - mean_a
-    low = difference - _reach(mean_b - low_b, high_a - mean_a, r)
-    high = difference + _reach(high_b - mean_b, mean_a - low_a, r)
+    low = difference - reach(mean_b - low_b, high_a - mean_a)
+    high = difference + reach(high_b - mean_b, mean_a - low_a)
     outcomes = []
     for of_a, of_b, reward_a, reward_b in zip(a, b, means_a.tolist(), means_b.tolist(), strict=True):
         problem, texts = of_a.problem, {"a_text": of_a.completions[0].text, "b_text": of_b.completions[0].text}
@@ -159,15 +159,10 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
     return PairedDifference(mean_a, mean_b, difference, (low, high), won, lost)
 
 
-def _reach(one: float, other: float, r: float) -> float:
-    return math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
-
-
 def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path) -> Path:
     """Write comparison.jsonl, a line for each problem won or lost, and comparison.html, which is returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
-    records = [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes]
-    write_jsonl(folder / "comparison.jsonl", records)
+    write_jsonl(folder / "comparison.jsonl", [{"outcome": kind, **outcome} for kind, side in kinds for outcome in side])
     source = Path(__file__).with_name("comparison.html.j2").read_text(encoding="utf-8")
     template = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined)
     file = folder / "comparison.html"

@@ -105,8 +105,7 @@ class Run:
             self.closing.enter_context(lock_run_folder(self.path))
         else:
             run_folder.write_args(self.path, config.arguments, config.seeds)
-        self.folder = run_folder.RunFolder(self.path, self.step, config.trackers)
-        self.closing.callback(self.folder.close)
+        self.folder = self.closing.enter_context(closing(run_folder.RunFolder(self.path, self.step, config.trackers)))
         limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
         self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
@@ -127,8 +126,7 @@ class Run:
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 
     def log_step(self, sampled: SampledStep, rollout: Rollout, result) -> None:
-        """Log a finished step and its warnings, then deliver the signals that `update` deferred. Raises `RunStopped` if the
-        health checks find the run hopeless."""
+        """Log a step and its warnings, then deliver signals that `update` deferred. Raises `RunStopped` for a hopeless run."""
         restarts = sum(process.restarts for process in self._opened)
         record = {"step": sampled.step, "micro_batch_tokens": self._policy.micro_batch_tokens, **result.report}
         record |= sampled.report | {"restarts": restarts - self._restarts}
@@ -199,8 +197,7 @@ class Run:
 
 @contextmanager
 def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
-    """Open a run and, with --resume, lock and resume its folder. At the end `Run.closing` closes everything. If a signal or a
-    fault ends the run, `save_when_stopped` first writes a checkpoint."""
+    """Open a run; with --resume, lock and resume its folder. A signal or fault saves a checkpoint; `Run.closing` closes all."""
     run = Run(config, console)
     with run.closing:
         if config.resume:

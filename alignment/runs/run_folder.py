@@ -1,9 +1,6 @@
-"""A run's folder: arguments, metrics, evaluations, completions; and its checkpoints, each a Hugging Face folder with the
-trainer's state beside the weights, whole or absent.
-
-All randomness of a run is a function of its seed and the step number, so a resumed run repeats the undisturbed one from step,
-weights, optimiser, and the rollouts that older weights have sampled ahead.
-"""
+"""A run's folder: arguments, metrics, evaluations, completions; and its checkpoints, Hugging Face folders with the trainer's
+state beside the weights, whole or absent. All randomness of a run is a function of its seed and the step number, so a resumed
+run repeats the undisturbed one from step, weights, optimiser, and rollouts that older weights sampled ahead."""
 
 import errno
 import html
@@ -133,9 +130,7 @@ def _is_taken(path: Path) -> bool:
     return path.is_dir() and any(path.iterdir())
 
 
-def claim_run_folder(
-    output_dir: str, run_name: str, default: str, arguments: Mapping[str, object], seeds: Mapping[str, int]
-) -> Path:
+def claim_run_folder(output_dir: str, run_name: str, default: str, arguments: Record, seeds: Mapping[str, int]) -> Path:
     """Make a folder named `run_name`, or `default` with the first free number, that has an args.json (`write_args`). Two
     commands never get the same folder. Raises `UserError` where `run_name` is taken."""
     numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
@@ -153,7 +148,7 @@ def claim_run_folder(
     raise AssertionError("unreachable: a taken name is refused")
 
 
-def write_args(folder: Path, arguments: Mapping[str, object], seeds: Mapping[str, int]) -> None:
+def write_args(folder: Path, arguments: Record, seeds: Mapping[str, int]) -> None:
     """Write args.json: the resolved arguments, the seeds, the command, `versions()`, and which machine it is."""
     record = {"args": dict(arguments), "seeds": dict(seeds), "command": [Path(sys.executable).name, *sys.argv]}
     machine = f"{platform.node()}: {platform.platform()}, {os.cpu_count()} processors"
@@ -176,8 +171,7 @@ def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
     output = Path(output_dir)
     numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
     names = [run_name] if run_name else [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
-    existing = [name for name in names if (output / name / "args.json").exists()]
-    if not existing:
+    if not (existing := [name for name in names if (output / name / "args.json").exists()]):
         raise UserError(f"--resume: there is no run {output / names[0]}")
     return existing[-1]
 
@@ -201,12 +195,10 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 
 def last_whole_step(run: Path) -> tuple[int, list[str]]:
-    """The newest undamaged checkpoint's step, and what is wrong with each newer one. 0 where there are no checkpoints. Raises
-    `UserError` where all of them are damaged."""
+    """The newest whole checkpoint's step, or 0, and what is wrong with newer ones. Raises `UserError` where all are damaged."""
     damages = []
     for step in sorted(_steps(run), reverse=True):
-        wrong = files.damage(checkpoint_folder(run, step))
-        if wrong is None:
+        if (wrong := files.damage(checkpoint_folder(run, step))) is None:
             return step, damages
         damages.append(f"{checkpoint_folder(run, step)} is damaged: {wrong}")
     if damages:
@@ -223,8 +215,7 @@ def put_aside(run: Path, after: int) -> None:
 
 
 def save_checkpoint(folder: Path, policy, tokenizer, sampled_ahead: Sequence[SampledStep] = ()) -> None:
-    """Write the policy, its optimiser, the tokenizer and the rollouts sampled ahead to `folder`, which appears only when all
-    of it is on the disk."""
+    """Write policy, optimiser, tokenizer and rollouts sampled ahead to `folder`, which appears once all is on the disk."""
     with files.atomic_folder(folder) as building, files.manifested(building):
         policy.save(building, tokenizer)
         (building / TRAINER).mkdir()

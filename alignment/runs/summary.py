@@ -20,9 +20,8 @@ def write_summary(path: Path, title: str, console: Console, seconds_beside_steps
     before, after, total = evals[0], evals[-1], sum(m["seconds"] for m in metrics)
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
     spans = "{:.3f} ({:.3f} .. {:.3f})"
-    accuracies = (spans.format(e["avg_all_rewards"], *e["avg_all_rewards_ci"]) for e in (before, after))
     rows = [
-        ("accuracy", *accuracies),
+        ("accuracy", *(spans.format(e["avg_all_rewards"], *e["avg_all_rewards_ci"]) for e in (before, after))),
         ("format rate", *(f"{e['avg_format_rewards']:.3f}" for e in (before, after))),
         ("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after))),
         ("seconds of RL", "", f"{total:.0f}"),
