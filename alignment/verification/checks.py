@@ -3,16 +3,20 @@
 import dataclasses
 import functools
 import math
+import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import cycle, product
 from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from alignment.core.advantages import AdvantageConfig, group_advantages
-from alignment.core.losses import LOSSES, LossConfig, LossInputs, loss_denominator, micro_batch_loss
+from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig, group_advantages
+from alignment.core.losses import (
+    CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS, LossConfig, LossInputs, loss_denominator, micro_batch_loss,
+)  # fmt: skip
 from alignment.core.records import Batch, Group, Rollout
 from alignment.core.tokens import collate
 from alignment.policy.packing import take_plain_path
@@ -24,10 +28,12 @@ from alignment.rollouts.source import RolloutSource, collate_groups, with_advant
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
-from alignment.system.files import read_json, read_jsonl
+from alignment.system.files import read_jsonl
 from alignment.training.update import rollout_loss, rollout_objective, rows_with_gradient, sampler_mismatch
+from alignment.verification.papers import paper_values
 
 PROMPTS = 4
+GROUP, LONGEST = 3, 6  # --group_size and --max_new_tokens of responses by chance
 LIMITS = {torch.float32: (1e-3, 1e-4, 0.02), torch.bfloat16: (0.1, 0.3, 0.75)}
 """Type of matrix products -> how far log-probs may be from the plain ones, in mean nats a token; a gradient, as the norm of the
 difference over its norm; and a step's change of weights, likewise: Adam's first step goes by signs, near 0 by chance."""
@@ -44,21 +50,33 @@ class Check:
     at_best: str = ""
 
 
-def difference_from_papers() -> float:
-    """The largest difference of training's advantages, losses and gradients, on made-up responses [B, t], from those in
-    papers.json, which the papers' formulas gave one token at a time, by no code of training's (tests/core/papers.py)."""
-    table, double = read_json(Path(__file__).with_name("papers.json")), functools.partial(torch.tensor, dtype=torch.float64)
-    log_probs_BT, *others = (pad_sequence(list(map(double, rows)), batch_first=True) for rows in table["log_probs"])
-    rewards_B1, mask_BT, worst = double(table["rewards"])[:, None], log_probs_BT != 0, 0.0
-    for setting in table["settings"]:
-        config = LossConfig(**{**setting["loss"], "loss": LOSSES[setting["loss"]["loss"]]})
-        advantages_B1 = group_advantages(rewards_B1, AdvantageConfig(**setting["advantage"]))
-        rows = mask_BT, rewards_B1, advantages_B1, *others
-        denominator = loss_denominator(config.loss_normalization, mask_BT.sum(dim=1).tolist(), table["max_new_tokens"])
+def paper_settings(seed: int) -> Iterator[dict]:
+    """Every loss with every normalisation and correction, by flags; the other choices take turns, in an order by chance."""
+    others = [*product(KL_ESTIMATORS, BASELINES, (True, False), DEVIATIONS, (None, 0.28), (0.0, 1.5))]
+    turns = random.Random(seed).sample(others, len(others))
+    names = "loss loss_normalization sampler_correction kl_estimator baseline normalize_by_std std_of cliprange_high dual_clip"
+    numbers = {"cliprange": 0.2, "beta": 0.1, "correction_cap": 1.1, "advantage_eps": 1e-6}
+    for chosen, turn in zip(product(LOSSES, NORMALIZATIONS, CORRECTIONS), cycle(turns), strict=False):
+        yield dict(zip(names.split(), (*chosen, *turn), strict=True)) | numbers
+
+
+def difference_from_papers(settings: Iterable[Mapping], seed: int) -> float:
+    """The largest difference of training's advantages, losses and gradients, on responses [B, t] by chance, from papers.py."""
+    draw, double, worst = random.Random(seed), functools.partial(torch.tensor, dtype=torch.float64), 0.0
+    for setting in ({**setting, "group_size": GROUP, "max_new_tokens": LONGEST} for setting in settings):
+        lengths = [draw.randint(1, LONGEST) for _ in range(2 * GROUP)]
+        rewards = [reward for _ in range(2) for reward in draw.sample((0.0, 0.25, 0.5, 1.0), GROUP)]
+        policies = [[[draw.gauss(-1, 0.3) for _ in range(length)] for length in lengths] for _ in range(4)]
+        config, advantage = (kind(**{f.name: setting[f.name] for f in fields(kind)}) for kind in (LossConfig, AdvantageConfig))
+        config = dataclasses.replace(config, loss=LOSSES[setting["loss"]])
+        log_probs_BT, *others = (pad_sequence([*map(double, rows)], batch_first=True) for rows in policies)
+        mask_BT, rewards_B1 = log_probs_BT != 0, double(rewards)[:, None]
+        rows = mask_BT, rewards_B1, group_advantages(rewards_B1, advantage), *others
+        denominator = loss_denominator(config.loss_normalization, lengths, LONGEST)
         loss_of = lambda log_probs_BT: micro_batch_loss(LossInputs(config, log_probs_BT, *rows), denominator)[0]
         gradient_BT, loss = torch.func.grad_and_value(loss_of)(log_probs_BT)
-        values = torch.cat([advantages_B1[:, 0], loss[None], gradient_BT[mask_BT]])
-        worst = max(worst, (values - double(setting["values"])).abs().max().item())
+        values = torch.cat([rows[2][:, 0], loss[None], gradient_BT[mask_BT]])
+        worst = max(worst, (values - double(paper_values(setting, rewards, *policies))).abs().max().item())
     return worst
 
 
@@ -68,11 +86,15 @@ def wrong_rewards() -> int:
     return sum(find_rule(row["rule"])(row["response"], row["ground_truth"])["reward"] != row["reward"] for row in rows)
 
 
-WITHOUT_MODEL = (
-    Check("losses, gradients, advantages: from papers'", 1e-6, difference_from_papers),
-    Check("grader: wrong rewards of known answers", 0.0, wrong_rewards),
-)
-"""The checks that are the same for all models."""
+def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
+    """The checks that are the same for all models: of a run's own loss, unless it is a function of the user's; of all; and of
+    the grader."""
+    own = [{**vars(config.loss), **vars(config.advantage), "loss": n} for n in LOSSES if LOSSES[n] == config.loss.loss]
+    if own:
+        yield Check("this run's loss and gradient: from papers'", 1e-9, lambda: difference_from_papers(own, config.seed))
+    settings = paper_settings(config.seed)
+    yield Check("losses, gradients, advantages: from papers'", 1e-9, lambda: difference_from_papers(settings, config.seed))
+    yield Check("grader: wrong rewards of known answers", 0.0, wrong_rewards)
 
 
 def plain_policy(config: PolicyConfig) -> Policy:

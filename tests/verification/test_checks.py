@@ -24,14 +24,14 @@ from alignment.runs.run_folder import reproducibility, write_args
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
 from alignment.verification import checks
-from alignment.verification.checks import WITHOUT_MODEL, Check, Verified, plain_policy
+from alignment.verification.checks import Check, Verified, checks_without_model, plain_policy
 from alignment.verify import report, write_results
 
 LOG_PROBS, GRADIENT = "policy's log-probs: nats from plain", "gradient: from one row at a time"
 SAMPLED, SYNCED = "sampler's log-probs: nats from plain", "after updates, sampler: nats from policy"
 STEP, RATE_0 = "step: from one row at a time", "learning rate 0: change of weights"
 ARRIVED, GROWTH = "after updates, weights sent: tensors that differ", "learning rate 0: growth of mismatch in 3 steps"
-PAPERS, GRADER = (check.what for check in WITHOUT_MODEL)
+OWN_LOSS, PAPERS, GRADER = (check.what for check in checks_without_model(ARGS.update_config))
 
 
 def verified(folder, lora_rank: int = 0, **settings) -> Verified:
@@ -176,9 +176,15 @@ def test_a_sampler_that_drifts_away_at_a_learning_rate_of_0(healthy, monkeypatch
     assert failed(healthy) == {GROWTH}
 
 
+def failed_without_model(**settings) -> set[str]:
+    results = results_of(checks_without_model(dataclasses.replace(ARGS, **settings).update_config))
+    return {record["what"] for record in results if not record["passed"]}
+
+
 def test_a_biased_std(monkeypatch):
     monkeypatch.setitem(DEVIATIONS, "group", DEVIATIONS["group_population"])
-    assert {record["what"] for record in results_of(WITHOUT_MODEL) if not record["passed"]} == {PAPERS}
+    assert failed_without_model(std_of="group") == {OWN_LOSS, PAPERS}
+    assert failed_without_model(std_of="batch") == {PAPERS}
 
 
 def test_a_grader_that_takes_a_list_of_guesses(monkeypatch):
@@ -186,11 +192,11 @@ def test_a_grader_that_takes_a_list_of_guesses(monkeypatch):
         return {"reward": float(truth in response)}
 
     monkeypatch.setitem(RULES, "r1_zero_strict", lenient)
-    assert {record["what"] for record in results_of(WITHOUT_MODEL) if not record["passed"]} == {GRADER}
+    assert failed_without_model() == {GRADER}
 
 
 def test_what_is_the_same_for_all_models_passes():
-    assert all(record["passed"] for record in results_of(WITHOUT_MODEL))
+    assert failed_without_model() == set()
 
 
 @pytest.mark.parametrize(
