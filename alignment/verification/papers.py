@@ -2,7 +2,7 @@
 none of the code that trains. A `setting` has the value of each flag by its name; responses are lists [B][t], without padding.
 
 The derivative by a log-prob x is Im f(x + ih) / h, to the last digit where h is tiny (Squire & Trapp 1998, "Using complex
-variables to estimate derivatives of real functions"), so log-probs are complex. Where papers stop gradients, real parts stand."""
+variables to estimate derivatives of real functions"), so log-probs are complex; where papers stop gradients, real parts."""
 
 import cmath
 import operator
