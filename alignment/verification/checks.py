@@ -29,7 +29,7 @@ from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
 from alignment.system.files import read_jsonl
-from alignment.training.update import rollout_loss, rollout_objective, rows_with_gradient, sampler_mismatch
+from alignment.training.update import first_log_probs, rollout_loss, rollout_objective, rows_with_gradient, sampler_mismatch
 from alignment.verification.papers import paper_values
 
 PROMPTS = 4
@@ -143,13 +143,15 @@ class Verified:
         yield Check("half the prompts: other answers", in_batches, lambda: other_answers(groups, self.sample(times=1)))
         rollout, completions = self.made_up(groups), [completion for group in groups for completion in group.completions]
         batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id=0)
-        plain_BT, sampler_BT = self.plain.log_probs(batch, self.config.distribution), rollout.sampler_log_probs_BT
+        plain_BT, sampler_BT = self.plain_log_probs(rollout, batch), rollout.sampler_log_probs_BT
+        policy_BT, synced = functools.cache(lambda: self.log_probs(rollout)), functools.cache(self.synced)
         from_plain = lambda log_probs_BT: (log_probs_BT - plain_BT).abs().sum() / batch.response_mask.sum()  # masks count, too
-        yield Check("policy's log-probs: nats from plain", nats, lambda: from_plain(self.log_probs(rollout)))
+        yield Check("policy's log-probs: nats from plain", nats, lambda: from_plain(policy_BT()))
         yield Check("sampler's log-probs: nats from plain", nats, lambda: from_plain(sampler_BT))
-        yield Check("sampler's largest nats from policy", math.inf, lambda: (self.log_probs(rollout) - sampler_BT).abs().max())
-        want, gradient = self.plain_gradient(rollout, batch), self.gradient(rollout)
+        yield Check("sampler's largest nats from policy", math.inf, lambda: (policy_BT() - sampler_BT).abs().max())
+        want, gradient = self.plain.gradient(), self.gradient(rollout)
         yield Check("gradient: from one row at a time", relative, lambda: (gradient - want).norm() / want.norm())
+        yield Check("gradient: part along that one, off 1", math.inf, lambda: (gradient @ want / want.norm() ** 2 - 1).abs())
         self.policy.drop_gradient()
         yield Check("gradient again: change", bits, lambda: (self.gradient(rollout) - gradient).abs().max(), "to rounding")
         before = copied_weights(self.plain)
@@ -158,16 +160,16 @@ class Verified:
         after, change = dict(self.plain.weights()), distance(self.plain, before)
         yield Check("step: from one row at a time", after_step, lambda: distance(self.policy, after) / change)
         yield Check("after updates, weights sent: tensors that differ", 0.0, lambda: self.sent(rollout, 2 * nats))
-        yield Check("after updates, sampler: nats from policy", nats, self.synced)
+        yield Check("after updates, sampler: nats from policy", nats, synced)
         before = copied_weights(self.policy)
-        yield Check("learning rate 0: growth of mismatch in 3 steps", nats / 10, lambda: self.growth(rollout))
+        yield Check("learning rate 0: growth of mismatch in 3 steps", nats / 10, lambda: self.growth(rollout) - synced())
         yield Check("learning rate 0: change of weights", 0.0, lambda: distance(self.policy, before))
 
-    def sample(self, step: int = 1, times: int = 2) -> list[Group]:
+    def sample(self, times: int = 2) -> list[Group]:
         """Each problem's responses, `times` over, with made-up rewards: 0 in the first group, 0 and 1 in the others."""
         config = self.source.config
-        problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step) * times
-        sampling = config.sampling_of_step(self.source.task.stop, step)
+        problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step=1) * times
+        sampling = config.sampling_of_step(self.source.task.stop, step=1)
         sampled = self.sampler.sample([problem.prompt for problem in problems], sampling)
         rewards = [float(place % 3 == 0) for place in range(sampling.n)]
         return [
@@ -187,19 +189,27 @@ class Verified:
     def log_probs(self, rollout: Rollout) -> torch.Tensor:
         return self.policy.log_probs(rollout.batch, self.config.distribution)
 
-    def plain_gradient(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
-        """The plain policy's gradient [D] of the run's loss, all rows counted; it is kept for a step."""
+    def plain_log_probs(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
+        """The plain policy's log-probs [B, T]. All rows' gradient of the run's loss is kept, for a step."""
         lengths = batch.response_mask.sum(dim=1).tolist()
         denominator = loss_denominator(self.config.loss.loss_normalization, lengths, self.config.max_new_tokens)
-        loss = functools.partial(rollout_loss, rollout, self.config, denominator)
-        deque(self.plain.accumulate(batch, range(len(lengths)), Objective(loss, self.config.distribution)), maxlen=0)
-        return self.plain.gradient()
+        objective = Objective(functools.partial(rollout_loss, rollout, self.config, denominator), self.config.distribution)
+        return first_log_probs(list(self.plain.accumulate(batch, range(len(lengths)), objective)), rollout)
 
     def gradient(self, rollout: Rollout) -> torch.Tensor:
         """The policy's gradient [D] of the run's loss, made as in an update; it is kept for a step."""
-        objective = rollout_objective(rollout, range(len(rollout.lengths)), self.config)
-        deque(self.policy.accumulate(rollout.batch, rows_with_gradient(rollout, self.config), objective), maxlen=0)
+        self.accumulate(rollout, rows_with_gradient(rollout, self.config), range(len(rollout.lengths)))
         return self.policy.gradient()
+
+    def accumulate(self, rollout: Rollout, rows: Sequence[int], mini_batch: Sequence[int]) -> None:
+        objective = rollout_objective(rollout, mini_batch, self.config)
+        deque(self.policy.accumulate(rollout.batch, rows, objective), maxlen=0)
+
+    def update(self, rollout: Rollout, learning_rate: float) -> None:
+        """Make an optimiser step on the last rows, of one prompt, that have a gradient."""
+        rows = rows_with_gradient(rollout, self.config)[-self.source.config.sampling.n :]
+        self.accumulate(rollout, rows, rows)
+        self.step(self.policy, learning_rate)
 
     def step(self, policy: Policy, learning_rate: float) -> None:
         policy.clip_gradient(self.config.max_grad_norm)
@@ -207,28 +217,29 @@ class Verified:
 
     def sent(self, rollout: Rollout, wanted: float) -> float:
         """0 once the sampler has the weights of updates that move log-probs by `wanted` nats at least; else `RunStopped`."""
-        before, moved = self.log_probs(rollout), 0.0
+        rows, moved = range(0, len(rollout.lengths), self.source.config.sampling.n), 0.0  # one of each prompt
+        log_probs = lambda: self.policy.log_probs(rollout.batch, self.config.distribution, rows)
+        before, tokens = log_probs(), sum(rollout.lengths[row] for row in rows)
         for power in range(8):
             if moved < wanted:
-                self.gradient(rollout)
-                self.step(self.policy, self.config.learning_rate * 2**power)
-                moved = ((self.log_probs(rollout) - before).abs().sum() / sum(rollout.lengths)).item()
+                self.update(rollout, self.config.learning_rate * 2**power)
+                moved = ((log_probs() - before).abs().sum() / tokens).item()
         if not moved >= wanted:
             raise RunStopped(f"eight updates moved log-probs by {moved:.2g} nats a token only: take a higher --learning_rate")
         load_proven(self.sampler, self.policy.weights(), 1)
         return 0.0
 
-    def synced(self, step: int = 1) -> float:
-        """Mean difference of sampler and policy on new responses, after a transfer of the weights."""
-        self.sampler.load_weights(self.policy.weights(), step)
-        rollout = self.made_up(self.sample(step))
+    def synced(self, version: int = 1) -> float:
+        """Mean difference of sampler and policy, after a transfer of the weights, on new responses to the prompts as before,
+        so that keys and values of older weights, if the engine still had them, would show."""
+        self.sampler.load_weights(self.policy.weights(), version)
+        rollout = self.made_up(self.sample(times=1))
         return sampler_mismatch(self.policy, rollout, self.config.distribution, math.inf)["sampler_mismatch"]
 
     def growth(self, rollout: Rollout) -> float:
-        """How much `synced` grows over steps at a learning rate of 0."""
-        mismatches = [self.synced()]
-        for step in range(2, 5):
-            self.gradient(rollout)
-            self.step(self.policy, 0.0)
-            mismatches.append(self.synced(step))
-        return max(mismatches) - mismatches[0]
+        """`synced` after three steps at a learning rate of 0, each with its transfer."""
+        for version in (2, 3):
+            self.update(rollout, 0.0)
+            self.sampler.load_weights(self.policy.weights(), version)
+        self.update(rollout, 0.0)
+        return self.synced(version=4)

@@ -67,7 +67,7 @@ def plant(monkeypatch, owner, name: str, change) -> None:
 @pytest.mark.parametrize("loss", ["grpo_clip", "no_baseline", "cispo", "alignment.core.losses:_gspo"])
 def test_everything_passes_where_nothing_is_wrong(tiny_folder, loss):
     results = results_of(verified(tiny_folder, loss_type=loss, sampler_correction="token_truncate").checks())
-    assert len(results) == 13 and all(record["passed"] for record in results), results
+    assert len(results) == 14 and all(record["passed"] for record in results), results
 
 
 def test_adapters(tiny_folder, monkeypatch):
