@@ -6,7 +6,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
 
@@ -50,25 +50,22 @@ class Check:
     at_best: str = ""
 
 
-def paper_settings(seed: int) -> Iterator[dict]:
-    """Every loss with every normalisation and correction, by flags; the other choices take turns, in an order by chance."""
-    others = [*product(KL_ESTIMATORS, BASELINES, (True, False), DEVIATIONS, (None, 0.28), (0.0, 1.5))]
-    turns = random.Random(seed).sample(others, len(others))
-    names = "loss loss_normalization sampler_correction kl_estimator baseline normalize_by_std std_of cliprange_high dual_clip"
-    numbers = {"cliprange": 0.2, "beta": 0.1, "correction_cap": 1.1, "advantage_eps": 1e-6}
-    for chosen, turn in zip(product(LOSSES, NORMALIZATIONS, CORRECTIONS), cycle(turns), strict=False):
-        yield dict(zip(names.split(), (*chosen, *turn), strict=True)) | numbers
+def paper_settings(seed: int) -> Iterator[tuple[str, LossConfig, AdvantageConfig]]:
+    """Every loss with every normalisation and correction; the other choices take turns, in an order by chance."""
+    others = [*product((None, 0.28), (0.0, 1.5), KL_ESTIMATORS, BASELINES, (True, False), DEVIATIONS)]
+    turns = cycle(random.Random(seed).sample(others, len(others)))
+    for choice, (high, dual_clip, kl, *advantage) in zip(product(LOSSES, NORMALIZATIONS, CORRECTIONS), turns, strict=False):
+        name, *rest = choice
+        yield name, LossConfig(LOSSES[name], 0.2, high, dual_clip, 0.1, kl, *rest, 1.1), AdvantageConfig(GROUP, *advantage)
 
 
-def difference_from_papers(settings: Iterable[Mapping], seed: int) -> float:
+def difference_from_papers(settings: Iterable[tuple[str, LossConfig, AdvantageConfig]], seed: int) -> float:
     """The largest difference of training's advantages, losses and gradients, on responses [B, t] by chance, from papers.py."""
     draw, double, worst = random.Random(seed), functools.partial(torch.tensor, dtype=torch.float64), 0.0
-    for setting in ({**setting, "group_size": GROUP, "max_new_tokens": LONGEST} for setting in settings):
+    for name, config, advantage in settings:
         lengths = [draw.randint(1, LONGEST) for _ in range(2 * GROUP)]
         rewards = [reward for _ in range(2) for reward in draw.sample((0.0, 0.25, 0.5, 1.0), GROUP)]
         policies = [[[draw.gauss(-1, 0.3) for _ in range(length)] for length in lengths] for _ in range(4)]
-        config, advantage = (kind(**{f.name: setting[f.name] for f in fields(kind)}) for kind in (LossConfig, AdvantageConfig))
-        config = dataclasses.replace(config, loss=LOSSES[setting["loss"]])
         log_probs_BT, *others = (pad_sequence([*map(double, rows)], batch_first=True) for rows in policies)
         mask_BT, rewards_B1 = log_probs_BT != 0, double(rewards)[:, None]
         rows = mask_BT, rewards_B1, group_advantages(rewards_B1, advantage), *others
@@ -76,6 +73,7 @@ def difference_from_papers(settings: Iterable[Mapping], seed: int) -> float:
         loss_of = lambda log_probs_BT: micro_batch_loss(LossInputs(config, log_probs_BT, *rows), denominator)[0]
         gradient_BT, loss = torch.func.grad_and_value(loss_of)(log_probs_BT)
         values = torch.cat([rows[2][:, 0], loss[None], gradient_BT[mask_BT]])
+        setting = {**vars(config), **vars(advantage), "loss": name, "max_new_tokens": LONGEST}
         worst = max(worst, (values - double(paper_values(setting, rewards, *policies))).abs().max().item())
     return worst
 
@@ -89,7 +87,8 @@ def wrong_rewards() -> int:
 def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
     """The checks that are the same for all models: of a run's own loss, unless it is a function of the user's; of all; and of
     the grader."""
-    own = [{**vars(config.loss), **vars(config.advantage), "loss": n} for n in LOSSES if LOSSES[n] == config.loss.loss]
+    advantage = dataclasses.replace(config.advantage, group_size=GROUP)
+    own = [(name, config.loss, advantage) for name, loss in LOSSES.items() if loss == config.loss.loss]
     if own:
         yield Check("this run's loss and gradient: from papers'", 1e-9, lambda: difference_from_papers(own, config.seed))
     settings = paper_settings(config.seed)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import product
 
 import pytest
 from rollout_helpers import ARGS
@@ -28,13 +29,14 @@ def test_training_computes_what_the_papers_say(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_choice_is_compared(seed):
-    chosen = list(paper_settings(seed))
+    chosen = [vars(config) | vars(advantage) | {"loss": name} for name, config, advantage in paper_settings(seed)]
     values = lambda name: {setting[name] for setting in chosen}
     every = {(s["loss"], s["loss_normalization"], s["sampler_correction"]) for s in chosen}
-    assert len(every) == len(chosen) == len(LOSSES) * len(NORMALIZATIONS) * len(CORRECTIONS)
-    assert values("kl_estimator") == set(KL_ESTIMATORS)
+    assert every == set(product(LOSSES, NORMALIZATIONS, CORRECTIONS)) and len(chosen) == len(every)
+    assert values("kl_estimator") == set(KL_ESTIMATORS) and values("normalize_by_std") == {True, False}
     assert values("baseline") == set(BASELINES) and values("std_of") == set(DEVIATIONS)
     assert values("dual_clip") == {0.0, 1.5} and values("cliprange_high") == {None, 0.28}
+    assert values("beta") == {0.1} and values("correction_cap") == {1.1} and values("cliprange") == {0.2}
 
 
 def test_another_seed_makes_other_numbers(monkeypatch):
