@@ -1,4 +1,4 @@
-"""What losses, grader, policy and sampler compute, against tables and transformers' own model, in float32 on the CPU."""
+"""What losses, grader, policy and sampler compute, against the papers, known answers and transformers' own model in float32."""
 
 import dataclasses
 import functools
