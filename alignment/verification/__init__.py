@@ -1,1 +1,1 @@
-"""Checks of losses, grader, policy and sampler against the papers, known answers, plain models and predictions. It loads no run."""
+"""Checks of losses, grader, policy and sampler against the papers, known answers, plain models and predictions."""
