@@ -174,10 +174,11 @@ def main() -> None:
         return
     check_rl(args)
     from alignment.models import warm_start
-    from alignment.verification.checks import WITHOUT_MODEL, Check
+    from alignment.verification.checks import Check, checks_without_model
 
     console = make_console()
-    records = report(WITHOUT_MODEL, console) + report(training_checks(args, warm_start(args, console)), console)
+    records = report(checks_without_model(args.update_config), console)
+    records += report(training_checks(args, warm_start(args, console)), console)
     if args.kill_after and not PROCESSES:
         resumed = Check("killed, resumed: parts with other bits", 0.0, lambda: differing_parts(args, console))
         records += report([resumed], console)

@@ -22,6 +22,9 @@ def embedded_model(name: str, output_dir: str) -> Path:
     builders = {"tiny": build_tiny, "tiny_student": partial(build_tiny, hidden_size=64), "smollm2": build_smollm2}
     folder = Path(output_dir) / f"{name}_base"
     if not folder.exists():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # the policy, which does so too, may not have been imported yet
         try:
             with atomic_folder(folder) as building:
                 builders[name](building)

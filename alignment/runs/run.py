@@ -168,11 +168,12 @@ class Run:
     def finish(self, title: str) -> None:
         """Write the final model, the learning curve and the summary, and print the accuracy before and after. The last
         checkpoint is whole by now, so an OSError is reported as it is."""
-        self.started = False
+        self.started, word = False, run_folder.reproducibility(self.path)
         with atomic_folder(self.path / "final") as building, manifested(building):
             self._policy.save(building, self._tokenizer)
-            write_card(building, self.path)
-        write_summary(self.path, title, self.console, time.time() - psutil.Process().create_time() - self._step_seconds)
+            write_card(building, self.path, word)
+        beside_steps = time.time() - psutil.Process().create_time() - self._step_seconds
+        write_summary(self.path, title, self.console, beside_steps, word)
 
     def save_when_stopped(self, stop: BaseException) -> None:
         """Save the last finished step when a signal or `RunStopped` ends the loop, and print the command to resume it."""

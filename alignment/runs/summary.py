@@ -8,14 +8,14 @@ from pathlib import Path
 import jinja2
 from rich.console import Console
 
-from alignment.runs.run_folder import Record, reproducibility
+from alignment.runs.run_folder import Record
 from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.system.terminal import make_table, printable
 
 
-def write_summary(path: Path, title: str, console: Console, seconds_beside_steps: float) -> None:
+def write_summary(path: Path, title: str, console: Console, seconds_beside_steps: float, reproducibility: str) -> None:
     """Draw the learning curve, print the run's before and after, and write summary.json. `title` says how the evaluations were
-    sampled, `seconds_beside_steps` what the process took for all but its steps."""
+    sampled, `seconds_beside_steps` what the process took for all but its steps, `reproducibility` what `verify` showed."""
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after, total = evals[0], evals[-1], sum(m["seconds"] for m in metrics)
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
@@ -45,23 +45,24 @@ def write_summary(path: Path, title: str, console: Console, seconds_beside_steps
         "steps": len(metrics),
         "seconds": total,
         "seconds_beside_steps": seconds_beside_steps,
-        "reproducibility": reproducibility(path),
+        "reproducibility": reproducibility,
         "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }
     write_json(path / "summary.json", summary)
 
 
-def write_card(folder: Path, run: Path) -> None:
+def write_card(folder: Path, run: Path, reproducibility: str) -> None:
     """Write README.md, the model card of a run, to the folder of its final model."""
     record, evals, metrics = read_json(run / "args.json"), *(read_jsonl(run / f"{log}.jsonl") for log in ("evals", "metrics"))
     model = Path(record["args"]["model"])
     stated = (model / "README.md").read_text(errors="ignore") if (model / "README.md").is_file() else ""
     facts = {"licence": re.findall(r"(?m)^license: *(\S+)$", stated), "is_local": model.exists(), "run": run.name}
-    facts["reproducibility"] = reproducibility(run)
     source = Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8")
     template = jinja2.Template(source, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    (folder / "README.md").write_text(template.render(**record, **facts, evals=evals, metrics=metrics), encoding="utf-8")
+    (folder / "README.md").write_text(
+        template.render(record | facts, evals=evals, metrics=metrics, reproducibility=reproducibility), encoding="utf-8"
+    )
 
 
 def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str) -> None:

@@ -1,18 +1,22 @@
-"""What losses, grader, policy and sampler compute, against tables and transformers' own model, in float32 on the CPU."""
+"""What losses, grader, policy and sampler compute, against the papers, known answers and transformers' own model in float32."""
 
 import dataclasses
 import functools
 import math
+import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, product
 from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from alignment.core.advantages import AdvantageConfig, group_advantages
-from alignment.core.losses import LOSSES, LossConfig, LossInputs, loss_denominator, micro_batch_loss
+from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig, group_advantages
+from alignment.core.losses import (
+    CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS, LossConfig, LossInputs, loss_denominator, micro_batch_loss,
+)  # fmt: skip
 from alignment.core.records import Batch, Group, Rollout
 from alignment.core.tokens import collate
 from alignment.policy.packing import take_plain_path
@@ -24,11 +28,13 @@ from alignment.rollouts.source import RolloutSource, collate_groups, with_advant
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
-from alignment.system.files import read_json, read_jsonl
-from alignment.training.update import rollout_loss, rollout_objective, rows_with_gradient, sampler_mismatch
+from alignment.system.files import read_jsonl
+from alignment.training.update import first_log_probs, rollout_loss, rollout_objective, rows_with_gradient, sampler_mismatch
+from alignment.verification.papers import paper_values
 
 PROMPTS = 4
-LIMITS = {torch.float32: (1e-3, 1e-4, 0.02), torch.bfloat16: (0.1, 0.3, 0.75)}
+GROUP, LONGEST = 3, 6  # --group_size and --max_new_tokens of responses by chance
+LIMITS = {torch.float32: (1e-3, 1e-4, 0.02), torch.bfloat16: (0.1, 0.5, 0.75)}
 """Type of matrix products -> how far log-probs may be from the plain ones, in mean nats a token; a gradient, as the norm of the
 difference over its norm; and a step's change of weights, likewise: Adam's first step goes by signs, near 0 by chance."""
 
@@ -44,21 +50,31 @@ class Check:
     at_best: str = ""
 
 
-def difference_from_papers() -> float:
-    """The largest difference of training's advantages, losses and gradients, on made-up responses [B, t], from those in
-    papers.json, which the papers' formulas gave one token at a time, by no code of training's (tests/core/papers.py)."""
-    table, double = read_json(Path(__file__).with_name("papers.json")), functools.partial(torch.tensor, dtype=torch.float64)
-    log_probs_BT, *others = (pad_sequence(list(map(double, rows)), batch_first=True) for rows in table["log_probs"])
-    rewards_B1, mask_BT, worst = double(table["rewards"])[:, None], log_probs_BT != 0, 0.0
-    for setting in table["settings"]:
-        config = LossConfig(**{**setting["loss"], "loss": LOSSES[setting["loss"]["loss"]]})
-        advantages_B1 = group_advantages(rewards_B1, AdvantageConfig(**setting["advantage"]))
-        rows = mask_BT, rewards_B1, advantages_B1, *others
-        denominator = loss_denominator(config.loss_normalization, mask_BT.sum(dim=1).tolist(), table["max_new_tokens"])
+def paper_settings(seed: int) -> Iterator[tuple[str, LossConfig, AdvantageConfig]]:
+    """Every loss with every normalisation and correction; the other choices take turns, in an order by chance."""
+    others = [*product((None, 0.28), (0.0, 1.5), KL_ESTIMATORS, BASELINES, (True, False), DEVIATIONS)]
+    turns = cycle(random.Random(seed).sample(others, len(others)))
+    for choice, (high, dual_clip, kl, *advantage) in zip(product(LOSSES, NORMALIZATIONS, CORRECTIONS), turns, strict=False):
+        name, *rest = choice
+        yield name, LossConfig(LOSSES[name], 0.2, high, dual_clip, 0.1, kl, *rest, 1.1), AdvantageConfig(GROUP, *advantage)
+
+
+def difference_from_papers(settings: Iterable[tuple[str, LossConfig, AdvantageConfig]], seed: int) -> float:
+    """The largest difference of training's advantages, losses and gradients, on responses [B, t] by chance, from papers.py."""
+    draw, double, worst = random.Random(seed), functools.partial(torch.tensor, dtype=torch.float64), 0.0
+    for name, config, advantage in settings:
+        lengths = [draw.randint(1, LONGEST) for _ in range(2 * GROUP)]
+        rewards = [reward for _ in range(2) for reward in draw.sample((0.0, 0.25, 0.5, 1.0), GROUP)]
+        policies = [[[draw.gauss(-1, 0.3) for _ in range(length)] for length in lengths] for _ in range(4)]
+        log_probs_BT, *others = (pad_sequence([*map(double, rows)], batch_first=True) for rows in policies)
+        mask_BT, rewards_B1 = log_probs_BT != 0, double(rewards)[:, None]
+        rows = mask_BT, rewards_B1, group_advantages(rewards_B1, advantage), *others
+        denominator = loss_denominator(config.loss_normalization, lengths, LONGEST)
         loss_of = lambda log_probs_BT: micro_batch_loss(LossInputs(config, log_probs_BT, *rows), denominator)[0]
         gradient_BT, loss = torch.func.grad_and_value(loss_of)(log_probs_BT)
-        values = torch.cat([advantages_B1[:, 0], loss[None], gradient_BT[mask_BT]])
-        worst = max(worst, (values - double(setting["values"])).abs().max().item())
+        values = torch.cat([rows[2][:, 0], loss[None], gradient_BT[mask_BT]])
+        setting = {**vars(config), **vars(advantage), "loss": name, "max_new_tokens": LONGEST}
+        worst = max(worst, (values - double(paper_values(setting, rewards, *policies))).abs().max().item())
     return worst
 
 
@@ -68,11 +84,29 @@ def wrong_rewards() -> int:
     return sum(find_rule(row["rule"])(row["response"], row["ground_truth"])["reward"] != row["reward"] for row in rows)
 
 
-WITHOUT_MODEL = (
-    Check("losses, gradients, advantages: from papers'", 1e-6, difference_from_papers),
-    Check("grader: wrong rewards of known answers", 0.0, wrong_rewards),
-)
-"""The checks that are the same for all models."""
+def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
+    """The checks that are the same for all models: of a run's own loss, unless it is a function of the user's; of all; and of
+    the grader."""
+    advantage = dataclasses.replace(config.advantage, group_size=GROUP)
+    own = [(name, config.loss, advantage) for name, loss in LOSSES.items() if loss == config.loss.loss]
+    if own:
+        yield Check("this run's loss and gradient: from papers'", 1e-9, lambda: difference_from_papers(own, config.seed))
+    settings = paper_settings(config.seed)
+    yield Check("losses, gradients, advantages: from papers'", 1e-9, lambda: difference_from_papers(settings, config.seed))
+    yield Check("grader: wrong rewards of known answers", 0.0, wrong_rewards)
+
+
+def checks_of_plan(
+    peaks: Mapping[str, tuple[float, float]], seconds: Mapping[str, tuple[float, tuple[float, float]]]
+) -> Iterator[Check]:
+    """The worst device and phase beside `plan`'s prediction. `peaks` are measured and predicted bytes by device, `seconds` the
+    measured ones by phase, and their predicted range."""
+    times = {phase: max(taken / high, low / taken) for phase, (taken, (low, high)) in seconds.items()}
+    memory = {device: measured / predicted for device, (measured, predicted) in peaks.items()}
+    for what, ratios in (("peak memory / plan's: ", memory), ("seconds / plan's range: ", times)):
+        if ratios:
+            worst = max(ratios, key=ratios.get)
+            yield Check(what + worst, 1.0, functools.partial(ratios.get, worst))
 
 
 def plain_policy(config: PolicyConfig) -> Policy:
@@ -121,13 +155,16 @@ class Verified:
         yield Check("half the prompts: other answers", in_batches, lambda: other_answers(groups, self.sample(times=1)))
         rollout, completions = self.made_up(groups), [completion for group in groups for completion in group.completions]
         batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id=0)
-        plain_BT, sampler_BT = self.plain.log_probs(batch, self.config.distribution), rollout.sampler_log_probs_BT
+        plain_BT, sampler_BT = self.plain_log_probs(rollout, batch), rollout.sampler_log_probs_BT
+        policy_BT, synced = functools.cache(lambda: self.log_probs(rollout)), functools.cache(self.synced)
         from_plain = lambda log_probs_BT: (log_probs_BT - plain_BT).abs().sum() / batch.response_mask.sum()  # masks count, too
-        yield Check("policy's log-probs: nats from plain", nats, lambda: from_plain(self.log_probs(rollout)))
+        yield Check("policy's log-probs: nats from plain", nats, lambda: from_plain(policy_BT()))
         yield Check("sampler's log-probs: nats from plain", nats, lambda: from_plain(sampler_BT))
-        yield Check("sampler's largest nats from policy", math.inf, lambda: (self.log_probs(rollout) - sampler_BT).abs().max())
-        want, gradient = self.plain_gradient(rollout, batch), self.gradient(rollout)
+        yield Check("sampler's largest nats from policy", math.inf, lambda: (policy_BT() - sampler_BT).abs().max())
+        want, gradient = self.plain.gradient(), self.gradient(rollout)
         yield Check("gradient: from one row at a time", relative, lambda: (gradient - want).norm() / want.norm())
+        scale = lambda: (gradient @ want / want.norm() ** 2 - 1).abs()  # rounding is nearly at right angles to the gradient
+        yield Check("gradient: scale, off that one's", min(relative, 0.1), scale)
         self.policy.drop_gradient()
         yield Check("gradient again: change", bits, lambda: (self.gradient(rollout) - gradient).abs().max(), "to rounding")
         before = copied_weights(self.plain)
@@ -136,16 +173,16 @@ class Verified:
         after, change = dict(self.plain.weights()), distance(self.plain, before)
         yield Check("step: from one row at a time", after_step, lambda: distance(self.policy, after) / change)
         yield Check("after updates, weights sent: tensors that differ", 0.0, lambda: self.sent(rollout, 2 * nats))
-        yield Check("after updates, sampler: nats from policy", nats, self.synced)
+        yield Check("after updates, sampler: nats from policy", nats, synced)
         before = copied_weights(self.policy)
-        yield Check("learning rate 0: growth of mismatch in 3 steps", nats / 10, lambda: self.growth(rollout))
+        yield Check("learning rate 0: growth of mismatch in 3 steps", nats / 10, lambda: self.growth(rollout) - synced())
         yield Check("learning rate 0: change of weights", 0.0, lambda: distance(self.policy, before))
 
-    def sample(self, step: int = 1, times: int = 2) -> list[Group]:
+    def sample(self, times: int = 2) -> list[Group]:
         """Each problem's responses, `times` over, with made-up rewards: 0 in the first group, 0 and 1 in the others."""
         config = self.source.config
-        problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step) * times
-        sampling = config.sampling_of_step(self.source.task.stop, step)
+        problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step=1) * times
+        sampling = config.sampling_of_step(self.source.task.stop, step=1)
         sampled = self.sampler.sample([problem.prompt for problem in problems], sampling)
         rewards = [float(place % 3 == 0) for place in range(sampling.n)]
         return [
@@ -165,19 +202,27 @@ class Verified:
     def log_probs(self, rollout: Rollout) -> torch.Tensor:
         return self.policy.log_probs(rollout.batch, self.config.distribution)
 
-    def plain_gradient(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
-        """The plain policy's gradient [D] of the run's loss, all rows counted; it is kept for a step."""
+    def plain_log_probs(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
+        """The plain policy's log-probs [B, T]. All rows' gradient of the run's loss is kept, for a step."""
         lengths = batch.response_mask.sum(dim=1).tolist()
         denominator = loss_denominator(self.config.loss.loss_normalization, lengths, self.config.max_new_tokens)
-        loss = functools.partial(rollout_loss, rollout, self.config, denominator)
-        deque(self.plain.accumulate(batch, range(len(lengths)), Objective(loss, self.config.distribution)), maxlen=0)
-        return self.plain.gradient()
+        objective = Objective(functools.partial(rollout_loss, rollout, self.config, denominator), self.config.distribution)
+        return first_log_probs(list(self.plain.accumulate(batch, range(len(lengths)), objective)), rollout)
 
     def gradient(self, rollout: Rollout) -> torch.Tensor:
         """The policy's gradient [D] of the run's loss, made as in an update; it is kept for a step."""
-        objective = rollout_objective(rollout, range(len(rollout.lengths)), self.config)
-        deque(self.policy.accumulate(rollout.batch, rows_with_gradient(rollout, self.config), objective), maxlen=0)
+        self.accumulate(rollout, rows_with_gradient(rollout, self.config), range(len(rollout.lengths)))
         return self.policy.gradient()
+
+    def accumulate(self, rollout: Rollout, rows: Sequence[int], mini_batch: Sequence[int]) -> None:
+        objective = rollout_objective(rollout, mini_batch, self.config)
+        deque(self.policy.accumulate(rollout.batch, rows, objective), maxlen=0)
+
+    def update(self, rollout: Rollout, learning_rate: float) -> None:
+        """Make an optimiser step on the last rows, of one prompt, that have a gradient."""
+        rows = rows_with_gradient(rollout, self.config)[-self.source.config.sampling.n :]
+        self.accumulate(rollout, rows, rows)
+        self.step(self.policy, learning_rate)
 
     def step(self, policy: Policy, learning_rate: float) -> None:
         policy.clip_gradient(self.config.max_grad_norm)
@@ -185,28 +230,29 @@ class Verified:
 
     def sent(self, rollout: Rollout, wanted: float) -> float:
         """0 once the sampler has the weights of updates that move log-probs by `wanted` nats at least; else `RunStopped`."""
-        before, moved = self.log_probs(rollout), 0.0
+        rows, moved = range(0, len(rollout.lengths), self.source.config.sampling.n), 0.0  # one of each prompt
+        log_probs = lambda: self.policy.log_probs(rollout.batch, self.config.distribution, rows)
+        before, tokens = log_probs(), sum(rollout.lengths[row] for row in rows)
         for power in range(8):
             if moved < wanted:
-                self.gradient(rollout)
-                self.step(self.policy, self.config.learning_rate * 2**power)
-                moved = ((self.log_probs(rollout) - before).abs().sum() / sum(rollout.lengths)).item()
+                self.update(rollout, self.config.learning_rate * 2**power)
+                moved = ((log_probs() - before).abs().sum() / tokens).item()
         if not moved >= wanted:
             raise RunStopped(f"eight updates moved log-probs by {moved:.2g} nats a token only: take a higher --learning_rate")
         load_proven(self.sampler, self.policy.weights(), 1)
         return 0.0
 
-    def synced(self, step: int = 1) -> float:
-        """Mean difference of sampler and policy on new responses, after a transfer of the weights."""
-        self.sampler.load_weights(self.policy.weights(), step)
-        rollout = self.made_up(self.sample(step))
+    def synced(self, version: int = 1) -> float:
+        """Mean difference of sampler and policy, after a transfer of the weights, on new responses to the prompts as before,
+        so that keys and values of older weights, if the engine still had them, would show."""
+        self.sampler.load_weights(self.policy.weights(), version)
+        rollout = self.made_up(self.sample(times=1))
         return sampler_mismatch(self.policy, rollout, self.config.distribution, math.inf)["sampler_mismatch"]
 
     def growth(self, rollout: Rollout) -> float:
-        """How much `synced` grows over steps at a learning rate of 0."""
-        mismatches = [self.synced()]
-        for step in range(2, 5):
-            self.gradient(rollout)
-            self.step(self.policy, 0.0)
-            mismatches.append(self.synced(step))
-        return max(mismatches) - mismatches[0]
+        """`synced` after three steps at a learning rate of 0, each with its transfer."""
+        for version in (2, 3):
+            self.update(rollout, 0.0)
+            self.sampler.load_weights(self.policy.weights(), version)
+        self.update(rollout, 0.0)
+        return self.synced(version=4)

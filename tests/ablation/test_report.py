@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -134,6 +135,23 @@ def test_figures_and_tables_are_files_of_their_own(grid):
     latex = (grid / "report.tex").read_text()
     assert r"grpo\_clip $-$ no\_baseline & $+0.396$" in latex and r"grpo\_clip $>$ no\_baseline \\" in latex
     assert latex.count(r"\begin{longtable}") == latex.count(r"\end{longtable}") == 4
+
+
+@pytest.mark.parametrize("word", ["bitwise", "to rounding", "statistical", "not verified"])
+def test_every_report_names_the_reproducibility_that_was_verified(grid, word):
+    """A verification beside the runs, with their settings; one run of the study has other settings."""
+    runs = [run.path for run in read_study([grid]).runs]
+    folder = runs[0].parent / "verify_tiny"
+    folder.mkdir()
+    shutil.copy(runs[0] / "args.json", folder)
+    (folder / "verification.html").write_text("")
+    (folder / "summary.json").write_text(json.dumps({"reproducibility": word}))
+    facts = json.loads((runs[-1] / "args.json").read_text())
+    (runs[-1] / "args.json").write_text(json.dumps({**facts, "machine": "another"}))
+    words = ", ".join(sorted({word, "not verified"}))
+    html, markdown, latex, *_ = (path.read_text() for path in write_report(read_study([grid]), grid))
+    assert f"<td>{words}</td>" in html and f"Reproducibility (`alignment.verify`): {words}." in markdown
+    assert f"Reproducibility, by \\texttt{{verify}}: {words}}} \\\\\n" in latex
 
 
 def test_two_arguments_are_told_apart_by_colour_and_dash(grid):

@@ -28,7 +28,7 @@ def card(folder, monkeypatch, *flags: str) -> ModelCard:
     write_args(folder, config.arguments, config.seeds)
     (folder / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in EVALS))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in STEPS))
-    write_card(folder / "final", folder)
+    write_card(folder / "final", folder, "to rounding")
     return ModelCard.load(folder / "final" / "README.md")
 
 
@@ -42,6 +42,7 @@ def test_it_says_what_was_trained_how_well_and_on_what(tmp_path, monkeypatch):
     line = "python -m alignment.train_rl --task gsm8k --model Qwen/Qwen2.5-Math-1.5B --sft_base '' --beta 0.04 --run_name 'it'\\''s'"
     assert f"```\n{line} \n```" in made.text and "/home/me" not in made.text and "| `beta` | `0.04` |" in made.text
     assert "at most 0.002 nats" in made.text and "4 updates, of which 1 were left out" in made.text
+    assert "as checked by `alignment.verify`: to rounding." in made.text
     assert "2 of 16 training responses could not be graded" in made.text and "torch 2." in made.text
 
 

@@ -24,14 +24,15 @@ from alignment.runs.run_folder import reproducibility, write_args
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
 from alignment.verification import checks
-from alignment.verification.checks import WITHOUT_MODEL, Check, Verified, plain_policy
+from alignment.verification.checks import Check, Verified, checks_of_plan, checks_without_model, plain_policy
 from alignment.verify import report, write_results
 
-LOG_PROBS, GRADIENT = "policy's log-probs: nats from plain", "gradient: from one row at a time"
+LOG_PROBS = "policy's log-probs: nats from plain"
+GRADIENT, SCALE = "gradient: from one row at a time", "gradient: scale, off that one's"
 SAMPLED, SYNCED = "sampler's log-probs: nats from plain", "after updates, sampler: nats from policy"
 STEP, RATE_0 = "step: from one row at a time", "learning rate 0: change of weights"
 ARRIVED, GROWTH = "after updates, weights sent: tensors that differ", "learning rate 0: growth of mismatch in 3 steps"
-PAPERS, GRADER = (check.what for check in WITHOUT_MODEL)
+OWN_LOSS, PAPERS, GRADER = (check.what for check in checks_without_model(ARGS.update_config))
 
 
 def verified(folder, lora_rank: int = 0, **settings) -> Verified:
@@ -67,7 +68,7 @@ def plant(monkeypatch, owner, name: str, change) -> None:
 @pytest.mark.parametrize("loss", ["grpo_clip", "no_baseline", "cispo", "alignment.core.losses:_gspo"])
 def test_everything_passes_where_nothing_is_wrong(tiny_folder, loss):
     results = results_of(verified(tiny_folder, loss_type=loss, sampler_correction="token_truncate").checks())
-    assert len(results) == 13 and all(record["passed"] for record in results), results
+    assert len(results) == 14 and all(record["passed"] for record in results), results
 
 
 def test_adapters(tiny_folder, monkeypatch):
@@ -94,7 +95,7 @@ def test_a_dropped_tensor(healthy, monkeypatch):
 
 def test_a_denominator_of_every_rank_for_itself(healthy, monkeypatch):
     plant(monkeypatch, checks, "rollout_objective", lambda make, rollout, rows, config: make(rollout, rows[::2], config))
-    assert failed(healthy) == {GRADIENT}
+    assert failed(healthy) == {GRADIENT, SCALE}
 
 
 def test_a_mask_off_by_one(healthy, monkeypatch):
@@ -105,7 +106,7 @@ def test_a_mask_off_by_one(healthy, monkeypatch):
         return dataclasses.replace(rollout, batch=batch)
 
     plant(monkeypatch, checks, "collate_groups", shifted)
-    assert failed(healthy) == {LOG_PROBS, GRADIENT, STEP}
+    assert failed(healthy) == {LOG_PROBS, GRADIENT, SCALE, STEP}
 
 
 def test_a_wrong_temperature_in_log_probs(healthy, monkeypatch):
@@ -138,7 +139,7 @@ def test_a_window_that_is_ignored(tiny_folder, tmp_path):
     assert failed(checked) == set()
     checked = verified(tmp_path)
     checked.policy.model.config.sliding_window = None
-    assert failed(checked) == {LOG_PROBS, GRADIENT, STEP, SYNCED}
+    assert failed(checked) == {LOG_PROBS, GRADIENT, SCALE, STEP, SYNCED}
 
 
 def test_a_seed_shared_by_two_prompts(healthy, monkeypatch):
@@ -176,9 +177,15 @@ def test_a_sampler_that_drifts_away_at_a_learning_rate_of_0(healthy, monkeypatch
     assert failed(healthy) == {GROWTH}
 
 
+def failed_without_model(**settings) -> set[str]:
+    results = results_of(checks_without_model(dataclasses.replace(ARGS, **settings).update_config))
+    return {record["what"] for record in results if not record["passed"]}
+
+
 def test_a_biased_std(monkeypatch):
     monkeypatch.setitem(DEVIATIONS, "group", DEVIATIONS["group_population"])
-    assert {record["what"] for record in results_of(WITHOUT_MODEL) if not record["passed"]} == {PAPERS}
+    assert failed_without_model(std_of="group") == {OWN_LOSS, PAPERS}
+    assert failed_without_model(std_of="batch") == {PAPERS}
 
 
 def test_a_grader_that_takes_a_list_of_guesses(monkeypatch):
@@ -186,11 +193,11 @@ def test_a_grader_that_takes_a_list_of_guesses(monkeypatch):
         return {"reward": float(truth in response)}
 
     monkeypatch.setitem(RULES, "r1_zero_strict", lenient)
-    assert {record["what"] for record in results_of(WITHOUT_MODEL) if not record["passed"]} == {GRADER}
+    assert failed_without_model() == {GRADER}
 
 
 def test_what_is_the_same_for_all_models_passes():
-    assert all(record["passed"] for record in results_of(WITHOUT_MODEL))
+    assert failed_without_model() == set()
 
 
 @pytest.mark.parametrize(
@@ -233,6 +240,20 @@ def test_an_update_that_ignores_the_learning_rate(healthy, monkeypatch):
 def test_a_step_of_another_size(healthy, monkeypatch):
     plant(monkeypatch, healthy.policy, "step", lambda step, rate: step(2 * rate))
     assert failed(healthy) == {STEP}
+
+
+def test_memory_and_seconds_beside_what_plan_said():
+    """The worst device took 11 of 10 GB; the worst phase, which may take 2 to 4 s, took 8."""
+    peaks = {"cuda:0": (9e9, 10e9), "cuda:1": (11e9, 10e9)}
+    seconds = {"sample": (3.0, (2.0, 4.0)), "update": (8.0, (2.0, 4.0))}
+    memory, time = checks_of_plan(peaks, seconds)
+    assert (memory.what, time.what) == ("peak memory / plan's: cuda:1", "seconds / plan's range: update")
+    assert memory.quantity() == pytest.approx(1.1) and time.quantity() == 2.0
+    (fast,) = checks_of_plan({}, {"sample": (3.0, (2.0, 4.0)), "update": (0.5, (2.0, 4.0))})
+    assert fast.what.endswith("update") and fast.quantity() == 4.0
+    within = results_of(checks_of_plan({"cpu": (9e9, 10e9)}, {"sample": (3.0, (2.0, 4.0))}))
+    assert [record["passed"] for record in within] == [True, True] and within[0]["measured"] == pytest.approx(0.9)
+    assert not any(record["passed"] for record in results_of(checks_of_plan(peaks, seconds)))
 
 
 def test_a_quantity_that_is_no_number_fails():
