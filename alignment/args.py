@@ -154,17 +154,6 @@ class EvaluateArgs(Args):
 
 
 @dataclass(frozen=True)
-class PlanArgs(Args):
-    """Show which role and which part of the policy would sit on which device, and the command that trains so."""
-
-    num_gpus: int | None = None  # GPUs of a machine to plan for; by default those of this one.
-    machines: int = 1  # Machines to plan for, all alike; several start the processes of a replicated or sharded policy.
-    optimizer: OptimizerName | None = None  # Optimiser to plan for; by default that of the preset's train_rl.
-    gpu_memory: float | None = None
-    """GB (1e9 bytes) of each GPU, or of a host without: count the peak of a training step, and say whether it fits."""
-
-
-@dataclass(frozen=True)
 class SFTArgs(Args):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to --sft_base."""
 
@@ -337,6 +326,17 @@ class RLArgs(Args):
             UpdateConfig, self, loss=configuration(LossConfig, self), advantage=configuration(AdvantageConfig, self),
             distribution=self.sampling.distribution, old_log_probs=old, data_seed=self.seeds["data"],
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanArgs(RLArgs):
+    """Show which role and which part of the policy would sit on which device, what each phase of a step takes there, and the
+    command that trains so. Takes every argument of train_rl."""
+
+    num_gpus: int | None = None  # GPUs of a machine to plan for; by default those of this one.
+    machines: int = 1  # Machines to plan for, all alike; several start the processes of a replicated or sharded policy.
+    gpu_memory: float | None = None
+    """GB (1e9 bytes) of each GPU, or of a host without; by default this machine's, where it has as many GPUs."""
 
 
 @dataclass(frozen=True)

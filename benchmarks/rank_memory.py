@@ -173,7 +173,7 @@ def closed_form(config: PretrainedConfig, case: Case) -> dict[str, int]:
         gpu_memory_utilization=None, engines=1,
     )  # fmt: skip
     roles = Roles(tuple(f"cuda:{rank}" for rank in range(case.ranks)), sample="", reference="", eval="")
-    return peak_bytes(ModelShape.from_config(config, case.lora_rank), config, roles, step)[0][1] | {"context": 0}
+    return peak_bytes(ModelShape.from_config(config, case.lora_rank), config, roles, step)[0].phases["update"] | {"context": 0}
 
 
 def compared(name: str, case: Case) -> tuple[str, ...]:

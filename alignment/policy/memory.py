@@ -131,22 +131,43 @@ class StepShape:
     engines: int  # On a GPU that samples and evaluates.
 
 
-def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[tuple[str, dict[str, int]]]:
-    """(device, kind -> bytes at the worst moment) of the machine's ranks, or of the devices of a policy of one process, then of
-    other roles' own devices. The worst is the head of an update's later micro-batch: all of its activations, earlier ones'
+@dataclass(frozen=True)
+class DevicePeak:
+    """What a rank of the policy, or a device, holds at the worst moment of each phase."""
+
+    device: str
+    rank: int | None  # None: a device of a policy of one process, or of other roles.
+    phases: dict[str, dict[str, int]]  # Phase -> kind -> bytes; only the phases that occur there.
+
+    @property
+    def worst(self) -> str:
+        """The phase that takes the most."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def total(self) -> int:
+        """Bytes of that phase."""
+        return sum(self.phases[self.worst].values())
+
+
+def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[DevicePeak]:
+    """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other roles' own devices. The
+    worst is the head of an update's later micro-batch: all of its activations, earlier ones'
     gradient, and temporaries of logits; for a rank also where whole layers or their gradients are on their way; or sampling,
     with keys and values but no gradients. Engines and frozen models stay. For fp32 weights whose linear layers are autocast."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
-    others = {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
+    number, others = len(shares), {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
     shares += [Share(device, "", (), 0) for device in sorted(others)]
     # Ranks may share the host's CPU, where the first of them has the other roles, too.
     none = replace(roles, sample=(), eval="", reference="")
-    here = [none if share in shares[:number] else roles for number, share in enumerate(shares)]
-    return [(share.device, _peak_of(share, shape, config, there, step)) for share, there in zip(shares, here)]
+    here = [none if share in shares[:i] else roles for i, share in enumerate(shares)]
+    ranks = number if step.policy_parallelism in RANKED else 0
+    phases = [_peak_of(share, shape, config, there, step) for share, there in zip(shares, here)]
+    return [DevicePeak(share.device, i if i < ranks else None, phases[i]) for i, share in enumerate(shares)]
 
 
-def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, int]:
-    """The larger of an update's and of sampling's bytes of one share of the policy and the other roles on its device."""
+def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
+    """Phase -> kind -> bytes of one share of the policy and the other roles on its device."""
     device, held = share.device, share.modules
     total, trained = sum(shape.parameters.values()), shape.trained(held) // share.parts
     samples = device in (*roles.sample, roles.eval)
@@ -172,12 +193,13 @@ def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: S
     head = head_bytes(config, step, tokens, trained=shape.head in held and not shape.adapters)
     update["logits"] = head if shape.head in held or frozen else 0
     moments = [*_rank_moments(shape, config, update)] if ranked else [update]
+    phases = {"update": max(moments, key=lambda moment: sum(moment.values()))}
     if samples and not vllm:
         all_rows = step.sampled * key_value_bytes(config, 2)
         cache = min(CACHE_BYTES["cuda"], all_rows)  # waves of rows keep to it
         logits = 4 * step.rows * cache // all_rows * config.vocab_size * (5 if step.truncated else 4)
-        moments.append(kept | {"keys and values": cache, "logits": logits})
-    return max(moments, key=lambda moment: sum(moment.values()))
+        phases["sampling"] = kept | {"keys and values": cache, "logits": logits}
+    return phases
 
 
 def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence[str], tokens: int) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignment import plan
+from alignment import plan, prediction
 from alignment.args import PlanArgs, from_preset
 from alignment.models import kind_of_policy
 from alignment.system.errors import UserError
@@ -65,7 +65,7 @@ def test_the_reference_recipe_is_planned_for_other_numbers_of_gpus(planned):
     ("model", "parameters"), [("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304), ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512)]
 )
 def test_a_published_model_is_planned_without_the_hub(model, parameters, planned, monkeypatch):
-    monkeypatch.setattr(plan, "resolve_model", None)  # which would ask it
+    monkeypatch.setattr(prediction, "resolve_model", None)  # which would ask it
     said = planned(
         "--model", model, "--num_gpus", "8", "--policy_parallelism", "sharded", "--gpu_memory", "80", "--dtype", "float32"
     )

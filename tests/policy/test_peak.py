@@ -19,13 +19,13 @@ from alignment.args import RLArgs, from_preset
 from alignment.checks import roles_of
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
-from alignment.plan import step_shape
 from alignment.policy import log_probs, lora
 from alignment.policy.memory import SPARE, peak_bytes
 from alignment.policy.packing import ATTENTION
 from alignment.policy.placement import ModelShape, assign_roles
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
+from alignment.prediction import step_shape
 from benchmarks.rank_memory import Case, closed_form, tracked
 from tests.policy.published_shapes import qwen2
 
@@ -54,7 +54,7 @@ def test_a_preset_fits_the_card_that_it_names(case, vllm):
         return
     roles = roles_of(args, gpus)
     peaks = peak_bytes(ModelShape.from_config(config), config, roles, step_shape(args, roles, card, vllm))
-    assert {device: kinds for device, kinds in peaks if sum(kinds.values()) > (1 - SPARE) * card} == {}
+    assert [peak for peak in peaks if peak.total > (1 - SPARE) * card] == []
 
 
 class BytesHeld(TorchDispatchMode):
@@ -124,7 +124,7 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, r
         step_shape(args, roles, 48e9, True), optimizer="adamw", micro_batch_tokens=prompt + rows * response,
         prompt=prompt, max_new_tokens=response, truncated=top_p < 1, frozen=0,
     )  # fmt: skip
-    kinds = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)[0][1]
+    kinds = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)[0].phases["update"]
     form = sum(kinds.values()) - kinds["sampler"] - kinds["context"]
     tracker = counted(config, prompt, response, rows, top_p, lora_rank)
     print(f"{form / 1e9:.2f} GB by the form, {tracker / 1e9:.2f} GB counted")

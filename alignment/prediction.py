@@ -1,0 +1,82 @@
+"""A run's memory before it starts: its devices, and the peak bytes of each in each phase of a step, from shapes alone."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alignment.args import RLArgs, configuration
+from alignment.checks import check_processes, engines_on_shared_gpu, resolve_model, roles_of
+from alignment.models import kind_of_policy
+from alignment.policy.loading import compute_dtype, load_config
+from alignment.policy.memory import SPARE, DevicePeak, StepShape, peak_bytes, total_bytes
+from alignment.policy.placement import ModelShape, Roles
+from alignment.policy.policy import RANKED
+from alignment.sampling.sampler import engine_name
+
+PUBLISHED = Path(__file__).parent / "policy" / "published"  # configurations of models on the hub, so that it need not be asked
+PROMPT_TOKENS = 300  # of the longest prompt, where --max_prompt_tokens says nothing; GSM8K's and Countdown's are shorter
+TEST_PROBLEMS = 1319  # where --max_problems takes all: GSM8K's
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is known of a run from its arguments and its model's configuration."""
+
+    run: RLArgs  # With the kind of policy, and for one machine its number of ranks.
+    base: str  # Folder or hub name of the model.
+    shape: ModelShape
+    config: Any  # The model's.
+    roles: Roles  # `policy` has an entry for each rank.
+    kind: str  # Of policy: a key of `POLICIES`.
+    step: StepShape
+    peaks: list[DevicePeak]  # Of the ranks or devices of the policy, in order, then of others; none without `step.card`.
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the policy on a machine; 0 where it is in the command's own."""
+        return len(self.roles.policy) * (self.kind in RANKED)
+
+    def capacity(self, device: str) -> int:
+        """Bytes of a device. Ranks on a CPU share the host's memory."""
+        return self.step.card * max(self.roles.policy.count(device), 1)
+
+    def excess(self, device: str) -> int:
+        """Bytes that all on a device take beyond what it has, less `SPARE`; below 0: they fit."""
+        held = sum(peak.total for peak in self.peaks if peak.device == device)
+        return held - int((1 - SPARE) * self.capacity(device))
+
+
+def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1) -> Prediction:
+    """The prediction for a run on `machines` of `num_gpus` GPUs of `memory` bytes each (None and 0: this machine's). Raises
+    `UserError` as `roles_of`, `kind_of_policy` and `ModelShape.from_config`."""
+    check_processes(args, args.policy_parallelism)
+    roles = roles_of(args, num_gpus)
+    if not memory and num_gpus in (None, 0):
+        memory = min(map(total_bytes, roles.policy))
+    published = PUBLISHED / args.model.replace("/", "--")
+    base = str(published) if published.is_dir() else resolve_model(args.model, args.output_dir)
+    devices, kind = kind_of_policy(args, base, num_gpus, memory, machines)
+    roles, ranks = dataclasses.replace(roles, policy=devices), len(devices) * (kind in RANKED)
+    run = dataclasses.replace(args, policy_parallelism=kind, policy_ranks=ranks if machines == 1 else 0)
+    config = load_config(base)
+    shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
+    # Ranks on a CPU share the host's memory.
+    step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm")
+    peaks = peak_bytes(shape, config, roles, step) if memory else []
+    return Prediction(run, base, shape, config, roles, kind, step, peaks)
+
+
+def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool) -> StepShape:
+    """The `StepShape` of a run on devices of `card` bytes."""
+    prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
+    longest = prompt + args.max_new_tokens, prompt + (args.eval_max_new_tokens or args.max_new_tokens)
+    old_policy = args.needs_old_policy and args.policy_parallelism not in RANKED and roles.policy != (roles.reference,)
+    return configuration(
+        StepShape, args, card=int(card), prompt=prompt, rows=max(args.rollout_size, problems), vllm=vllm,
+        itemsize=4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2,
+        sampled=max(args.rollout_size * longest[0], problems * longest[1]),
+        truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
+        frozen=0 if args.lora_rank else (args.beta > 0) + old_policy,
+        engines=engines_on_shared_gpu(args, roles),
+    )  # fmt: skip
