@@ -53,11 +53,10 @@ def print_placement(prediction, title: str, console) -> None:
 
 def print_peak(prediction, peak, console) -> None:
     """Print the worst phase's bytes of a device, by kind, and whether they fit."""
-    name = peak.device if peak.rank is None else f"rank {peak.rank}, {peak.device}"
     card, excess, kinds = prediction.capacity(peak.device), prediction.excess(peak.device), peak.phases[peak.worst]
     verdict = "fits" if excess <= 0 else f"does not fit by {excess / 1e9:.1f} GB"
     listed = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items() if size)
-    console.print(f"{name}, peak of a step: {peak.total / 1e9:.1f} of {card / 1e9:.3g} GB, {verdict} ({peak.worst}: {listed})")
+    console.print(f"{peak.name}, peak of a step: {peak.total / 1e9:.1f} of {card / 1e9:.3g} GB, {verdict} ({peak.worst}: {listed})")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """A run's memory before it starts: its devices, and the peak bytes of each in each phase of a step, from shapes alone."""
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from alignment.args import RLArgs, configuration
 from alignment.checks import check_processes, engines_on_shared_gpu, resolve_model, roles_of
@@ -13,6 +16,7 @@ from alignment.policy.memory import SPARE, DevicePeak, StepShape, peak_bytes, to
 from alignment.policy.placement import ModelShape, Roles
 from alignment.policy.policy import RANKED
 from alignment.sampling.sampler import engine_name
+from alignment.system.errors import UserError
 
 PUBLISHED = Path(__file__).parent / "policy" / "published"  # configurations of models on the hub, so that it need not be asked
 PROMPT_TOKENS = 300  # of the longest prompt, where --max_prompt_tokens says nothing; GSM8K's and Countdown's are shorter
@@ -54,8 +58,9 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
     roles = roles_of(args, num_gpus)
     if not memory and num_gpus in (None, 0):
         memory = min(map(total_bytes, roles.policy))
-    published = PUBLISHED / args.model.replace("/", "--")
-    base = str(published) if published.is_dir() else resolve_model(args.model, args.output_dir)
+    model = args.sft_base if Path(args.sft_base or "-").exists() else args.model
+    published = PUBLISHED / model.replace("/", "--")
+    base = str(published) if published.is_dir() else resolve_model(model, args.output_dir)
     devices, kind = kind_of_policy(args, base, num_gpus, memory, machines)
     roles, ranks = dataclasses.replace(roles, policy=devices), len(devices) * (kind in RANKED)
     run = dataclasses.replace(args, policy_parallelism=kind, policy_ranks=ranks if machines == 1 else 0)
@@ -65,6 +70,18 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
     step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm")
     peaks = peak_bytes(shape, config, roles, step) if memory else []
     return Prediction(run, base, shape, config, roles, kind, step, peaks)
+
+
+def expected_peaks(args: RLArgs, console: Console) -> list[DevicePeak]:
+    """The peaks of a run on this machine, as far as they can be predicted. Prints a warning where they do not fit."""
+    with suppress(UserError):  # what is wrong is said where it is loaded
+        prediction = predict(args)
+        for device in dict.fromkeys(peak.device for peak in prediction.peaks):
+            if (excess := prediction.excess(device)) > 0:
+                missing = f"{device} will lack {excess / 1e9:.1f} of {prediction.capacity(device) / 1e9:.1f} GB"
+                console.print(f"warning: {missing} (`alignment.plan` says which flags help)", style="yellow", soft_wrap=True)
+        return prediction.peaks
+    return []
 
 
 def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool) -> StepShape:

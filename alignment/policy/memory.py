@@ -140,6 +140,11 @@ class DevicePeak:
     phases: dict[str, dict[str, int]]  # Phase -> kind -> bytes; only the phases that occur there.
 
     @property
+    def name(self) -> str:
+        """The device, and which rank's it is."""
+        return self.device if self.rank is None else f"rank {self.rank}, {self.device}"
+
+    @property
     def worst(self) -> str:
         """The phase that takes the most."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))

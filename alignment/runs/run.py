@@ -15,7 +15,7 @@ from rich.console import Console
 from alignment.core.records import Rollout, SampledStep
 from alignment.runs import run_folder
 from alignment.runs.health import Health
-from alignment.runs.summary import write_card, write_summary
+from alignment.runs.summary import print_peaks, write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError, in_words
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_json, read_jsonl
@@ -136,6 +136,7 @@ class Run:
         record["seconds"] = self.clock.elapsed()
         record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
         record["tokens_per_second_update"] = result.report["update_tokens"] / self.clock.seconds["update"]  # prompts included
+        record |= {"peak_bytes": self.clock.meter.take()} if self.clock.meter else {}
         self._restarts = restarts
         self._step_seconds += record["seconds"]
         warnings, record = self.health.judge(record)
@@ -162,6 +163,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint, and delete old ones except that of `resumed_at`, from which a sampler that died restarts."""
+        self.clock.begin("checkpoint")
         self.folder.flush()
         ahead = self._rollouts.sampled_ahead(self.step) if self._rollouts else ()
         run_folder.save_checkpoint(run_folder.checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead)
@@ -171,9 +173,12 @@ class Run:
         """Write the final model, the learning curve and the summary, and print the accuracy before and after. The last
         checkpoint is whole by now, so an OSError is reported as it is."""
         self.started = False
+        self.clock.begin("checkpoint")
         with atomic_folder(self.path / "final") as building, manifested(building):
             self._policy.save(building, self._tokenizer)
             write_card(building, self.path)
+        self.clock.begin("")
+        print_peaks(self.clock.meter.run if self.clock.meter else {}, self.console)
         write_summary(self.path, title, self.console, time.time() - psutil.Process().create_time() - self._step_seconds)
 
     def save_when_stopped(self, stop: BaseException) -> None:

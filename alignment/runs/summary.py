@@ -53,6 +53,14 @@ def write_summary(path: Path, title: str, console: Console, seconds_beside_steps
     write_json(path / "summary.json", summary)
 
 
+def print_peaks(peaks, console: Console) -> None:
+    """Print the peaks of a run's phases, as its `PeakMeter` has them."""
+    cells = [(place, phase, *both) for place, phases in peaks.items() for phase, both in phases.items()]
+    rows = [(place, phase, *("" if size is None else f"{size / 1e9:.2f}" for size in both)) for place, phase, *both in cells]
+    numbers = ("measured", "predicted")
+    console.print(make_table("peak memory in GB", ("device", "phase", *numbers), rows, numbers))
+
+
 def write_card(folder: Path, run: Path) -> None:
     """Write README.md, the model card of a run, to the folder of its final model."""
     record, evals, metrics = read_json(run / "args.json"), *(read_jsonl(run / f"{log}.jsonl") for log in ("evals", "metrics"))
