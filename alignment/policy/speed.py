@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from alignment.policy.memory import CACHE_BYTES, activation_bytes, key_value_bytes
+from alignment.policy.memory import activation_bytes, key_value_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape
 from alignment.policy.policy import RANKED
@@ -38,6 +38,7 @@ class Load:
     prompt: float  # Mean tokens of a prompt.
     response: float  # Mean tokens of a response.
     max_new_tokens: int
+    cache_bytes: int  # Of keys and values in flight in our own decoding, at most.
     trained: float  # Share of responses with a gradient.
     epochs_per_rollout: int
     updates_per_rollout: int
@@ -127,7 +128,7 @@ class _Decoder:
         prompts = prompts / load.engines
         token_bytes, rows, steps = self.key_values, prompts * group_size, min(longest, 2 * response)
         group = (load.prompt + group_size * longest) * token_bytes
-        waves = 1 if load.vllm else math.ceil(prompts / max(1, CACHE_BYTES["cuda"] // group))
+        waves = 1 if load.vllm else math.ceil(prompts / max(1, load.cache_bytes // group))
         prefill = self.forward(prompts * load.prompt, load.prompt / 2, prompts, waves)
         decode = self.forward(rows * response, load.prompt + response / 2, rows * response, math.ceil(steps * waves))
         cache = rows * response * token_bytes * (load.prompt / group_size + response / 2)
