@@ -1,119 +1,156 @@
-"""A run's seconds before it starts, by phase and in all: the work of its shapes, at a machine's rates or at those that finished
+"""A run's seconds before it starts, by phase and in all: the work of its shapes at a machine's rates, or at those that finished
 runs show."""
 
 import dataclasses
-import math
 import statistics
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
 
 from alignment.ablation.study import read_run
-from alignment.args import RLArgs, configuration
-from alignment.data.prompts import prompted
-from alignment.data.tasks import find_task
-from alignment.policy.hardware import Hardware, Range
-from alignment.policy.loading import load_tokenizer
-from alignment.policy.memory import CACHE_BYTES, MAX_ACTIVATION_BYTES, tokens_that_fit
+from alignment.args import RLArgs
+from alignment.policy.hardware import Hardware
+from alignment.policy.memory import CACHE_BYTES
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.speed import Load, Work, seconds, work_of_phases
+from alignment.policy.policy import RANKED
+from alignment.policy.speed import forward, sampling, work
 from alignment.prediction import TEST_PROBLEMS, Prediction, predict
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl
 
-KINDS = ("operations", "bytes", "launches", "link")  # of work, whose rates finished runs show
-UNKNOWN = {"response": (0.25, 1.0), "trained": (0.5, 1.0)}  # shares, as in `Load`, without a finished run
-UNSURE = 1.5  # factor by which a prediction from one run may be off
+Shares = Mapping[str, tuple[float, float]]
+"""What arguments do not tell, from the least to the most: the mean share of the longest prompt that prompts take, and of the
+longest response, and the share of responses with a gradient."""
+UNKNOWN: Shares = {"prompt": (0.1, 1.0), "response": (0.25, 1.0), "trained": (0.5, 1.0)}
+SPREAD = 1.5  # factor by which an estimate from a single run may be off
+Sample = tuple[str, np.ndarray, float]
+"""A phase of a finished run, its work, and its median seconds."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A phase of a finished run: its work, and its median seconds."""
+def work_of_phases(
+    prediction: Prediction, machines: int, shares: Mapping[str, float], refills: float = 0
+) -> dict[str, np.ndarray]:
+    """Phase -> the work of the busiest device. A checkpoint and an evaluation are each one's, not a step's. `refills`: how many
+    times the groups of a step are sampled again."""
+    run, step, roles, shape, config = (getattr(prediction, name) for name in ("run", "step", "roles", "shape", "config"))
+    ranked, devices, kind = prediction.kind in RANKED, len(roles.policy), prediction.kind
+    ranks, parts, stages = (
+        devices * machines if ranked else 1,
+        devices if kind == "sharded" else 1,
+        devices if kind == "layer_split" else 1,
+    )
+    total, trained, updates = sum(shape.parameters.values()), shape.trained(shape.parameters), run.updates_per_rollout
+    prompt, response, most = (
+        shares["prompt"] * step.prompt,
+        shares["response"] * run.max_new_tokens,
+        run.micro_batch_tokens or 4096,
+    )
+    prompts, drawn = run.prompts_per_rollout * prompt / ranks, run.rollout_size * response / ranks
+    tokens, passes = prompts + drawn, ("old_log_probs",) * run.needs_old_policy + ("reference",) * (run.beta > 0)
+    seen = (prompts * prompt / 2 + drawn * (prompt + response / 2)) / tokens
+    gathered = 4 * total * (1 - 1 / parts)  # bytes that a rank gathers from others for each piece
 
-    run: str
-    phase: str
-    work: Work
-    seconds: float
+    def computed(share: float, pieces: int) -> np.ndarray:
+        # Of several stages the first is idle while the last micro-batches pass the others (Huang et al. 2019, section 2).
+        busy = np.array([(pieces + stages - 1) / (pieces * stages)] * 2 + [1] * 4)
+        counts = (share * tokens, seen, share * drawn)
+        return busy * forward(shape, config, step.itemsize, counts, pieces) + work(link=gathered * pieces)
+
+    share = shares["trained"] * run.epochs_per_rollout
+    pieces = updates * ceil(share * tokens / updates / most)
+    casts, hidden = (
+        6 * total * pieces * (step.itemsize == 2),
+        8 * config.hidden_size * tokens * (stages - 1) * run.epochs_per_rollout,
+    )
+    summed = 4 * trained * (1 - 1 / parts) * pieces if parts > 1 else 8 * trained * updates * (ranks > machines)
+    # Backward computes the gradients of inputs and of weights; the gradient's norm and AdamW read and write 40 bytes a parameter.
+    update = (2 if shape.adapters else 3) * computed(share, pieces) + work(
+        bytes=casts + (12 * pieces + 40 * updates) * trained / parts, launches=27 * len(shape.layers) * updates,
+        link=hidden + summed + OPTIMIZERS[run.optimizer].host_bytes * trained * updates,
+        network=8 * trained / parts * updates * (ranked and machines > 1),
+    )  # fmt: skip
+    engines = machines * max(1, len(roles.sample) // run.sampler_tensor_parallel)
+    cache = 0 if step.vllm else CACHE_BYTES[roles.sample[0].partition(":")[0]]
+    in_place = not step.vllm and roles.sample == roles.policy and step.itemsize == 4 and not run.lora_rank
+    longest = run.eval_max_new_tokens or run.max_new_tokens
+
+    def sampled(prompts: float, size: int, longest: int) -> np.ndarray:
+        rows = (prompts / engines, size, prompt, shares["response"] * longest, longest)
+        return sampling(shape, config, step.itemsize, rows, cache) / run.sampler_tensor_parallel
+
+    return {
+        "sampling": sampled(run.prompts_per_rollout * (1 + refills), run.group_size, run.max_new_tokens),
+        **dict.fromkeys(passes, computed(1.0, ceil(tokens / most))),
+        "update": update,
+        "sync": (not in_place) * work(bytes=(4 + 3 * step.itemsize) * total, link=step.itemsize * total),
+        "evaluation": sampled(run.max_problems or TEST_PROBLEMS, 1, longest),
+        "checkpoint": work(disk=4 * total + 8 * trained),
+    }
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What finished runs show of this machine, and of responses, as UNKNOWN."""
-
-    samples: Sequence[Sample]
-    shares: dict[str, Range]
-
-    @cached_property
-    def rates(self) -> np.ndarray:
-        """Seconds of a unit of each of KINDS, 0 or more: least squares of relative errors."""
-        parts = [[sample.work[kind] / sample.seconds for kind in KINDS] for sample in self.samples]
-        return nnls(np.array(parts), np.ones(len(parts)))[0]
-
-    def estimate(self, phase: str, work: Work) -> float:
-        """Seconds of a phase: its work at `rates`, times what the phase took beyond that in the runs, of which those of nearest
-        size count most."""
-        at_rates = lambda work: float(self.rates @ [work[kind] for kind in KINDS]) or 1e-9
-        near = [sample for sample in self.samples if sample.phase == phase] or self.samples
-        beyond = [math.log(sample.seconds / at_rates(sample.work)) for sample in near]
-        weights = [(0.1 + abs(math.log(at_rates(sample.work) / at_rates(work)))) ** -2 for sample in near]
-        return at_rates(work) * math.exp(np.average(beyond, weights=weights))
-
-    def errors(self) -> dict[tuple[str, str], float]:
-        """(Run, phase) -> estimated over measured seconds, where only the other runs are known; none of a single run."""
-        others = {run: [s for s in self.samples if s.run != run] for run in dict.fromkeys(s.run for s in self.samples)}
-        known = {run: Calibration(samples, self.shares) for run, samples in others.items() if samples}
-        return {(s.run, s.phase): known[s.run].estimate(s.phase, s.work) / s.seconds for s in self.samples if s.run in known}
-
-    def spread(self, phase: str) -> float:
-        """The factor by which an estimate may be off: the worst of `errors` of the phase."""
-        off = [math.exp(abs(math.log(ratio))) for (_, of), ratio in self.errors().items() if of == phase]
-        return max(off, default=UNSURE)
+def estimate(samples: Sequence[Sample], phase: str, amounts: np.ndarray) -> tuple[float, float]:
+    """The least and the most seconds of a phase's work by finished runs: at the rates, 0 or more, that fit all samples best (least
+    squares of relative errors), times what the phase took beyond these, where samples of nearest size count most."""
+    rates = nnls(np.array([done / seconds for _, done, seconds in samples]), np.ones(len(samples)))[0]
+    near = [(done @ rates, seconds) for of, done, seconds in samples if of == phase] or [(d @ rates, s) for _, d, s in samples]
+    fitted, measured = np.array(near).T
+    beyond, distances = np.log(measured / fitted), np.abs(np.log(fitted / (amounts @ rates)))
+    middle = amounts @ rates * np.exp(np.average(beyond, weights=(0.1 + distances) ** -2))
+    spread = max(1.15, np.exp(np.ptp(beyond))) if len(near) > 1 else SPREAD
+    return float(middle / spread), float(middle * spread)
 
 
-def calibrate(folders: Sequence[str]) -> Calibration:
-    """What finished runs of this machine show. Raises `UserError` for a folder that is no run's, or of less than two steps."""
-    samples, shares = [], {name: [] for name in UNKNOWN}
-    for folder in folders:
-        run = read_run(Path(folder))
-        if len(run.metrics) < 2 or not (run.path / "final").exists():
-            raise UserError(f"--calibrate {folder}: must be a finished run of train_rl, of two steps or more")
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in run.args.items()}
-        args = RLArgs(**{name: v for name, v in given.items() if name in RLArgs.__dataclass_fields__})
-        prediction = predict(dataclasses.replace(args, sft_base=str(run.path / "final")))
+def calibrate(folders: Sequence[str]) -> tuple[list[Sample], Shares]:
+    """What finished runs show of this machine, and of prompts and responses. Raises `UserError` for a folder that is no finished
+    run's, or of less than two steps."""
+    samples, shares = [], []
+    for path in map(Path, folders):
+        run = read_run(path)
+        if len(run.metrics) < 2 or not run.finished:
+            raise UserError(f"--calibrate {path}: must be a finished run of train_rl, of two steps or more")
+        args = {key: tuple(v) if isinstance(v, list) else v for key, v in run.args.items() if hasattr(RLArgs, key)}
+        prediction = predict(
+            RLArgs(**{**args, "sft_base": str(path / "final"), "micro_batch_tokens": run.metrics[-1]["micro_batch_tokens"]})
+        )
         steps = run.metrics[1:]  # the first one also warms up
-        mean = {key: statistics.fmean(step[key] for step in steps) for key in ("response_length", "rows_with_gradient")}
-        found = {"response": mean["response_length"] / args.max_new_tokens}
-        found["trained"] = mean["rows_with_gradient"] / steps[0]["responses"]
-        rows = read_jsonl(run.path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")
-        facts = {"prompt": statistics.fmean(len(row["prompt_ids"]) for row in rows)}
-        facts["micro_batch_tokens"] = steps[0]["micro_batch_tokens"]
-        load = load_of(prediction, **found, **facts)
-        work = work_of_phases(prediction.shape, prediction.config, load)
-        of_eval = load_of(prediction, **facts, trained=1.0, response=run.evals[-1]["response_length"] / load.eval_max_new_tokens)
-        work["evaluation"] = work_of_phases(prediction.shape, prediction.config, of_eval)["evaluation"]
-        logged = {phase: [step.get(f"seconds_{phase.removesuffix('ing').replace('l', 'l')}", 0) for step in steps] for phase in work}
-        logged |= {"sampling": [step.get("seconds_sample", 0) for step in steps], "evaluation": [e["seconds"] for e in run.evals]}
-        medians = {phase: statistics.median(of) for phase, of in logged.items() if of}
-        samples += [Sample(run.path.name, phase, work[phase], s) for phase, s in medians.items() if s > 1e-3]
-        for name, share in found.items():
-            shares[name].append(share)
-    return Calibration(samples, {name: (min(of), max(of)) for name, of in shares.items()})
+        mean = lambda key: statistics.fmean(step[key] for step in steps)
+        rows = read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")
+        shares.append({
+            "prompt": statistics.fmean(len(row["prompt_ids"]) for row in rows) / prediction.step.prompt,
+            "response": mean("response_length") / prediction.run.max_new_tokens,
+            "trained": mean("rows_with_gradient") / mean("responses"),
+        })  # fmt: skip
+        seconds = {"sampling": "seconds_sample", "evaluation": "seconds"}
+        for phase, done in work_of_phases(prediction, 1, shares[-1]).items():
+            logged = run.evals if phase == "evaluation" else steps
+            taken = statistics.median(record.get(seconds.get(phase, f"seconds_{phase}"), 0.0) for record in logged)
+            samples += [(phase, done, taken)] * (taken > 0.001)
+    return samples, {name: (min(s[name] for s in shares), max(s[name] for s in shares)) for name in UNKNOWN}
 
 
-def load_of(prediction: Prediction, machines: int = 1, **known) -> Load:
-    """What a step computes. `known` are the fields of `Load` that arguments do not tell: mean lengths and shares."""
-    run, roles, step = prediction.run, prediction.roles, prediction.step
-    passes = ("old_log_probs",) * run.needs_old_policy + ("reference",) * (run.beta > 0)
-    facts = {
-        "step": step, "devices": len(roles.policy), "machines": machines, "passes": passes,
-        "engines": max(1, len(roles.sample) // run.sampler_tensor_parallel) * machines,
-        "in_place": not step.vllm and roles.sample == roles.policy and step.itemsize == 4 and not run.lora_rank,
-        "problems": run.max_problems or TEST_PROBLEMS, "eval_max_new_tokens": run.eval_max_new_tokens or run.max_new_tokens,
-        "cache_bytes": CACHE_BYTES[roles.sample[0].partition(":")[0]], "micro_batch_tokens": run.micro_batch_tokens or 4096,
-    }  # fmt: skip
-    return configuration(Load, run, **{**facts, **known})
+def duration(prediction: Prediction, hardware: Hardware, calibration: tuple[list[Sample], Shares] | None = None) -> dict | None:
+    """Seconds, [least, most], of each phase ("phases"), a "step" and the whole "run", and sampled "tokens_per_second": from short
+    responses of which half have a gradient to the longest; by a calibration where it goes. None where nobody knows the rates."""
+    run, rates = prediction.run, hardware.rates(prediction.step.itemsize)
+    if rates is None:
+        return None
+    (samples, shares), both = calibration or ([], UNKNOWN), []
+    for end in (0, 1):
+        known = {name: of[end] for name, of in shares.items()}
+        works = work_of_phases(prediction, hardware.machines, known, end * run.max_refills)
+        by_rates = {phase: (max(done * rates[0]), sum(done * rates[1]))[end] for phase, done in works.items()}
+        phases = by_rates | {
+            p: estimate(samples, p, d)[end] for p, d in works.items() if samples and p != "checkpoint" and any(d)
+        }
+        parts = phases["sampling"], sum(phases[p] for p in phases if p not in ("sampling", "evaluation", "checkpoint"))
+        step = max(parts) if run.rollouts == "async" else sum(parts)
+        evaluations, checkpoints = 1 + ceil(run.num_steps / run.eval_interval), ceil(run.num_steps / run.save_interval)
+        whole = run.num_steps * step + evaluations * phases["evaluation"] + checkpoints * phases["checkpoint"]
+        tokens = run.rollout_size * known["response"] * run.max_new_tokens
+        both.append((phases, step, whole, tokens / step))
+    (least, *low), (most, *high) = both
+    ranges = zip(("step", "run", "tokens_per_second"), map(sorted, zip(low, high, strict=True)), strict=True)
+    return {"phases": {phase: [least[phase], most[phase]] for phase in least if most[phase]}, **dict(ranges)}
