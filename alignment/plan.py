@@ -56,7 +56,9 @@ def print_peak(prediction, peak, console) -> None:
     card, excess, kinds = prediction.capacity(peak.device), prediction.excess(peak.device), peak.phases[peak.worst]
     verdict = "fits" if excess <= 0 else f"does not fit by {excess / 1e9:.1f} GB"
     listed = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items() if size)
-    console.print(f"{peak.name}, peak of a step: {peak.total / 1e9:.1f} of {card / 1e9:.3g} GB, {verdict} ({peak.worst}: {listed})")
+    console.print(
+        f"{peak.name}, peak of a step: {peak.total / 1e9:.1f} of {card / 1e9:.3g} GB, {verdict} ({peak.worst}: {listed})"
+    )
 
 
 if __name__ == "__main__":

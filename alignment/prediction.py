@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from alignment.args import RLArgs, configuration
@@ -13,6 +14,7 @@ from alignment.checks import check_processes, engines_on_shared_gpu, resolve_mod
 from alignment.models import kind_of_policy
 from alignment.policy.loading import compute_dtype, load_config
 from alignment.policy.memory import SPARE, DevicePeak, StepShape, peak_bytes, total_bytes
+from alignment.policy.parallel_micro_batches import PARALLEL
 from alignment.policy.placement import ModelShape, Roles
 from alignment.policy.policy import RANKED
 from alignment.sampling.sampler import engine_name
@@ -87,13 +89,17 @@ def expected_peaks(args: RLArgs, console: Console) -> list[DevicePeak]:
 def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool) -> StepShape:
     """The `StepShape` of a run on devices of `card` bytes."""
     prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
-    longest = prompt + args.max_new_tokens, prompt + (args.eval_max_new_tokens or args.max_new_tokens)
     old_policy = args.needs_old_policy and args.policy_parallelism not in RANKED and roles.policy != (roles.reference,)
+    rows = min(args.train_mini_batch_size or args.rollout_size, args.rollout_size)
+    drawn = args.prompts_per_rollout, args.group_size, args.max_new_tokens
+    threads = torch.get_num_threads() // max(1, len(roles.policy)) if roles.policy[0] == "cpu" else 1
     return configuration(
-        StepShape, args, card=int(card), prompt=prompt, rows=max(args.rollout_size, problems), vllm=vllm,
+        StepShape, args, card=int(card), prompt=prompt, vllm=vllm, parallel=max(1, min(threads, PARALLEL)),
         itemsize=4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2,
-        sampled=max(args.rollout_size * longest[0], problems * longest[1]),
+        update_tokens=-(-rows // args.group_size) * prompt + rows * args.max_new_tokens,
+        sampled={"sampling": drawn, "evaluation": (problems, 1, args.eval_max_new_tokens or args.max_new_tokens)},
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
+        passes=frozenset(["old_log_probs"] * args.needs_old_policy + ["reference"] * (args.beta > 0)),
         frozen=0 if args.lora_rank else (args.beta > 0) + old_policy,
         engines=engines_on_shared_gpu(args, roles),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Bytes on a device: the micro-batch tokens that the free memory allows; a training step's peak, by kind, from shapes alone."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,16 +115,19 @@ def gathered_bytes(layers: Sequence[int], outside: int, itemsize: int) -> int:
 class StepShape:
     """What a training step needs to know to count its bytes."""
 
-    card: int  # Bytes of each GPU.
+    card: int  # Bytes of each GPU, or of a host's for each process.
     policy_parallelism: str  # A key of `POLICIES`.
     itemsize: int  # Bytes of a number in matrix products: 2 under autocast to bfloat16, else 4.
     optimizer: str
     micro_batch_tokens: int  # 0: what `choose_micro_batch_tokens` would take.
+    update_tokens: int  # Of an update's rows, a prompt of several rows counted once: no micro-batch has more.
+    parallel: int  # Micro-batches at once, which share these tokens.
     prompt: int  # Tokens of the longest prompt.
     max_new_tokens: int  # Of the longest response.
-    rows: int  # Most responses that are sampled at once, by our own decoding.
-    sampled: int  # Tokens of these and their prompts.
+    group_size: int
+    sampled: Mapping[str, tuple[int, int, int]]  # "sampling", "evaluation" -> prompts, responses to each, their longest tokens.
     truncated: bool  # Whether top-p or top-k leaves tokens out.
+    passes: frozenset[str]  # Of "old_log_probs" and "reference", those that the loss needs.
     frozen: int  # Frozen models kept on the reference's device: the reference, and the old policy.
     vllm: bool  # Whether vLLM samples, or our own decoding.
     gpu_memory_utilization: float | None  # vLLM's share of a GPU's memory, for each engine; None: `engine_share`.
@@ -156,10 +159,8 @@ class DevicePeak:
 
 
 def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[DevicePeak]:
-    """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other roles' own devices. The
-    worst is the head of an update's later micro-batch: all of its activations, earlier ones'
-    gradient, and temporaries of logits; for a rank also where whole layers or their gradients are on their way; or sampling,
-    with keys and values but no gradients. Engines and frozen models stay. For fp32 weights whose linear layers are autocast."""
+    """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other roles' own devices.
+    Engines and frozen models stay through all phases. For fp32 weights whose linear layers are autocast."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
     number, others = len(shares), {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
     shares += [Share(device, "", (), 0) for device in sorted(others)]
@@ -167,44 +168,89 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     none = replace(roles, sample=(), eval="", reference="")
     here = [none if share in shares[:i] else roles for i, share in enumerate(shares)]
     ranks = number if step.policy_parallelism in RANKED else 0
-    phases = [_peak_of(share, shape, config, there, step) for share, there in zip(shares, here)]
+    phases = [_phases_of(share, shape, config, there, step) for share, there in zip(shares, here)]
     return [DevicePeak(share.device, i if i < ranks else None, phases[i]) for i, share in enumerate(shares)]
 
 
-def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
+def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
     """Phase -> kind -> bytes of one share of the policy and the other roles on its device."""
-    device, held = share.device, share.modules
-    total, trained = sum(shape.parameters.values()), shape.trained(held) // share.parts
-    samples = device in (*roles.sample, roles.eval)
-    engines = step.engines if roles.eval in roles.sample else 1
-    frozen, vllm = step.frozen * (device == roles.reference), step.vllm
-    memory_share = step.gpu_memory_utilization or engine_share(roles, device, engines)
-    kept = {
-        "weights": shape.state_bytes(held, 4) // share.parts,
-        "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * trained,
-        "sampler": engines * samples * (int(memory_share * step.card) if vllm else step.itemsize * total),
-        "reference": shape.frozen_bytes(step.itemsize) * frozen,
-        "context": CONTEXT_BYTES * (bool(held or frozen or not vllm) + engines * (samples and vllm)),
-    }
-    update = {**kept, "gradients": 4 * trained}
+    device, held, frozen = share.device, share.modules, step.frozen * (share.device == roles.reference)
+    kept, phases = _kept(share, shape, roles, step, frozen), {}
+    for phase, there in (("sampling", device in roles.sample), ("evaluation", device == roles.eval)):
+        if there:
+            moments = [{}] if step.vllm else _decoding(config, step, *step.sampled[phase], device)
+            phases[phase] = kept | max(moments, key=lambda moment: sum(moment.values()))
     ranked = bool(held) and step.policy_parallelism in RANKED
     layers = [shape.parameters[name] for name in shape.layers]
-    gathered = gathered_bytes(layers, total - sum(layers), step.itemsize) if ranked else 0
-    longest = step.prompt + step.max_new_tokens
-    fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - sum(update.values()) - gathered, longest, step.card)
-    tokens = max(step.micro_batch_tokens or fit * (not checkpointing), longest)  # one row at least
+    outside = sum(shape.parameters.values()) - sum(layers)
+    trained = shape.trained(held) // share.parts
+    update = {**kept, "gradients": 4 * trained}
+    gathered = gathered_bytes(layers, outside, step.itemsize) if ranked else 0
+    tokens = _micro_batch_tokens(config, step, device, sum(update.values()) + gathered)
+    heads = bool(held and shape.head in held)
+    for phase, own in (("old_log_probs", held), ("reference", held if shape.adapters else ())):
+        if phase in step.passes and (frozen or own):
+            logits = step.parallel * head_bytes(config, step, tokens, device, "pass") * (heads or bool(frozen))
+            layer = tokens * activation_bytes(config, step.itemsize) // config.num_hidden_layers
+            phases[phase] = kept | {
+                "activations": layer,
+                "logits": logits,
+                "gathered": 4 * (outside + 2 * max(layers)) * ranked,
+            }
     if held:
         update |= _activations(shape, config, step, held, tokens)
-    head = head_bytes(config, step, tokens, trained=shape.head in held and not shape.adapters)
-    update["logits"] = head if shape.head in held or frozen else 0
-    moments = [*_rank_moments(shape, config, update)] if ranked else [update]
-    phases = {"update": max(moments, key=lambda moment: sum(moment.values()))}
-    if samples and not vllm:
-        all_rows = step.sampled * key_value_bytes(config, 2)
-        cache = min(CACHE_BYTES["cuda"], all_rows)  # waves of rows keep to it
-        logits = 4 * step.rows * cache // all_rows * config.vocab_size * (5 if step.truncated else 4)
-        phases["sampling"] = kept | {"keys and values": cache, "logits": logits}
+        update["logits"] = (
+            step.parallel * head_bytes(config, step, tokens, device, "frozen" if shape.adapters else "trained") * heads
+        )
+        moments = [*_rank_moments(shape, config, update)] if ranked else [update]
+        phases["update"] = max(moments, key=lambda moment: sum(moment.values()))
+    largest = 4 * config.vocab_size * config.hidden_size
+    if held or device in (*roles.sample, roles.eval):
+        phases["sync"] = kept | {"transit": largest * bool(ranked or shape.adapters)}
+    if held:  # safetensors copies what it writes, in the host's memory
+        written = max(4 * sum(shape.parameters.values()), OPTIMIZERS[step.optimizer].moment_bytes * trained)
+        phases["checkpoint"] = kept | {"transit": largest * ranked + written * (device == "cpu")}
     return phases
+
+
+def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen: int) -> dict[str, int]:
+    """What a share of the policy, and other roles on its device, keep through all phases."""
+    device, samples = share.device, share.device in (*roles.sample, roles.eval)
+    engines, vllm = step.engines if roles.eval in roles.sample else 1, step.vllm
+    memory_share = step.gpu_memory_utilization or engine_share(roles, device, engines)
+    entry, trained = OPTIMIZERS[step.optimizer], shape.trained(share.modules) // share.parts
+    # Our own decoding reads the policy's weights where these are of the type of its products.
+    reads = device == "cpu" and step.itemsize == 4 and share.parts == 1 and share.modules and not shape.adapters
+    copy = 0 if reads and step.policy_parallelism not in RANKED else step.itemsize * sum(shape.parameters.values())
+    return {
+        "weights": shape.state_bytes(share.modules, 4) // share.parts,
+        "moments": (entry.device_bytes - 8 + entry.host_bytes * (device == "cpu")) * trained,
+        "sampler": engines * samples * (int(memory_share * step.card) if vllm else copy),
+        "reference": shape.frozen_bytes(step.itemsize) * frozen,
+        "context": CONTEXT_BYTES * (bool(share.modules or frozen or not vllm) + engines * (samples and vllm)),
+    }
+
+
+def _micro_batch_tokens(config: Any, step: StepShape, device: str, held: int) -> int:
+    """Tokens of the micro-batches at work at a time beside `held` bytes; one row at least."""
+    longest, limit = step.prompt + step.max_new_tokens, MAX_ACTIVATION_BYTES[device.partition(":")[0]]
+    fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - held, longest, min(step.card, limit))
+    return max(min(step.micro_batch_tokens or fit * (not checkpointing), step.update_tokens), longest)
+
+
+def _decoding(config: Any, step: StepShape, prompts: int, each: int, tokens: int, device: str) -> list[dict[str, int]]:
+    """Bytes of our own decoding of the most prompts whose keys and values have room at a time, each with `each` responses of
+    `tokens` at most: while a layer computes the prompts, and when the last token is drawn."""
+    a_token = key_value_bytes(config, step.itemsize)
+    group = step.prompt + each * tokens
+    wave = min(prompts, max(1, CACHE_BYTES[device.partition(":")[0]] // (group * a_token)))
+    read = wave * step.prompt
+    logits = 4 * wave * each * config.vocab_size * (5 if step.truncated else 4)
+    layer = read * activation_bytes(config, step.itemsize) // config.num_hidden_layers
+    return [
+        {"keys and values": 2 * read * a_token, "activations": layer},
+        {"keys and values": wave * group * a_token, "logits": logits},
+    ]
 
 
 def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence[str], tokens: int) -> dict[str, int]:
@@ -244,12 +290,17 @@ def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int]) -> Ite
     yield update | kept | {"logits": 0, "gathered": outside + 2 * layer, "whole gradients": 2 * gradient + products}
 
 
-def head_bytes(config: Any, step: StepShape, tokens: int, trained: bool) -> int:
-    """Bytes of `LabelLogProbs`: the head's weight cast; its gradient, in fp32 and as a bf16 product; and temporaries, as
-    multiples of a piece's fp32 logits: with entropies, in forward alone, or without. Truncation adds a copy, masks, ranks."""
-    head = config.vocab_size * config.hidden_size
-    cast = 2 * head * (step.itemsize == 2)
-    piece = 4 * row_pieces(tokens - step.prompt, config.vocab_size)[0].stop * config.vocab_size
+def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str) -> int:
+    """Bytes of `LabelLogProbs` in one of the micro-batches at work, which have `tokens`: in a "pass" without gradients, or with
+    a "frozen" or a "trained" head, whose gradient comes in fp32 and as a bf16 product. The weight's cast, and temporaries as
+    multiples of a piece's fp32 logits: with entropies, in forward alone, or without. Truncation adds a copy, masks, ranks. A
+    CPU goes over few logits at a time, and rounds them first."""
+    head, cast_too, rounds = config.vocab_size * config.hidden_size, step.itemsize == 2, device == "cpu"
+    rows = max(tokens // step.parallel - step.prompt, step.max_new_tokens)
+    piece = 4 * row_pieces(rows, config.vocab_size)[0].stop * config.vocab_size
     with_entropies, without = (5, 5) if step.truncated else (4, 3)
-    backward = 4 * head + max(without * piece, cast + 3 * piece // 2)
-    return cast + max(with_entropies * piece, backward * trained)
+    if rounds:
+        with_entropies = without = 1 + cast_too / 2
+    cast, forward = 2 * head * cast_too, int(piece * (without if use == "pass" else with_entropies))
+    backward = 4 * head + max(int(without * piece), cast + 3 * piece // 2)
+    return cast + max(forward, backward * (use == "trained"))
