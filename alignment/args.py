@@ -337,6 +337,13 @@ class PlanArgs(RLArgs):
     machines: int = 1  # Machines to plan for, all alike; several start the processes of a replicated or sharded policy.
     gpu_memory: float | None = None
     """GB (1e9 bytes) of each GPU, or of a host without; by default this machine's, where it has as many GPUs."""
+    hardware: str = ""
+    """What to plan for, instead of these three: 8xA100-40GB, 2x8xH100 (machines x GPUs x card), or 8xFILE.toml with a card of
+    your own, as policy/cards.toml has them; empty: this machine."""
+    price: float = 0.0  # Dollars that an hour of one GPU costs, or of a machine without; adds the run's price. 0: unknown.
+    calibrate: tuple[str, ...] = ()  # Folders of finished runs on such a machine, whose seconds tell its rates.
+    best: bool = False  # Rank the placements and parallelisms that fit by their time, each with its command line.
+    json: str = ""  # File to write all of it to.
 
 
 @dataclass(frozen=True)
@@ -362,6 +369,10 @@ class SweepOptions:
     question: tuple[str, ...] = ()
     """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
     max_seeds: int = 10  # Seeds an arm may get.
+    hardware: str = ""  # Machine to count hours for, as plan's; with --calibrate and empty: this one.
+    calibrate: tuple[str, ...] = ()  # Finished runs on such a machine, which tell its rates.
+    price: float = 0.0  # Dollars an hour of one GPU, or of a machine without. 0: unknown.
+    show_difference: float = 0.0  # Difference of accuracies to find, by the cheapest number of seeds and questions. 0: none.
     executor: Literal["auto", "local", "ray", "slurm"] = "auto"
     """local: runs one by one; ray: side by side; slurm: as a cluster's jobs; auto: ray if installed (extra), or local."""
     ray_address: str = ""  # Ray cluster to run on; empty: this machine.

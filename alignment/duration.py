@@ -1,9 +1,11 @@
 """A run's seconds before it starts, by phase and in all: the work of its shapes at a machine's rates, or at those that finished
 runs show."""
 
-import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
 from math import ceil
 from pathlib import Path
 
@@ -12,10 +14,11 @@ from scipy.optimize import nnls
 
 from alignment.ablation.study import read_run
 from alignment.args import RLArgs
+from alignment.checks import visible_gpus
 from alignment.policy.hardware import Hardware
 from alignment.policy.memory import CACHE_BYTES
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import RANKED
+from alignment.policy.policy import POLICIES, RANKED
 from alignment.policy.speed import forward, sampling, work
 from alignment.prediction import TEST_PROBLEMS, Prediction, predict
 from alignment.system.errors import UserError
@@ -154,3 +157,49 @@ def duration(prediction: Prediction, hardware: Hardware, calibration: tuple[list
     (least, *low), (most, *high) = both
     ranges = zip(("step", "run", "tokens_per_second"), map(sorted, zip(low, high, strict=True)), strict=True)
     return {"phases": {phase: [least[phase], most[phase]] for phase in least if most[phase]}, **dict(ranges)}
+
+
+def span(values: Sequence[float]) -> str:
+    """A range in words: 1.2 to 4.5."""
+    return " to ".join(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
+
+
+def gpu_hours(seconds: Sequence[float], hardware: Hardware) -> list[float]:
+    """Hours of a run, times its GPUs; of a machine without any, times 1."""
+    gpus = visible_gpus() if hardware.gpus is None else hardware.gpus
+    return [max(gpus, 1) * hardware.machines * each / 3600 for each in seconds]
+
+
+def in_words(spent: dict | None, hardware: Hardware, price: float, calibration: tuple | None) -> Iterator[str]:
+    """Lines on the seconds of `duration`, hours, money, and how far a calibration's rates alone were off."""
+    if spent is None:
+        yield "seconds: name the cards, as --hardware 8xA100-40GB, or calibrate"
+        return
+    kind = "calibrated" if calibration else "not calibrated, so wide"
+    listed = ", ".join(f"{phase} {span(seconds)}" for phase, seconds in spent["phases"].items())
+    yield f"seconds ({kind}), of a step {span(spent['step'])}: {listed} (an evaluation and a checkpoint are no part of a step)"
+    hours = gpu_hours(spent["run"], hardware)
+    dollars = f", ${span([price * each for each in hours])}" if price else ""
+    yield f"sampled tokens a second: {span(spent['tokens_per_second'])}; the whole run, evaluations included: {span([s / 3600 for s in spent['run']])} hours, {span(hours)} GPU-hours{dollars}"
+    for phase in dict.fromkeys(phase for phase, *_ in calibration[0]) if calibration else ():
+        yield f"{phase}: ..."
+
+
+def ranked(run: RLArgs, hardware: Hardware, calibration: tuple | None) -> list[tuple[Prediction, dict]]:
+    """(Prediction, its `duration`) of every parallelism on every split of the GPUs between policy and sampler that fits, the
+    fastest first."""
+    gpus, found = [f"cuda:{i}" for i in range(visible_gpus() if hardware.gpus is None else hardware.gpus)], []
+    engines = [2**i for i in range(8) if 2**i < len(gpus)] + [len(gpus) - 1] * (len(gpus) > 2)
+    splits = [{}, *({"policy_devices": tuple(gpus[:-k]), "sample_device": tuple(gpus[-k:])} for k in dict.fromkeys(engines))]
+    for kind, split in product(POLICIES, splits):
+        with suppress(UserError):
+            arguments = {"policy_parallelism": kind, "policy_ranks": 0, **split}
+            prediction = predict(replace(run, **arguments), hardware.gpus, hardware.memory, hardware.machines)
+            fits = all(prediction.excess(peak.device) <= 0 for peak in prediction.peaks)
+            if (
+                fits
+                and (len(prediction.roles.policy) == 1) == (kind == "single")
+                and (spent := duration(prediction, hardware, calibration))
+            ):
+                found.append((prediction, spent))
+    return sorted(found, key=lambda pair: np.prod(pair[1]["step"]))

@@ -1,35 +1,57 @@
 """Show which role and layer would sit on which device, without the GPUs or a model, and the command that would train so.
 
-uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --num_gpus 8
+uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --hardware 8xA100-80GB --price 2
 uv run -m alignment.plan --preset smollm2_gsm8k --policy_parallelism sharded --machines 2 --num_gpus 8 --gpu_memory 24
 """
 
 import dataclasses
 import shlex
+from pathlib import Path
 
 from alignment.args import PlanArgs, RLArgs, command_line, parse
 from alignment.checks import check_processes, roles_of
+from alignment.policy.hardware import Hardware, hardware_of
 from alignment.system.errors import run_command
+from alignment.system.files import write_json
 from alignment.system.terminal import make_console, make_table
 
 
 def main() -> None:
     args = parse(PlanArgs)
-    check_processes(args, args.policy_parallelism)
-    roles_of(args, args.num_gpus)
-    from alignment.prediction import predict  # here, because it loads torch: mistakes are reported first
+    hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
+    check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
+    roles_of(args, hardware.gpus)
+    from alignment import duration  # here, because it loads torch: mistakes are reported first
+    from alignment.prediction import predict
 
     run = RLArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLArgs)})
-    prediction, console = predict(run, args.num_gpus, (args.gpu_memory or 0) * 1e9, args.machines), make_console()
-    where = "this machine" if args.num_gpus is None else f"{args.num_gpus} GPUs"
-    title = f"{args.model} on {where}, policy {prediction.kind}"
-    print_placement(prediction, title + f", on each of {args.machines} machines" * (args.machines > 1), console)
+    prediction, console = predict(run, hardware.gpus, hardware.memory, hardware.machines), make_console()
+    where = args.hardware or ("this machine" if hardware.gpus is None else f"{hardware.gpus} GPUs")
+    several = f", on each of {hardware.machines} machines" * (hardware.machines > 1 and not args.hardware)
+    print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
     for peak in prediction.peaks:
         print_peak(prediction, peak, console)
-    ranks = prediction.ranks
-    start = f"torchrun --nnodes {args.machines} --nproc_per_node {ranks} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
-    command = f"{start if args.machines > 1 else 'uv run'} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
+    calibration = duration.calibrate(args.calibrate) if args.calibrate else None
+    spent = duration.duration(prediction, hardware, calibration)
+    for line in duration.in_words(spent, hardware, args.price, calibration):
+        console.print(line, soft_wrap=True)
+    command = command_of(prediction, hardware)
     console.print(command, soft_wrap=True, markup=False)
+    for number, (other, seconds) in enumerate(duration.ranked(run, hardware, calibration) if args.best else (), start=1):
+        console.print(
+            f"{number}. {duration.span(seconds['step'])} s a step: {command_of(other, hardware)}", soft_wrap=True, markup=False
+        )
+    if args.json:
+        peaks = [dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)} for peak in prediction.peaks]
+        facts = {"run": vars(prediction.run), "machine": vars(hardware), "peaks": peaks, "seconds": spent, "command": command}
+        write_json(Path(args.json), facts)
+
+
+def command_of(prediction, hardware: Hardware) -> str:
+    """The command line that trains so; on several machines, of each."""
+    torchrun = f"torchrun --nnodes {hardware.machines} --nproc_per_node {prediction.ranks} --rdzv_backend c10d"
+    start = f"{torchrun} --rdzv_endpoint HOST:29500" if hardware.machines > 1 else "uv run"
+    return f"{start} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
 
 
 def print_placement(prediction, title: str, console) -> None:
