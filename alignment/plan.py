@@ -10,7 +10,7 @@ from pathlib import Path
 
 from alignment.args import PlanArgs, RLArgs, command_line, parse
 from alignment.checks import check_processes, roles_of
-from alignment.policy.hardware import Hardware, hardware_of
+from alignment.policy.speed import Hardware, hardware_of
 from alignment.system.errors import run_command
 from alignment.system.files import write_json
 from alignment.system.terminal import make_console, make_table
@@ -31,16 +31,14 @@ def main() -> None:
     print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
     for peak in prediction.peaks:
         print_peak(prediction, peak, console)
-    calibration = duration.calibrate(args.calibrate) if args.calibrate else None
-    spent = duration.duration(prediction, hardware, calibration)
-    for line in duration.in_words(spent, hardware, args.price, calibration):
+    known = duration.calibrate(args.calibrate) if args.calibrate else duration.Calibration()
+    spent, command = duration.duration(prediction, hardware, known), command_of(prediction, hardware)
+    for line in duration.in_words(spent, args.price, known):
         console.print(line, soft_wrap=True)
-    command = command_of(prediction, hardware)
     console.print(command, soft_wrap=True, markup=False)
-    for number, (other, seconds) in enumerate(duration.ranked(run, hardware, calibration) if args.best else (), start=1):
-        console.print(
-            f"{number}. {duration.span(seconds['step'])} s a step: {command_of(other, hardware)}", soft_wrap=True, markup=False
-        )
+    for number, (seconds, other) in enumerate(duration.ranked(run, hardware, known) if args.best else (), start=1):
+        place = f"{number}. {duration.span(seconds['step'])} s a step, {duration.span(seconds['gpu_hours'])} GPU-hours"
+        console.print(f"{place}: {command_of(other, hardware)}", soft_wrap=True, markup=False)
     if args.json:
         peaks = [dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)} for peak in prediction.peaks]
         facts = {"run": vars(prediction.run), "machine": vars(hardware), "peaks": peaks, "seconds": spent, "command": command}

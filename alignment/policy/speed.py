@@ -1,49 +1,102 @@
-"""Work of passes through a model, from shapes alone. Nothing here knows a device; `policy/hardware.py` does."""
+"""What machines do in a second, by a card's name, a file or a guess of this one, and the work that a model's passes are."""
 
-from collections.abc import Sequence
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from alignment.policy.memory import activation_bytes, key_value_bytes
 from alignment.policy.placement import ModelShape
+from alignment.system.errors import UserError
+from alignment.system.files import read_toml
+from alignment.system.registry import did_you_mean
 
+CARDS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
+REACHED, COUNTED, CORE = (CARDS.pop(table) for table in ("reached", "counted", "CPU"))
+NUMBERS = ("memory", "bfloat16", "float32", "bandwidth", "link", "network")  # of a card: GB, TFLOP/s and GB/s
 KINDS = ("operations", "bytes", "launches", "link", "network", "disk")
-"""Of work: products' multiplications and additions, bytes moved in a device's memory, kernels, bytes between devices of a machine,
-between machines, to the disk."""
-# Kernels, counted in Llama-like decoders of transformers under our attention: of a layer's forward pass, and of all else.
-LAYER_KERNELS, OTHER_KERNELS = 53, 90
-VLLM_KERNELS, VLLM_ROWS = 400, 256  # what a token of vLLM's costs the host, which replays a graph; rows it has in flight
-TRAFFIC = 3  # times that a byte of activations passes through memory in a forward pass: written, and read by others
-LOGIT_TRAFFIC = 8  # times that an fp32 logit does: product, softmax, log-prob, entropy or draw
+"""Of work: additions and multiplications of products, bytes moved in a device's memory, kernels, bytes to other devices of a
+machine, to other machines, and to the disk."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Alike machines. None and 0: this one's."""
+
+    gpus: int | None  # Of each machine.
+    memory: float  # Bytes of each GPU.
+    machines: int
+    card: Mapping[str, float] | None  # NUMBERS.
+
+    def rates(self, itemsize: int) -> np.ndarray | None:
+        """Seconds of a unit of KINDS, at best and at worst, [2, K], with products of `itemsize` bytes a number. None: unknown."""
+        import torch  # here, because it takes seconds, and mistakes are reported first
+
+        card = self.card
+        if card is None and self.gpus is None and torch.cuda.is_available():  # whose name has all words of a card's
+            words = set(re.split("[ -]", torch.cuda.get_device_name()))
+            card = next((known for name, known in CARDS.items() if set(name.split("-")) <= words), None)
+        elif card is None and not self.gpus:
+            card = {number: (os.cpu_count() or 1) * CORE[number] for number in NUMBERS}
+        kinds = ("bfloat16" if itemsize == 2 else "float32", "bandwidth", "launches", "link", "network", "disk")
+        return card and 1 / np.array([[REACHED[kind][end] * card.get(kind, 1) for kind in kinds] for end in (0, 1)])
+
+
+def hardware_of(text: str, gpus: int | None = None, machines: int = 1, memory: float | None = None) -> Hardware:
+    """What --hardware names, CARD, 8xCARD or 2x8xCARD (machines x GPUs) with a card of `CARDS` or of a TOML file, else what
+    --num_gpus, --machines and --gpu_memory say. Raises `UserError` for both, an unknown card, and a file without NUMBERS."""
+    if not text:
+        return Hardware(gpus, 1e9 * (memory or 0), machines, None)
+    if (gpus, machines, memory) != (None, 1, None):
+        raise UserError(f"--hardware {text}: says all that --num_gpus, --machines and --gpu_memory do; leave these out")
+    *counts, name = re.fullmatch(r"(?:(\d+)x(?=\d+x))?(?:(\d+)x)?(.*)", text, re.DOTALL).groups("1")
+    own = read_toml(Path(name), "--hardware") if name.endswith(".toml") else {}
+    card = [*own.values()] if own else [CARDS.get(re.sub("[ _]", "-", name.upper()))]
+    if card == [None] or "0" in counts:
+        listed = f"choose one of {', '.join(CARDS)}, or a TOML file of its numbers"
+        raise UserError(f"--hardware {text}: there is no {text}{did_you_mean(name, CARDS)}; {listed}, as 8x{next(iter(CARDS))}")
+    numbers = [card[0].get(number) for number in NUMBERS] if isinstance(card[0], dict) else [None]
+    if len(card) > 1 or not all(isinstance(number, int | float) and number > 0 for number in numbers):
+        raise UserError(f"--hardware {text}: must have one table, a card's, with numbers above 0: {', '.join(NUMBERS)}")
+    return Hardware(int(counts[1]), 1e9 * card[0]["memory"], int(counts[0]), card[0])
 
 
 def work(**amounts: float) -> np.ndarray:
-    """Amounts of KINDS, in their order."""
-    return np.array([amounts.pop(kind, 0.0) for kind in KINDS])
+    """Amounts of KINDS, [K]."""
+    return np.array([amounts.get(kind, 0.0) for kind in KINDS])
 
 
 def forward(shape: ModelShape, config: Any, itemsize: int, counts: Sequence[float], pieces: float) -> np.ndarray:
-    """A forward pass in so many pieces, each of which reads all weights. `counts`: tokens; how many of them each sees on average;
-    how many have logits. Of a mixture's experts a token counts as taking all."""
+    """The work of a forward pass, in pieces that each read all weights. `counts`: tokens; how many others each sees on average;
+    how many have logits. Every token counts as taking all experts."""
+    from alignment.policy.memory import activation_bytes, key_value_bytes
+
     tokens, seen, logits = counts
     heads, layers = getattr(config, "num_attention_heads", 1), sum(shape.parameters[name] for name in shape.layers)
     queries = heads / (getattr(config, "num_key_value_heads", None) or heads) * key_value_bytes(config, 1) / 2  # of a token
     products = layers * tokens + config.vocab_size * config.hidden_size * logits + 2 * queries * seen * tokens
-    moved = TRAFFIC * activation_bytes(config, itemsize) * tokens + 4 * LOGIT_TRAFFIC * config.vocab_size * logits
-    kernels = LAYER_KERNELS * len(shape.layers) + OTHER_KERNELS
-    read = itemsize * sum(shape.parameters.values()) * pieces
-    return work(operations=2 * products, bytes=moved + read, launches=kernels * pieces)
+    moved = COUNTED["activation_passes"] * activation_bytes(config, itemsize) * tokens
+    moved += 4 * COUNTED["logit_passes"] * config.vocab_size * logits + itemsize * sum(shape.parameters.values()) * pieces
+    kernels = COUNTED["layer_kernels"] * len(shape.layers) + COUNTED["other_kernels"]
+    return work(operations=2 * products, bytes=moved, launches=kernels * pieces)
 
 
-def sampling(shape: ModelShape, config: Any, itemsize: int, rows: Sequence[float], cache_bytes: int) -> np.ndarray:
-    """Prefill, and a pass for each token of the longest responses in flight. `rows`: prompts; responses to each; mean tokens of a
-    prompt, and of a response; the most of a response. `cache_bytes`: of keys and values at once; 0: vLLM's."""
+def decoding(shape: ModelShape, config: Any, itemsize: int, rows: Sequence[float], cache_bytes: int) -> np.ndarray:
+    """The work of prefill, and of a pass for each token of the longest responses in flight. `rows`: prompts, responses to each,
+    mean tokens of a prompt and of a response, the most of a response. `cache_bytes` of keys and values at once; 0: vLLM's."""
+    from alignment.policy.memory import key_value_bytes
+
     prompts, size, prompt, response, longest = rows
     kept, drawn = key_value_bytes(config, itemsize), prompts * size * response
-    lots = prompts * (prompt + size * longest) * kept / cache_bytes if cache_bytes else prompts * size / VLLM_ROWS
-    steps = np.ceil(lots) * min(longest, 2 * response)  # rows that end early make room for others, or wait for the longest
-    decode = forward(shape, config, itemsize, (drawn, prompt + response / 2, drawn), steps)
-    decode += work(bytes=drawn * kept * (prompt / size + response / 2))
-    decode[KINDS.index("launches")] = VLLM_KERNELS * steps if not cache_bytes else decode[KINDS.index("launches")]
-    return decode + forward(shape, config, itemsize, (prompts * prompt, prompt / 2, prompts), np.ceil(lots))
+    lots = np.ceil(
+        prompts * (prompt + size * longest) * kept / cache_bytes if cache_bytes else prompts * size / COUNTED["vllm_rows"]
+    )
+    steps = lots * min(longest, 2 * response)  # rows that end early make room for others, or wait for the longest
+    passes = forward(shape, config, itemsize, (drawn, prompt + response / 2, drawn), steps)
+    passes[2] = passes[2] if cache_bytes else COUNTED["vllm_kernels"] * steps
+    prefill = forward(shape, config, itemsize, (prompts * prompt, prompt / 2, prompts), lots)
+    return passes + prefill + work(bytes=drawn * kept * (prompt / size + response / 2))
