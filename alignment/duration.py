@@ -3,10 +3,11 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -79,8 +80,7 @@ def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, f
     }
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(NamedTuple):
     """What finished runs show."""
 
     samples: Sequence[tuple[str, np.ndarray, float]] = ()  # A phase, its work, and its median seconds.
@@ -103,8 +103,9 @@ class Calibration:
         return float(middle / spread), float(middle * spread)
 
 
-def calibrate(folders: Sequence[str]) -> Calibration:
-    """What finished runs of a machine show. Raises `UserError` for a folder that is no finished run's of two steps or more."""
+def calibrate(folders: Sequence[str], itemsize: int) -> Calibration:
+    """What finished runs of a machine show. Raises `UserError` for a folder that is no finished run's of two steps or more, or
+    one's with products of numbers of another size than `itemsize` bytes."""
     samples, shares = [], []
     for path in map(Path, folders):
         run = read_run(path)
@@ -114,6 +115,8 @@ def calibrate(folders: Sequence[str]) -> Calibration:
         args = {key: tuple(v) if isinstance(v, list) else v for key, v in run.args.items() if hasattr(RLArgs, key)}
         args |= {"sft_base": str(path / "final"), "micro_batch_tokens": steps[0]["micro_batch_tokens"]}
         prediction = predict(RLArgs(**args))
+        if prediction.step.itemsize != itemsize:
+            raise UserError(f"--calibrate {path}: has products of another --dtype than what is planned")
         mean = {key: statistics.fmean(step[key] for step in steps) for key in ("response_length", "rows_with_gradient")}
         rows = read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")
         prompt = statistics.fmean(len(row["prompt_ids"]) for row in rows) / prediction.step.prompt

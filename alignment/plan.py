@@ -31,7 +31,8 @@ def main() -> None:
     print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
     for peak in prediction.peaks:
         print_peak(prediction, peak, console)
-    known = duration.calibrate(args.calibrate) if args.calibrate else duration.Calibration()
+    itemsize = prediction.step.itemsize
+    known = duration.calibrate(args.calibrate, itemsize) if args.calibrate else duration.Calibration()
     spent, command = duration.duration(prediction, hardware, known), command_of(prediction, hardware)
     for line in duration.in_words(spent, args.price, known):
         console.print(line, soft_wrap=True)

@@ -169,7 +169,7 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     here = [none if share in shares[:i] else roles for i, share in enumerate(shares)]
     ranks = number if step.policy_parallelism in RANKED else 0
     phases = [_phases_of(share, shape, config, there, step) for share, there in zip(shares, here)]
-    return [DevicePeak(share.device, i if i < ranks else None, phases[i]) for i, share in enumerate(shares)]
+    return [DevicePeak(share.device, i if i < ranks else None, phases[i]) for i, share in enumerate(shares) if phases[i]]
 
 
 def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
