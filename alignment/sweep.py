@@ -133,39 +133,39 @@ def powers(design: Design, after: range, questions: int) -> dict:
 def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     """Print what every arm takes, what numbers of seeds show for what, and the cheapest design with --show_difference."""
     hardware = hardware_of(args.hardware)
-    from alignment.duration import Calibration, calibrate, duration, span
+    from alignment.duration import Known, calibrate, duration, span
     from alignment.prediction import predict
 
-    first, *_ = predictions = [predict(arm, hardware.gpus, hardware.memory, hardware.machines) for arm in design.arms.values()]
-    known = calibrate(args.calibrate, first.step.itemsize) if args.calibrate else Calibration()
+    predictions = [predict(arm, *hardware[:3]) for arm in design.arms.values()]
+    known = calibrate(args.calibrate, predictions[0].step.itemsize) if args.calibrate else Known()
+    task, arm = find_task(predictions[0].run.task, predictions[0].run.data), predictions[0].run
+    everything, given = (len(task.test_problems(arm.dataset_path, number)) for number in (0, arm.max_problems))
 
     def hours(questions: int) -> list[list[float]]:
-        asked = [{**p.step.sampled, "evaluation": (questions, *p.step.sampled["evaluation"][1:])} for p in predictions]
-        steps = [dataclasses.replace(p.step, sampled=sampled) for p, sampled in zip(predictions, asked, strict=True)]
-        return [
-            duration(dataclasses.replace(p, step=s), hardware, known)["gpu_hours"]
-            for p, s in zip(predictions, steps, strict=True)
-        ]
+        asked = [p.step.sampled | {"evaluation": (questions, *p.step.sampled["evaluation"][1:])} for p in predictions]
+        steps = [dataclasses.replace(p.step, sampled=each) for p, each in zip(predictions, asked, strict=True)]
+        runs = [dataclasses.replace(p, step=step) for p, step in zip(predictions, steps, strict=True)]
+        return [(duration(run, hardware, known) or {"gpu_hours": [math.nan] * 2})["gpu_hours"] for run in runs]
 
-    def shown(seeds: int, questions: int) -> float:
-        return max(each.difference for each in powers(design, range(seeds, seeds + 1), questions).values())
+    def shown(seeds: int, questions: int) -> tuple[float, str]:
+        """(Hours of a design, which differences it shows for how much)"""
+        difference = max(each.difference for each in powers(design, range(seeds, seeds + 1), questions).values())
+        ends = [seeds * sum(end) for end in zip(*hours(questions), strict=True)]
+        dollars = f" ({span([args.price * end for end in ends])} dollars)" * (args.price > 0)
+        return (
+            difference,
+            ends[1],
+            f"{seeds} seeds and {questions} questions show {difference:.3f} for {span(ends)} GPU-hours{dollars}",
+        )
 
-    def cost(seeds: int, questions: int) -> tuple[float, str]:
-        least, most = (seeds * sum(ends) for ends in zip(*hours(questions), strict=True))
-        dollars = f" ({span([args.price * least, args.price * most])} dollars)" * (args.price > 0)
-        design = f"{seeds} seeds and {questions} questions show {shown(seeds, questions):.3f}"
-        return least * most, f"{design} for {span([least, most])} GPU-hours{dollars}"
-
-    task, arm = find_task(first.run.task, first.run.data), first.run
-    everything, given = (len(task.test_problems(arm.dataset_path, number)) for number in (0, arm.max_problems))
     for name, ends in zip(design.arms, hours(given), strict=True):
         console.print(f"- {name}: {span(ends)} GPU-hours a seed", soft_wrap=True)
     seeds = max(2, len(design.seeds))
-    console.print("; ".join(cost(number, given)[1] for number in (seeds, 2 * seeds)), soft_wrap=True)
+    console.print("; ".join(shown(number, given)[2] for number in (seeds, 2 * seeds)), soft_wrap=True)
     if args.show_difference:
         numbers = {given, *(everything >> halvings for halvings in range(4) if everything >> halvings)}
-        enough = [(next((s for s in range(2, 65) if shown(s, q) <= args.show_difference), 0), q) for q in sorted(numbers)]
-        cheapest = min((cost(*each) for each in enough if each[0]), default=(0, "no design of up to 64 seeds does"))
+        designs = [next((d for s in range(2, 65) if (d := shown(s, q))[0] <= args.show_difference), None) for q in numbers]
+        cheapest = min((d[1:] for d in designs if d), default=(0, "no design of up to 64 seeds does"))
         console.print(f"cheapest that shows {args.show_difference:g}: {cheapest[1]}", soft_wrap=True)
 
 

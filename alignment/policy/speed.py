@@ -1,12 +1,11 @@
-"""What machines do in a second, by a card's name, a file or a guess of this one, and the work that a model's passes are."""
+"""What machines do in a second, by a card's name, a file, or a guess of this one; and the work of passes through a model."""
 
 import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,50 +18,49 @@ CARDS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding=
 REACHED, COUNTED, CORE = (CARDS.pop(table) for table in ("reached", "counted", "CPU"))
 NUMBERS = ("memory", "bfloat16", "float32", "bandwidth", "link", "network")  # of a card: GB, TFLOP/s and GB/s
 KINDS = ("operations", "bytes", "launches", "link", "network", "disk")
-"""Of work: additions and multiplications of products, bytes moved in a device's memory, kernels, bytes to other devices of a
-machine, to other machines, and to the disk."""
+"""Of work: multiplications and additions of products, bytes through a device's memory, kernels, bytes to other devices, to other
+machines, and to the disk."""
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Alike machines. None and 0: this one's."""
+class Hardware(NamedTuple):
+    """Alike machines. None and 0: this one's GPUs, and their memory."""
 
     gpus: int | None  # Of each machine.
     memory: float  # Bytes of each GPU.
     machines: int
-    card: Mapping[str, float] | None  # NUMBERS.
-
-    def rates(self, itemsize: int) -> np.ndarray | None:
-        """Seconds of a unit of KINDS, at best and at worst, [2, K], with products of `itemsize` bytes a number. None: unknown."""
-        import torch  # here, because it takes seconds, and mistakes are reported first
-
-        card = self.card
-        if card is None and self.gpus is None and torch.cuda.is_available():  # whose name has all words of a card's
-            words = set(re.split("[ -]", torch.cuda.get_device_name()))
-            card = next((known for name, known in CARDS.items() if set(name.split("-")) <= words), None)
-        elif card is None and not self.gpus:
-            card = {number: (os.cpu_count() or 1) * CORE[number] for number in NUMBERS}
-        kinds = ("bfloat16" if itemsize == 2 else "float32", "bandwidth", "launches", "link", "network", "disk")
-        return card and 1 / np.array([[REACHED[kind][end] * card.get(kind, 1) for kind in kinds] for end in (0, 1)])
+    card: Mapping[str, float] | None = None
 
 
 def hardware_of(text: str, gpus: int | None = None, machines: int = 1, memory: float | None = None) -> Hardware:
     """What --hardware names, CARD, 8xCARD or 2x8xCARD (machines x GPUs) with a card of `CARDS` or of a TOML file, else what
     --num_gpus, --machines and --gpu_memory say. Raises `UserError` for both, an unknown card, and a file without NUMBERS."""
     if not text:
-        return Hardware(gpus, 1e9 * (memory or 0), machines, None)
+        return Hardware(gpus, 1e9 * (memory or 0), machines)
     if (gpus, machines, memory) != (None, 1, None):
         raise UserError(f"--hardware {text}: says all that --num_gpus, --machines and --gpu_memory do; leave these out")
     *counts, name = re.fullmatch(r"(?:(\d+)x(?=\d+x))?(?:(\d+)x)?(.*)", text, re.DOTALL).groups("1")
-    own = read_toml(Path(name), "--hardware") if name.endswith(".toml") else {}
-    card = [*own.values()] if own else [CARDS.get(re.sub("[ _]", "-", name.upper()))]
-    if card == [None] or "0" in counts:
-        listed = f"choose one of {', '.join(CARDS)}, or a TOML file of its numbers"
-        raise UserError(f"--hardware {text}: there is no {text}{did_you_mean(name, CARDS)}; {listed}, as 8x{next(iter(CARDS))}")
-    numbers = [card[0].get(number) for number in NUMBERS] if isinstance(card[0], dict) else [None]
-    if len(card) > 1 or not all(isinstance(number, int | float) and number > 0 for number in numbers):
-        raise UserError(f"--hardware {text}: must have one table, a card's, with numbers above 0: {', '.join(NUMBERS)}")
-    return Hardware(int(counts[1]), 1e9 * card[0]["memory"], int(counts[0]), card[0])
+    cards = [*read_toml(Path(name), "--hardware").values()] if name.endswith(".toml") else [CARDS.get(name.upper())]
+    if cards == [None] or "0" in counts:
+        listed = f"write {', '.join(CARDS)}, or a TOML file of such numbers, and 8x or 2x8x before it"
+        raise UserError(f"--hardware {text}: there is no such machine{did_you_mean(name, CARDS)}; {listed}")
+    numbers = [card.get(number) for card in cards for number in NUMBERS if isinstance(card, dict)]
+    if len(cards) > 1 or not numbers or not all(isinstance(number, int | float) and number > 0 for number in numbers):
+        raise UserError(f"--hardware {text}: must hold one table, a card's, with numbers above 0: {', '.join(NUMBERS)}")
+    return Hardware(int(counts[1]), 1e9 * numbers[0], int(counts[0]), cards[0])
+
+
+def rates(hardware: Hardware, itemsize: int) -> np.ndarray | None:
+    """Seconds of a unit of KINDS, at best and at worst, [2, K]. Products have `itemsize` bytes a number. None: unknown."""
+    import torch  # here, because it takes seconds, and mistakes are reported first
+
+    gpus, card = hardware.gpus if hardware.gpus is not None else torch.cuda.device_count(), hardware.card
+    if not card and not gpus:
+        card = {number: (os.cpu_count() or 1) * CORE[number] for number in NUMBERS}
+    elif not card and hardware.gpus is None:  # their name has all words of a card's
+        words = set(re.split("[ -]", torch.cuda.get_device_name()))
+        card = next((known for name, known in CARDS.items() if set(name.split("-")) <= words), None)
+    kinds = ("bfloat16" if itemsize == 2 else "float32", "bandwidth", "launches", "link", "network", "disk")
+    return card and 1 / np.array([[REACHED[kind][end] * card.get(kind, 1) for kind in kinds] for end in (0, 1)])
 
 
 def work(**amounts: float) -> np.ndarray:
@@ -75,10 +73,10 @@ def forward(shape: ModelShape, config: Any, itemsize: int, counts: Sequence[floa
     how many have logits. Every token counts as taking all experts."""
     from alignment.policy.memory import activation_bytes, key_value_bytes
 
-    tokens, seen, logits = counts
-    heads, layers = getattr(config, "num_attention_heads", 1), sum(shape.parameters[name] for name in shape.layers)
+    (tokens, seen, logits), heads = counts, getattr(config, "num_attention_heads", 1)
     queries = heads / (getattr(config, "num_key_value_heads", None) or heads) * key_value_bytes(config, 1) / 2  # of a token
-    products = layers * tokens + config.vocab_size * config.hidden_size * logits + 2 * queries * seen * tokens
+    of_layers = sum(shape.parameters[name] for name in shape.layers)
+    products = (of_layers + 2 * queries * seen) * tokens + config.vocab_size * config.hidden_size * logits
     moved = COUNTED["activation_passes"] * activation_bytes(config, itemsize) * tokens
     moved += 4 * COUNTED["logit_passes"] * config.vocab_size * logits + itemsize * sum(shape.parameters.values()) * pieces
     kernels = COUNTED["layer_kernels"] * len(shape.layers) + COUNTED["other_kernels"]
@@ -92,9 +90,8 @@ def decoding(shape: ModelShape, config: Any, itemsize: int, rows: Sequence[float
 
     prompts, size, prompt, response, longest = rows
     kept, drawn = key_value_bytes(config, itemsize), prompts * size * response
-    lots = np.ceil(
-        prompts * (prompt + size * longest) * kept / cache_bytes if cache_bytes else prompts * size / COUNTED["vllm_rows"]
-    )
+    group_bytes = (prompt + size * longest) * kept
+    lots = np.ceil(prompts * group_bytes / cache_bytes if cache_bytes else prompts * size / COUNTED["vllm_rows"])
     steps = lots * min(longest, 2 * response)  # rows that end early make room for others, or wait for the longest
     passes = forward(shape, config, itemsize, (drawn, prompt + response / 2, drawn), steps)
     passes[2] = passes[2] if cache_bytes else COUNTED["vllm_kernels"] * steps
