@@ -158,7 +158,8 @@ def span(values: Sequence[float]) -> str:
 def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[dict, Prediction]]:
     """(`duration`, prediction) of each parallelism on splits of the GPUs between policy and sampler that fit, fastest first."""
     gpus, found = [f"cuda:{number}" for number in range(hardware.gpus or 0)], []
-    for kind, engines in product(POLICIES, (0, 1, 2, 4, 8, len(gpus) - 1)):
+    kinds = RANKED if hardware.machines > 1 else POLICIES
+    for kind, engines in product(kinds, (0, 1, 2, 4, 8, len(gpus) - 1)):
         split = {"policy_devices": tuple(gpus[:-engines]), "sample_device": tuple(gpus[-engines:])} if engines > 0 else {}
         with suppress(UserError):
             other = replace(run, policy_parallelism=kind, policy_ranks=0, **split)

@@ -26,12 +26,12 @@ def main() -> None:
 
     run = RLArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLArgs)})
     prediction, console = predict(run, hardware.gpus, hardware.memory, hardware.machines), make_console()
+    known = calibrate(args.calibrate, prediction.step.itemsize) if args.calibrate else Known()
     where = args.hardware or ("this machine" if hardware.gpus is None else f"{hardware.gpus} GPUs")
     several = f", on each of {hardware.machines} machines" * (hardware.machines > 1 and not args.hardware)
     print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
     for peak in prediction.peaks:
         print_peak(prediction, peak, console)
-    known = calibrate(args.calibrate, prediction.step.itemsize) if args.calibrate else Known()
     spent, command = duration(prediction, hardware, known), command_of(prediction, hardware)
     console.print(seconds_in_words(spent, args.price, known), soft_wrap=True)
     console.print(command, soft_wrap=True, markup=False)
@@ -40,7 +40,7 @@ def main() -> None:
         console.print(f"{place}: {command_of(other, hardware)}", soft_wrap=True, markup=False)
     if args.json:
         peaks = [dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)} for peak in prediction.peaks]
-        facts = {"run": vars(prediction.run), "machine": vars(hardware), "peaks": peaks, "seconds": spent, "command": command}
+        facts = {"run": vars(prediction.run), "machine": hardware._asdict(), "peaks": peaks, "seconds": spent, "command": command}
         write_json(Path(args.json), facts)
 
 

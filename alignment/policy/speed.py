@@ -18,8 +18,8 @@ CARDS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding=
 REACHED, COUNTED, CORE = (CARDS.pop(table) for table in ("reached", "counted", "CPU"))
 NUMBERS = ("memory", "bfloat16", "float32", "bandwidth", "link", "network")  # of a card: GB, TFLOP/s and GB/s
 KINDS = ("operations", "bytes", "launches", "link", "network", "disk")
-"""Of work: multiplications and additions of products, bytes through a device's memory, kernels, bytes to other devices, to other
-machines, and to the disk."""
+"""Of work: multiplications and additions of products, bytes through a device's memory, kernels, and bytes to other devices, to
+other machines and to the disk."""
 
 
 class Hardware(NamedTuple):
@@ -42,7 +42,8 @@ def hardware_of(text: str, gpus: int | None = None, machines: int = 1, memory: f
     cards = [*read_toml(Path(name), "--hardware").values()] if name.endswith(".toml") else [CARDS.get(name.upper())]
     if cards == [None] or "0" in counts:
         listed = f"write {', '.join(CARDS)}, or a TOML file of such numbers, and 8x or 2x8x before it"
-        raise UserError(f"--hardware {text}: there is no such machine{did_you_mean(name, CARDS)}; {listed}")
+        alike = did_you_mean(name, [card for card in CARDS if card[0] == name[:1].upper()])
+        raise UserError(f"--hardware {text}: there is no such machine{alike}; {listed}")
     numbers = [card.get(number) for card in cards for number in NUMBERS if isinstance(card, dict)]
     if len(cards) > 1 or not numbers or not all(isinstance(number, int | float) and number > 0 for number in numbers):
         raise UserError(f"--hardware {text}: must hold one table, a card's, with numbers above 0: {', '.join(NUMBERS)}")

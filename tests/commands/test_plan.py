@@ -4,12 +4,15 @@ import pytest
 
 from alignment import plan, prediction
 from alignment.args import PlanArgs, from_preset
+from alignment.duration import span
 from alignment.models import kind_of_policy
 from alignment.system.errors import UserError
 
 
 @pytest.fixture
-def planned(tiny_folder, monkeypatch, capsys):
+def planned(tiny_folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
     def run(*flags: str) -> str:
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setattr("sys.argv", ["plan", "--model", str(tiny_folder), "--sampler", "transformers", *flags])
@@ -71,3 +74,41 @@ def test_a_published_model_is_planned_without_the_hub(model, parameters, planned
     )
     reference = next(line for line in said.splitlines() if "reference" in line)
     assert f"{4 * parameters / 1e9:.2f}" in reference
+
+
+def test_hardware_says_gpus_machines_memory_and_seconds(planned, tmp_path):
+    """Of one GPU-hour for 10 dollars, so that dollars are 10 times the GPU-hours."""
+    said = planned("--hardware", "2x8xA100-40GB", "--policy_parallelism", "sharded", "--price", "10", "--json", "plan.json")
+    assert "tiny" in said and "on 2x8xA100-40GB, policy sharded" in said and said.count("of 40 GB, fits") == 8
+    assert said.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 5")
+    facts = json.loads((tmp_path / "plan.json").read_text())
+    assert set(facts) == {"run", "machine", "peaks", "seconds", "command"}
+    assert facts["command"] == said.splitlines()[-1] and facts["run"]["policy_parallelism"] == "sharded"
+    assert facts["machine"]["gpus"] == 8 and facts["machine"]["card"]["bandwidth"] == 1555
+    assert {peak["device"] for peak in facts["peaks"]} == {f"cuda:{gpu}" for gpu in range(8)}
+    assert facts["peaks"][0]["excess"] < 0 < facts["peaks"][0]["phases"]["update"]["weights"]
+    seconds = facts["seconds"]
+    assert set(seconds["phases"]) == {"sampling", "old_log_probs", "update", "sync", "evaluation", "checkpoint"}
+    hours = seconds["gpu_hours"]
+    assert hours == pytest.approx([16 * end / 3600 for end in seconds["run"]])
+    line = next(line for line in said.splitlines() if line.startswith("the whole run"))
+    assert f"{span(hours)} GPU-hours, {span([10 * end for end in hours])} dollars; " in line
+    step = next(line for line in said.splitlines() if line.startswith("seconds"))
+    assert step.startswith(f"seconds (not calibrated, hence wide): a step {span(seconds['step'])}, and by phase: sampling ")
+
+
+def test_seconds_need_a_card_or_this_machine(planned):
+    assert "seconds: unknown; name the machine, as in --hardware 8xA100-40GB" in planned(
+        "--num_gpus", "8", "--gpu_memory", "80"
+    )
+    assert "seconds (not calibrated" in planned("--num_gpus", "0")
+    with pytest.raises(UserError, match="--hardware 8xT4: says all that"):
+        planned("--hardware", "8xT4", "--num_gpus", "8")
+    with pytest.raises(UserError, match="none is no run's folder"):
+        planned("--calibrate", "none")
+
+
+def test_the_best_is_printed_with_its_rank(planned):
+    said = planned("--hardware", "2xL4", "--best")
+    assert [line.split(" ", 1)[0] for line in said.splitlines()[-3:]] == ["1.", "2.", "3."][-len(said.splitlines()[-3:]) :]
+    assert "GPU-hours: uv run -m alignment.train_rl --preset tiny" in said
