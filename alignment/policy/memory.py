@@ -264,8 +264,11 @@ def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held:
         update["casts"] *= parallel
     use = "frozen" if adapted else "trained"
     head = parallel * head_bytes(config, step, tokens // parallel, device, use) * (shape.head in share.modules)
-    update["logits"] = head
-    moments = [*_rank_moments(shape, config, update)] if ranked else [update]
+    # A layer's forward and backward pass makes some three quarters of what it keeps again.
+    layer = {"activations": update["activations"] + 3 * tokens * activation_bytes(config, step.itemsize) // (4 * len(layers))}
+    moments = (
+        [*_rank_moments(shape, config, update | {"logits": head})] if ranked else [update | {"logits": head}, update | layer]
+    )
     if tokens < step.update_tokens:
         return moments
     embedding = min(trained, 4 * config.vocab_size * config.hidden_size)
