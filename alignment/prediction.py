@@ -92,11 +92,12 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool) -> StepShape
     old_policy = args.needs_old_policy and args.policy_parallelism not in RANKED and roles.policy != (roles.reference,)
     rows = min(args.train_mini_batch_size or args.rollout_size, args.rollout_size)
     drawn = args.prompts_per_rollout, args.group_size, args.max_new_tokens
-    threads = torch.get_num_threads() // max(1, len(roles.policy)) if roles.policy[0] == "cpu" else 1
+    ranks = len(roles.policy) if args.policy_parallelism in RANKED else 1
+    threads = torch.get_num_threads() // ranks if roles.policy[0] == "cpu" else 1
     return configuration(
         StepShape, args, card=int(card), prompt=prompt, vllm=vllm, parallel=max(1, min(threads, PARALLEL)),
         itemsize=4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2,
-        update_tokens=-(-rows // args.group_size) * prompt + rows * args.max_new_tokens,
+        update_tokens=-(-rows // args.group_size // ranks) * (prompt + args.group_size * args.max_new_tokens),
         sampled={"sampling": drawn, "evaluation": (problems, 1, args.eval_max_new_tokens or args.max_new_tokens)},
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(["old_log_probs"] * args.needs_old_policy + ["reference"] * (args.beta > 0)),

@@ -22,7 +22,11 @@ MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight in our own decoding, at most
 STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
-CONTEXT_BYTES = int(0.8e9)  # of a process on a GPU: CUDA's context, and workspaces of matrix products
+CONTEXT_BYTES = int(0.8e9)  # of a process: CUDA's context, and workspaces of products; on a CPU Python with its libraries
+BFLOAT16_BYTES = int(0.14e9)  # on a CPU, of kernels and workspaces for bfloat16
+LIBRARY_BYTES = int(0.12e9)  # on a CPU, of what only ranks and adapters load
+SLACK, UPDATE_SLACK = 0.5, 0.15  # of what comes and goes in a phase, which malloc holds besides (docs/devices.md)
+STEADY = ("gradients",)
 SPARE = 0.05  # of a card, which is left to fragmentation
 
 
@@ -175,42 +179,29 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
 def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
     """Phase -> kind -> bytes of one share of the policy and the other roles on its device."""
     device, held, frozen = share.device, share.modules, step.frozen * (share.device == roles.reference)
-    kept, phases = _kept(share, shape, roles, step, frozen), {}
+    ranked, total = bool(held) and step.policy_parallelism in RANKED, sum(shape.parameters.values())
+    kept = _kept(share, shape, roles, step, frozen)
+    moments: dict[str, list[dict[str, int]]] = {}
     for phase, there in (("sampling", device in roles.sample), ("evaluation", device == roles.eval)):
         if there:
-            moments = [{}] if step.vllm else _decoding(config, step, *step.sampled[phase], device)
-            phases[phase] = kept | max(moments, key=lambda moment: sum(moment.values()))
-    ranked = bool(held) and step.policy_parallelism in RANKED
-    layers = [shape.parameters[name] for name in shape.layers]
-    outside = sum(shape.parameters.values()) - sum(layers)
-    trained = shape.trained(held) // share.parts
-    update = {**kept, "gradients": 4 * trained}
-    gathered = gathered_bytes(layers, outside, step.itemsize) if ranked else 0
-    tokens = _micro_batch_tokens(config, step, device, sum(update.values()) + gathered)
-    heads = bool(held and shape.head in held)
+            moments[phase] = [{}] if step.vllm else _decoding(config, step, *step.sampled[phase], device)
     for phase, own in (("old_log_probs", held), ("reference", held if shape.adapters else ())):
         if phase in step.passes and (frozen or own):
-            logits = step.parallel * head_bytes(config, step, tokens, device, "pass") * (heads or bool(frozen))
-            layer = tokens * activation_bytes(config, step.itemsize) // config.num_hidden_layers
-            phases[phase] = kept | {
-                "activations": layer,
-                "logits": logits,
-                "gathered": 4 * (outside + 2 * max(layers)) * ranked,
-            }
+            moments[phase] = [_pass(shape, config, step, device, bool(frozen or shape.head in held))]
     if held:
-        update |= _activations(shape, config, step, held, tokens)
-        update["logits"] = (
-            step.parallel * head_bytes(config, step, tokens, device, "frozen" if shape.adapters else "trained") * heads
-        )
-        moments = [*_rank_moments(shape, config, update)] if ranked else [update]
-        phases["update"] = max(moments, key=lambda moment: sum(moment.values()))
-    largest = 4 * config.vocab_size * config.hidden_size
+        moments["update"] = _update(share, shape, config, step, sum(kept.values()))
+    embedding = 4 * config.vocab_size * config.hidden_size
     if held or device in (*roles.sample, roles.eval):
-        phases["sync"] = kept | {"transit": largest * bool(ranked or shape.adapters)}
-    if held:  # safetensors copies what it writes, in the host's memory
-        written = max(4 * sum(shape.parameters.values()), OPTIMIZERS[step.optimizer].moment_bytes * trained)
-        phases["checkpoint"] = kept | {"transit": largest * ranked + written * (device == "cpu")}
-    return phases
+        moments["sync"] = [{"transit": embedding * bool(ranked or shape.adapters)}]
+    if held:  # where weights are not the policy's own, safetensors gets whole copies on the host
+        copies = 4 * total * (device == "cpu") * bool(ranked or shape.adapters)
+        moments["checkpoint"] = [{"transit": max(embedding * ranked, copies)}]
+    slack = {"update": UPDATE_SLACK}
+    worst = {phase: max(of, key=lambda moment: sum(moment.values())) for phase, of in moments.items()}
+    if device == "cpu":
+        for phase, kinds in worst.items():
+            kinds["margin"] = int(slack.get(phase, SLACK) * sum(size for kind, size in kinds.items() if kind not in STEADY))
+    return {phase: kept | kinds for phase, kinds in worst.items()}
 
 
 def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen: int) -> dict[str, int]:
@@ -221,21 +212,69 @@ def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen
     entry, trained = OPTIMIZERS[step.optimizer], shape.trained(share.modules) // share.parts
     # Our own decoding reads the policy's weights where these are of the type of its products.
     reads = device == "cpu" and step.itemsize == 4 and share.parts == 1 and share.modules and not shape.adapters
+    libraries = BFLOAT16_BYTES * (step.itemsize == 2) + LIBRARY_BYTES * (
+        step.policy_parallelism in RANKED or bool(shape.adapters)
+    )
+    own = CONTEXT_BYTES + libraries * (device == "cpu")
     copy = 0 if reads and step.policy_parallelism not in RANKED else step.itemsize * sum(shape.parameters.values())
     return {
         "weights": shape.state_bytes(share.modules, 4) // share.parts,
         "moments": (entry.device_bytes - 8 + entry.host_bytes * (device == "cpu")) * trained,
         "sampler": engines * samples * (int(memory_share * step.card) if vllm else copy),
         "reference": shape.frozen_bytes(step.itemsize) * frozen,
-        "context": CONTEXT_BYTES * (bool(share.modules or frozen or not vllm) + engines * (samples and vllm)),
+        "context": own * (bool(share.modules or frozen or not vllm) + engines * (samples and vllm)),
     }
 
 
-def _micro_batch_tokens(config: Any, step: StepShape, device: str, held: int) -> int:
-    """Tokens of the micro-batches at work at a time beside `held` bytes; one row at least."""
+def _at_work(config: Any, step: StepShape, device: str, held: int, total: int) -> tuple[int, int]:
+    """(Tokens of the micro-batches at work at a time beside `held` bytes, of `total`; how many micro-batches these are)."""
     longest, limit = step.prompt + step.max_new_tokens, MAX_ACTIVATION_BYTES[device.partition(":")[0]]
     fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - held, longest, min(step.card, limit))
-    return max(min(step.micro_batch_tokens or fit * (not checkpointing), step.update_tokens), longest)
+    most, group = step.micro_batch_tokens or fit * (not checkpointing), step.prompt + step.group_size * step.max_new_tokens
+    parallel = step.parallel if most >= step.parallel * group else 1  # as in `cut_for_parallel`
+    if parallel > 1:
+        most = parallel * min(most // parallel, -(-total // parallel) + group // 2)
+    return max(min(most, total), longest), parallel
+
+
+def _pass(shape: ModelShape, config: Any, step: StepShape, device: str, with_head: bool) -> dict[str, int]:
+    """Bytes of a forward pass for log-probs alone: of one layer, and of the head."""
+    prompts, each, longest = step.sampled["sampling"]
+    tokens, parallel = _at_work(config, step, device, 0, prompts * (step.prompt + each * longest))
+    layers = [shape.parameters[name] for name in shape.layers]
+    outside = sum(shape.parameters.values()) - sum(layers)
+    return {
+        "casts": 2 * sum(layers) * (step.itemsize == 2),
+        "activations": tokens * activation_bytes(config, step.itemsize) // config.num_hidden_layers,
+        "logits": parallel * head_bytes(config, step, tokens // parallel, device, "pass") * with_head,
+        "gathered": 4 * (outside + 2 * max(layers)) * (step.policy_parallelism in RANKED),
+    }
+
+
+def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held: int) -> list[dict[str, int]]:
+    """The moments of an update that may be its worst: the head of a later micro-batch, with all of its activations, earlier
+    ones' gradient, and temporaries of logits; for a rank also where whole layers or their gradients are on their way. Where
+    all rows are at work at once, no gradient but the head's is there as long as activations are."""
+    device, layers, adapted = share.device, [shape.parameters[name] for name in shape.layers], bool(shape.adapters)
+    ranked, trained = step.policy_parallelism in RANKED, 4 * (shape.trained(share.modules) // share.parts)
+    gathered = gathered_bytes(layers, sum(shape.parameters.values()) - sum(layers), step.itemsize) if ranked else 0
+    tokens, parallel = _at_work(config, step, device, held + trained + gathered, step.update_tokens)
+    update = {"gradients": trained, **_activations(shape, config, step, share.modules, tokens)}
+    if adapted:  # autocast shares casts of what is trained only
+        update["casts"] *= parallel
+    use = "frozen" if adapted else "trained"
+    head = parallel * head_bytes(config, step, tokens // parallel, device, use) * (shape.head in share.modules)
+    # A layer's forward and backward pass makes some three quarters of what it keeps again.
+    layer = {"activations": update["activations"] + 3 * tokens * activation_bytes(config, step.itemsize) // (4 * len(layers))}
+    moments = (
+        [*_rank_moments(shape, config, update | {"logits": head})] if ranked else [update | {"logits": head}, update | layer]
+    )
+    if tokens < step.update_tokens:
+        return moments
+    embedding = min(trained, 4 * config.vocab_size * config.hidden_size)
+    return [moment | {"gradients": embedding * (shape.head in share.modules)} for moment in moments] + [
+        {"gradients": trained + parallel * embedding, "gathered": gathered}
+    ]
 
 
 def _decoding(config: Any, step: StepShape, prompts: int, each: int, tokens: int, device: str) -> list[dict[str, int]]:
@@ -291,16 +330,17 @@ def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int]) -> Ite
 
 
 def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str) -> int:
-    """Bytes of `LabelLogProbs` in one of the micro-batches at work, which have `tokens`: in a "pass" without gradients, or with
-    a "frozen" or a "trained" head, whose gradient comes in fp32 and as a bf16 product. The weight's cast, and temporaries as
-    multiples of a piece's fp32 logits: with entropies, in forward alone, or without. Truncation adds a copy, masks, ranks. A
-    CPU goes over few logits at a time, and rounds them first."""
-    head, cast_too, rounds = config.vocab_size * config.hidden_size, step.itemsize == 2, device == "cpu"
-    rows = max(tokens // step.parallel - step.prompt, step.max_new_tokens)
-    piece = 4 * row_pieces(rows, config.vocab_size)[0].stop * config.vocab_size
+    """Bytes of `LabelLogProbs` in a micro-batch: in a "pass" without gradients, or with a "frozen" or a "trained" head, whose
+    gradient comes in fp32 and as a bf16 product. The weight's cast, and temporaries as multiples of a piece's fp32 logits: with
+    entropies, in forward alone, or without. Truncation adds a copy, masks, ranks. A CPU goes over few logits at a time; it
+    multiplies in bf16 first."""
+    head, cast_too = config.vocab_size * config.hidden_size, step.itemsize == 2
+    piece = 4 * row_pieces(max(tokens - step.prompt, step.max_new_tokens), config.vocab_size)[0].stop * config.vocab_size
     with_entropies, without = (5, 5) if step.truncated else (4, 3)
-    if rounds:
-        with_entropies = without = 1 + cast_too / 2
-    cast, forward = 2 * head * cast_too, int(piece * (without if use == "pass" else with_entropies))
-    backward = 4 * head + max(int(without * piece), cast + 3 * piece // 2)
+    if device == "cpu":
+        with_entropies = without = 1.5 if cast_too else 1
+    cast = 2 * head * cast_too
+    rounded = cast + piece + piece // 2 * (cast_too or device != "cpu")
+    backward = 4 * head + max(int(without * piece), rounded)
+    forward = int((without if use == "pass" else with_entropies) * piece)
     return cast + max(forward, backward * (use == "trained"))

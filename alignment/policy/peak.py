@@ -1,6 +1,5 @@
 """The most memory that a run has held in each phase of its steps, beside what was predicted."""
 
-import ctypes
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +9,7 @@ import torch
 
 from alignment.policy.memory import DevicePeak
 from alignment.policy.policy import Policy
+from alignment.system.processes import trim_heap
 
 Peaks = dict[str, dict[str, list[int | None]]]  # place -> phase -> measured and predicted bytes
 
@@ -30,12 +30,12 @@ class PeakMeter:
         self.begin("")
 
     def begin(self, phase: str) -> None:
-        """End the phase before, and start one. malloc gives back what it keeps of freed memory, as far as it can."""
+        """End the phase before, and start one."""
         for name, pid in self.pids.items():
             with suppress(OSError):  # the process is lost, or the system is another
                 (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
                 self._note(name, 1024 * int(line.split()[1]))
-                ctypes.CDLL(None).malloc_trim(0)
+                trim_heap()
                 Path(f"/proc/{pid}/clear_refs").write_text("5")  # begins anew at what is resident now
         for name, device in self.devices.items():
             self._note(name, torch.cuda.max_memory_allocated(device))

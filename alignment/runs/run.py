@@ -15,7 +15,7 @@ from rich.console import Console
 from alignment.core.records import Rollout, SampledStep
 from alignment.runs import run_folder
 from alignment.runs.health import Health
-from alignment.runs.summary import print_peaks, write_card, write_summary
+from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError, in_words
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_json, read_jsonl
@@ -178,8 +178,9 @@ class Run:
             self._policy.save(building, self._tokenizer)
             write_card(building, self.path)
         self.clock.begin("")
-        print_peaks(self.clock.meter.run if self.clock.meter else {}, self.console)
-        write_summary(self.path, title, self.console, time.time() - psutil.Process().create_time() - self._step_seconds)
+        peaks = self.clock.meter.run if self.clock.meter else {}
+        beside_steps = time.time() - psutil.Process().create_time() - self._step_seconds
+        write_summary(self.path, title, self.console, beside_steps, peaks)
 
     def save_when_stopped(self, stop: BaseException) -> None:
         """Save the last finished step when a signal or `RunStopped` ends the loop, and print the command to resume it."""

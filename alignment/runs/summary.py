@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -12,8 +12,10 @@ from alignment.runs.run_folder import Record, reproducibility
 from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.system.terminal import make_table, printable
 
+Peaks = Mapping[str, Mapping[str, Sequence[int | None]]]  # place -> phase -> measured and predicted bytes
 
-def write_summary(path: Path, title: str, console: Console, seconds_beside_steps: float) -> None:
+
+def write_summary(path: Path, title: str, console: Console, seconds_beside_steps: float, peaks: Peaks) -> None:
     """Draw the learning curve, print the run's before and after, and write summary.json. `title` says how the evaluations were
     sampled, `seconds_beside_steps` what the process took for all but its steps."""
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
@@ -29,6 +31,12 @@ def write_summary(path: Path, title: str, console: Console, seconds_beside_steps
     ]
     heading, sides = f"{path.name}: {after['problems']} held-out problems, {title}", ("before", "after")
     console.print(make_table(heading, ("", *sides), rows, numbers=sides))
+    cells = [(place, phase, *sizes) for place, phases in peaks.items() for phase, sizes in phases.items()]
+    memory = [
+        (place, phase, *("" if size is None else f"{size / 1e9:.2f}" for size in sizes)) for place, phase, *sizes in cells
+    ]
+    columns = ("measured", "predicted")
+    console.print(make_table("peak memory in GB", ("device", "phase", *columns), memory, numbers=columns))
     phases = sorted({key for m in metrics for key in m if key.startswith("seconds_")})
     spent = {phase.removeprefix("seconds_"): sum(m.get(phase, 0.0) for m in metrics) for phase in phases}
     spent["other"] = total - sum(spent.values())  # logging, books
@@ -47,18 +55,11 @@ def write_summary(path: Path, title: str, console: Console, seconds_beside_steps
         "seconds": total,
         "seconds_beside_steps": seconds_beside_steps,
         "reproducibility": reproducibility(path),
+        "peak_bytes": peaks,
         "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }
     write_json(path / "summary.json", summary)
-
-
-def print_peaks(peaks, console: Console) -> None:
-    """Print the peaks of a run's phases, as its `PeakMeter` has them."""
-    cells = [(place, phase, *both) for place, phases in peaks.items() for phase, both in phases.items()]
-    rows = [(place, phase, *("" if size is None else f"{size / 1e9:.2f}" for size in both)) for place, phase, *both in cells]
-    numbers = ("measured", "predicted")
-    console.print(make_table("peak memory in GB", ("device", "phase", *numbers), rows, numbers))
 
 
 def write_card(folder: Path, run: Path) -> None:
