@@ -41,8 +41,8 @@ def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, f
     checkpoint."""
     run, step, shape, config, kind = prediction.run, prediction.step, prediction.shape, prediction.config, prediction.kind
     devices, updates, samplers = len(prediction.roles.policy), run.updates_per_rollout, prediction.roles.sample
-    ranks, parts, stages = (devices * of for of in (kind in RANKED, kind == "sharded", kind == "layer_split"))
-    ranks, parts, stages = max(1, ranks * machines), max(1, parts), max(1, stages)
+    kinds = (RANKED, machines), (("sharded",), 1), (("layer_split",), 1)
+    ranks, parts, stages = (devices * times if kind in of else 1 for of, times in kinds)
     total, trained = sum(shape.parameters.values()), shape.trained(shape.parameters)
     prompt, response, most = shares["prompt"] * step.prompt, shares["response"] * run.max_new_tokens, run.micro_batch_tokens
     prompts, drawn = run.prompts_per_rollout * prompt / ranks, run.rollout_size * response / ranks
@@ -129,25 +129,26 @@ def seconds_of(phase: str, done: np.ndarray, per_unit: np.ndarray, known: Known)
 
 
 def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict | None:
-    """Seconds, [least, most], of each phase ("phases"), a "step" and the whole "run"; sampled "tokens_per_second"; and
-    "gpu_hours", of a machine without GPUs its hours. None where nobody knows its rates."""
+    """Seconds, [least, most], of each phase ("phases"), a "step" and the whole "run"; sampled "tokens_per_second"; and the run's
+    "gpu_hours", of a machine without GPUs its hours, and "evaluations_gpu_hours". None where nobody knows the rates."""
     run, roles, per_unit, ends = prediction.run, prediction.roles, rates(hardware, prediction.step.itemsize), []
     if per_unit is None:
         return None
     gpus = hardware.machines * (hardware.gpus or len({*roles.policy, *roles.sample, roles.eval, roles.reference}))
+    evaluations, checkpoints = 1 + ceil(run.num_steps / run.eval_interval), ceil(run.num_steps / run.save_interval)
     for end in (0, 1):
         shares = {name: span[end] for name, span in known.shares.items()}
         works = work_of_phases(prediction, hardware.machines, shares, end * run.max_refills)
         phases = {phase: seconds_of(phase, done, per_unit, known)[end] for phase, done in works.items()}
+        evaluated, saved = evaluations * phases["evaluation"], checkpoints * phases["checkpoint"]
         parts = phases["sampling"], sum(phases[phase] for phase in phases if phase not in ("sampling", *BESIDE))
         step = max(parts) if run.rollouts == "async" else sum(parts)
-        times = run.num_steps, 1 + ceil(run.num_steps / run.eval_interval), ceil(run.num_steps / run.save_interval)
-        whole = float(np.dot(times, [step, *(phases[phase] for phase in BESIDE)]))
-        tokens = run.rollout_size * shares["response"] * run.max_new_tokens
-        ends.append((*phases.values(), step, whole, tokens / step, whole * gpus / 3600))
-    *of_phases, step, whole, tokens, hours = map(sorted, zip(*ends, strict=True))
+        whole, sampled = run.num_steps * step + evaluated + saved, run.rollout_size * shares["response"] * run.max_new_tokens
+        hours = [gpus * seconds / 3600 for seconds in (whole, evaluated)]
+        ends.append((*phases.values(), step, whole, sampled / step, *hours))
+    *of_phases, step, whole, tokens, hours, of_evaluations = map(sorted, zip(*ends, strict=True))
     totals = {"step": step, "run": whole, "tokens_per_second": tokens, "gpu_hours": hours}
-    return {"phases": dict(zip(works, of_phases)), **totals}
+    return {"phases": dict(zip(works, of_phases)), **totals, "evaluations_gpu_hours": of_evaluations}
 
 
 def span(values: Sequence[float]) -> str:

@@ -136,30 +136,26 @@ def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     from alignment.duration import Known, calibrate, duration, span
     from alignment.prediction import predict
 
-    predictions = [predict(arm, *hardware[:3]) for arm in design.arms.values()]
-    known = calibrate(args.calibrate, predictions[0].step.itemsize) if args.calibrate else Known()
-    task, arm = find_task(predictions[0].run.task, predictions[0].run.data), predictions[0].run
-    everything, given = (len(task.test_problems(arm.dataset_path, number)) for number in (0, arm.max_problems))
+    predictions = {name: predict(arm, *hardware[:3]) for name, arm in design.arms.items()}
+    first = next(iter(predictions.values()))
+    known = calibrate(args.calibrate, first.step.itemsize) if args.calibrate else Known()
+    task, spent = find_task(first.run.task, first.run.data), {n: duration(p, hardware, known) for n, p in predictions.items()}
+    everything, given = (len(task.test_problems(first.run.dataset_path, most)) for most in (0, first.run.max_problems))
+    if None in spent.values():
+        raise UserError("--hardware: name the machine, as in --hardware 8xA100-40GB")
+    for name, hours in spent.items():
+        console.print(f"- {name}: {span(hours['gpu_hours'])} GPU-hours a seed", soft_wrap=True)
 
-    def hours(questions: int) -> list[list[float]]:
-        asked = [p.step.sampled | {"evaluation": (questions, *p.step.sampled["evaluation"][1:])} for p in predictions]
-        steps = [dataclasses.replace(p.step, sampled=each) for p, each in zip(predictions, asked, strict=True)]
-        runs = [dataclasses.replace(p, step=step) for p, step in zip(predictions, steps, strict=True)]
-        return [(duration(run, hardware, known) or {"gpu_hours": [math.nan] * 2})["gpu_hours"] for run in runs]
-
-    def shown(seeds: int, questions: int) -> tuple[float, str]:
-        """(Hours of a design, which differences it shows for how much)"""
+    def shown(seeds: int, questions: int) -> tuple[float, float, str]:
+        """The smallest difference that a design shows, its GPU-hours at most, and both in words."""
         difference = max(each.difference for each in powers(design, range(seeds, seeds + 1), questions).values())
-        ends = [seeds * sum(end) for end in zip(*hours(questions), strict=True)]
-        dollars = f" ({span([args.price * end for end in ends])} dollars)" * (args.price > 0)
-        return (
-            difference,
-            ends[1],
-            f"{seeds} seeds and {questions} questions show {difference:.3f} for {span(ends)} GPU-hours{dollars}",
-        )
+        ends = zip(*((*each["gpu_hours"], *each["evaluations_gpu_hours"]) for each in spent.values()), strict=True)
+        least, most, *of_evaluations = (seeds * sum(end) for end in ends)
+        hours = [whole + (questions / given - 1) * each for whole, each in zip((least, most), of_evaluations, strict=True)]
+        dollars = f" ({span([args.price * each for each in hours])} dollars)" * (args.price > 0)
+        words = f"{seeds} seeds and {questions} questions show {difference:.3f} for {span(hours)} GPU-hours{dollars}"
+        return difference, hours[1], words
 
-    for name, ends in zip(design.arms, hours(given), strict=True):
-        console.print(f"- {name}: {span(ends)} GPU-hours a seed", soft_wrap=True)
     seeds = max(2, len(design.seeds))
     console.print("; ".join(shown(number, given)[2] for number in (seeds, 2 * seeds)), soft_wrap=True)
     if args.show_difference:
