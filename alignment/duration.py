@@ -117,8 +117,8 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
 
 
 def seconds_of(phase: str, done: np.ndarray, per_unit: np.ndarray, known: Known) -> tuple[float, float]:
-    """The least and the most seconds of a phase's work. By finished runs that had the phase: at `fit`, times what it took beyond
-    that, in runs of nearest size above all. Else at best all kinds of work overlap, and at worst each waits for the others."""
+    """The least and the most seconds of a phase's work. By finished runs that had it: at `fit`, times what it took beyond that,
+    in runs of nearest size above all. Else at best all kinds of work overlap, and at worst each waits for the others."""
     near = np.array([sample[1:] for sample in known.samples if sample[0] == phase])
     if not len(near):
         return float(max(done * per_unit[0])), float(sum(done * per_unit[1]))
@@ -129,7 +129,7 @@ def seconds_of(phase: str, done: np.ndarray, per_unit: np.ndarray, known: Known)
 
 
 def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict | None:
-    """Seconds, [least, most], of each phase ("phases"), a "step" and the whole "run"; sampled "tokens_per_second"; and the run's
+    """Seconds, [least, most], of each phase ("phases"), a "step" and the whole "run"; sampled "tokens_per_second"; the run's
     "gpu_hours", of a machine without GPUs its hours, and "evaluations_gpu_hours". None where nobody knows the rates."""
     run, roles, per_unit, ends = prediction.run, prediction.roles, rates(hardware, prediction.step.itemsize), []
     if per_unit is None:

@@ -40,14 +40,8 @@ def main() -> None:
         console.print(f"{place}: {command_of(other, hardware)}", soft_wrap=True, markup=False)
     if args.json:
         peaks = [dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)} for peak in prediction.peaks]
-        facts = {
-            "run": vars(prediction.run),
-            "machine": hardware._asdict(),
-            "peaks": peaks,
-            "seconds": spent,
-            "command": command,
-        }
-        write_json(Path(args.json), facts)
+        facts = {"run": vars(prediction.run), "machine": hardware._asdict(), "seconds": spent, "command": command}
+        write_json(Path(args.json), {**facts, "peaks": peaks})
 
 
 def command_of(prediction, hardware: Hardware) -> str:

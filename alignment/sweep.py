@@ -133,26 +133,28 @@ def powers(design: Design, after: range, questions: int) -> dict:
 def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     """Print what every arm takes, what numbers of seeds show for what, and the cheapest design with --show_difference."""
     hardware = hardware_of(args.hardware)
+    import numpy as np
+
     from alignment.duration import Known, calibrate, duration, span
     from alignment.prediction import predict
 
-    predictions = {name: predict(arm, *hardware[:3]) for name, arm in design.arms.items()}
-    first = next(iter(predictions.values()))
-    known = calibrate(args.calibrate, first.step.itemsize) if args.calibrate else Known()
-    task, spent = find_task(first.run.task, first.run.data), {n: duration(p, hardware, known) for n, p in predictions.items()}
-    everything, given = (len(task.test_problems(first.run.dataset_path, most)) for most in (0, first.run.max_problems))
-    if None in spent.values():
+    predictions = [predict(arm, *hardware[:3]) for arm in design.arms.values()]
+    arm, step = predictions[0].run, predictions[0].step
+    known = calibrate(args.calibrate, step.itemsize) if args.calibrate else Known()
+    spent = [duration(prediction, hardware, known) for prediction in predictions]
+    if None in spent:
         raise UserError("--hardware: name the machine, as in --hardware 8xA100-40GB")
-    for name, hours in spent.items():
+    for name, hours in zip(design.arms, spent, strict=True):
         console.print(f"- {name}: {span(hours['gpu_hours'])} GPU-hours a seed", soft_wrap=True)
+    whole, evaluations = (np.sum([hours[key] for hours in spent], axis=0) for key in ("gpu_hours", "evaluations_gpu_hours"))
+    task, counted = find_task(arm.task, arm.data), step.sampled["evaluation"][0]
+    everything, given = (len(task.test_problems(arm.dataset_path, most)) for most in (0, arm.max_problems))
 
     def shown(seeds: int, questions: int) -> tuple[float, float, str]:
         """The smallest difference that a design shows, its GPU-hours at most, and both in words."""
         difference = max(each.difference for each in powers(design, range(seeds, seeds + 1), questions).values())
-        ends = zip(*((*each["gpu_hours"], *each["evaluations_gpu_hours"]) for each in spent.values()), strict=True)
-        least, most, *of_evaluations = (seeds * sum(end) for end in ends)
-        hours = [whole + (questions / given - 1) * each for whole, each in zip((least, most), of_evaluations, strict=True)]
-        dollars = f" ({span([args.price * each for each in hours])} dollars)" * (args.price > 0)
+        hours = seeds * (whole + (questions / counted - 1) * evaluations)
+        dollars = f" ({span(args.price * hours)} dollars)" * (args.price > 0)
         words = f"{seeds} seeds and {questions} questions show {difference:.3f} for {span(hours)} GPU-hours{dollars}"
         return difference, hours[1], words
 

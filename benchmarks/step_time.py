@@ -58,7 +58,8 @@ def arguments(name: str, output_dir: str, dataset_path: str, number: int) -> RLA
     return from_preset(
         RLArgs, "tiny", task=task, dataset_path=dataset_path if task == "gsm8k" else "", model=model, sft_base="",
         prompts_per_rollout=prompts, group_size=group_size, max_new_tokens=tokens, num_steps=steps, auto_sft=False,
-        train_mini_batch_size=prompts * group_size // 2, beta=0.01, max_problems=2 * prompts, eval_interval=steps, save_interval=steps,
+        train_mini_batch_size=prompts * group_size // 2, beta=0.01, max_problems=2 * prompts,
+        eval_interval=steps, save_interval=steps,
         learning_rate=1e-6, max_sampler_mismatch=0.1, reward="benchmarks.step_time:parity", trackers=(), dtype="auto",
         output_dir=output_dir, run_name=folder(name, number),
     )  # fmt: skip

@@ -35,8 +35,8 @@ def works(args: RLArgs, hardware: Hardware = EIGHT, **shares) -> dict[str, dict[
 
 
 def test_what_goes_over_links_is_hand_worked(arguments):
-    """Five policy GPUs: a gradient's sum sends and receives 4 bytes each; a part of five gathers 4 bytes of the other four in each of
-    three passes of an update, and sends their gradients; four borders see a bfloat16 run's hidden states and gradients in fp32."""
+    """Five policy GPUs. A gradient's sum sends and receives 4 bytes of each number. A part of five gathers 4 bytes of what the
+    others hold in each of three passes, and sends their gradients. Four borders see hidden states and their gradients in fp32."""
     facts = {"train_mini_batch_size": 128, "micro_batch_tokens": 10**6}  # two updates of one micro-batch each
     links = {kind: works(arguments(policy_parallelism=kind, **facts))["update"]["link"] for kind in ("replicated", "sharded")}
     assert links == {"replicated": 8 * TOTAL * 2, "sharded": pytest.approx((3 * 4 + 4) * TOTAL * 0.8 * 2)}
@@ -76,7 +76,8 @@ def test_a_run_is_its_steps_evaluations_and_checkpoints(arguments):
     "more",
     [
         {"max_new_tokens": 64}, {"group_size": 16}, {"prompts_per_rollout": 64}, {"epochs_per_rollout": 2}, {"beta": 0.1},
-        {"max_prompt_tokens": 400}, {"max_refills": 2}, {"train_mini_batch_size": 64}, {"max_problems": 1024}, {"num_steps": 81},
+        {"max_prompt_tokens": 400}, {"max_refills": 2}, {"train_mini_batch_size": 64}, {"max_problems": 1024},
+        {"num_steps": 81},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["single", "replicated", "sharded", "layer_split"])
@@ -103,8 +104,8 @@ def test_a_range_is_from_full_overlap_to_none():
 
 
 def test_finished_runs_correct_a_phase_by_runs_of_its_size():
-    """Rates say 12 seconds. The phase took 2 times what rates said in a run of 12 seconds, and 1.8 times in one of 12 e^0.9: their
-    weights are 1 / 0.1^2 = 100 and 1 / (0.1 + 0.9)^2 = 1. The range is the ratio of both corrections, either way, but at least 15 %."""
+    """Rates say 12 seconds. The phase took 2 times what rates said in a run of 12 seconds, 1.8 times in one of 12 e^0.9: their
+    weights are 1 / 0.1^2 = 100 and 1 / (0.1 + 0.9)^2 = 1. The range is the ratio of both corrections, but at least 15 %."""
     done = np.array([6.0, 4.0, 2.0, 0, 0, 0])
     known = Known(np.ones(6), [("update", 12.0, 2.0), ("update", 12 * np.exp(0.9), 1.8), ("sync", 1.0, 9.0)])
     middle = 12 * np.exp((100 * np.log(2) + np.log(1.8)) / 101)

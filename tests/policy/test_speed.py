@@ -11,7 +11,7 @@ from alignment.policy.placement import ModelShape
 from alignment.policy.speed import CARDS, KINDS, NUMBERS, Hardware, decoding, forward, hardware_of, rates
 from alignment.system.errors import UserError
 
-# A layer: queries and output 64 each, keys and values 32 each, MLP 3 x 128, norms 16: 592. In all 2 x 592 + 2 x 400 + 8 = 1,992.
+# A layer: queries and output 64 each, keys and values 32 each, MLP 3 x 128, norms 16: 592. In all 2 x 592 + 2 x 400 + 8.
 SMALL = LlamaConfig(
     vocab_size=50, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
     tie_word_embeddings=False,
@@ -33,7 +33,7 @@ def test_a_forward_passs_work_is_hand_worked():
 
 
 def test_decodings_work_is_hand_worked():
-    """2 prompts of 5 tokens, 2 responses each of 3 tokens on average and 4 at most: 4 passes of 12 tokens in all, after prefill.
+    """2 prompts of 5 tokens, 2 responses each of 3 tokens on average, 4 at most: 4 passes of 12 tokens in all, after prefill.
 
     A token's keys and values are 2 x 2 x 4 numbers of 2 bytes; each of 12 drawn tokens reads those of half a prompt, which two
     rows share, and of 1.5 tokens of its own."""
