@@ -36,7 +36,7 @@ def works(args: RLArgs, hardware: Hardware = EIGHT, **shares) -> dict[str, dict[
 
 def test_what_goes_over_links_is_hand_worked(arguments):
     """Five policy GPUs. A gradient's sum sends and receives 4 bytes of each number. A part of five gathers 4 bytes of what the
-    others hold in each of three passes, and sends their gradients. Four borders see hidden states and their gradients in fp32."""
+    others hold in each of three passes, and sends their gradients. Four borders see fp32 hidden states and gradients."""
     facts = {"train_mini_batch_size": 128, "micro_batch_tokens": 10**6}  # two updates of one micro-batch each
     links = {kind: works(arguments(policy_parallelism=kind, **facts))["update"]["link"] for kind in ("replicated", "sharded")}
     assert links == {"replicated": 8 * TOTAL * 2, "sharded": pytest.approx((3 * 4 + 4) * TOTAL * 0.8 * 2)}
