@@ -337,9 +337,7 @@ class PlanArgs(RLArgs):
     machines: int = 1  # Machines to plan for, all alike; several start the processes of a replicated or sharded policy.
     gpu_memory: float | None = None
     """GB (1e9 bytes) of each GPU, or of a host without; by default this machine's, where it has as many GPUs."""
-    hardware: str = ""
-    """What to plan for, instead of these three: 8xA100-40GB, 2x8xH100 (machines x GPUs x card), or 8xFILE.toml with a card of
-    your own, as policy/cards.toml has them; empty: this machine."""
+    hardware: str = ""  # Instead of these: machines x GPUs x card, as 8xA100-40GB, 2x8xH100, or 8xFILE.toml of your own card.
     price: float = 0.0  # Dollars that an hour of one GPU costs, or of a machine without; adds the run's price. 0: unknown.
     calibrate: tuple[str, ...] = ()  # Folders of finished runs on such a machine, whose seconds tell its rates.
     best: bool = False  # Rank the placements and parallelisms that fit by their time, each with its command line.

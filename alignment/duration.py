@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
+import jinja2
 import numpy as np
 from scipy.optimize import nnls
 
@@ -128,12 +129,10 @@ def seconds_of(phase: str, done: np.ndarray, per_unit: np.ndarray, known: Known)
     return middle / spread, middle * spread
 
 
-def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict | None:
-    """Seconds, [least, most], of each phase ("phases"), a "step" and the whole "run"; sampled "tokens_per_second"; the run's
-    "gpu_hours", of a machine without GPUs its hours, and "evaluations_gpu_hours". None where nobody knows the rates."""
+def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict:
+    """Seconds, [least, most], of each phase ("phases") and of a "step"; sampled "tokens_per_second"; the run's "hours", its
+    "gpu_hours", of a machine without GPUs the same, and of these "evaluations_gpu_hours"."""
     run, roles, per_unit, ends = prediction.run, prediction.roles, rates(hardware, prediction.step.itemsize), []
-    if per_unit is None:
-        return None
     gpus = hardware.machines * (hardware.gpus or len({*roles.policy, *roles.sample, roles.eval, roles.reference}))
     evaluations, checkpoints = 1 + ceil(run.num_steps / run.eval_interval), ceil(run.num_steps / run.save_interval)
     for end in (0, 1):
@@ -144,16 +143,22 @@ def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict |
         parts = phases["sampling"], sum(phases[phase] for phase in phases if phase not in ("sampling", *BESIDE))
         step = max(parts) if run.rollouts == "async" else sum(parts)
         whole, sampled = run.num_steps * step + evaluated + saved, run.rollout_size * shares["response"] * run.max_new_tokens
-        hours = [gpus * seconds / 3600 for seconds in (whole, evaluated)]
-        ends.append((*phases.values(), step, whole, sampled / step, *hours))
-    *of_phases, step, whole, tokens, hours, of_evaluations = map(sorted, zip(*ends, strict=True))
-    totals = {"step": step, "run": whole, "tokens_per_second": tokens, "gpu_hours": hours}
-    return {"phases": dict(zip(works, of_phases)), **totals, "evaluations_gpu_hours": of_evaluations}
+        hours = {"hours": whole / 3600, "gpu_hours": gpus * whole / 3600, "evaluations_gpu_hours": gpus * evaluated / 3600}
+        ends.append(phases | {"step": step, "tokens_per_second": sampled / step, **hours})
+    spans = {name: sorted(end[name] for end in ends) for name in ends[0]}
+    return {"phases": {phase: spans.pop(phase) for phase in works}, **spans}
 
 
 def span(values: Sequence[float]) -> str:
     """A range in words: 1.2 to 45."""
     return " to ".join(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
+
+
+def render(template: Path, facts: Mapping[str, object]) -> str:
+    """A template's text, in which `span` writes ranges."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.filters["span"] = span
+    return environment.from_string(template.read_text(encoding="utf-8")).render(facts)
 
 
 def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[dict, Prediction]]:
@@ -168,4 +173,4 @@ def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[dict, Pr
             fits = all(prediction.excess(peak.device) <= 0 for peak in prediction.peaks)
             if fits and (kind == "single") == (len(prediction.roles.policy) == 1):
                 found.append((duration(prediction, hardware, known), prediction))
-    return sorted((pair for pair in found if pair[0]), key=lambda pair: np.prod(pair[0]["run"]))
+    return sorted(found, key=lambda pair: np.prod(pair[0]["hours"]))

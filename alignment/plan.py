@@ -21,27 +21,27 @@ def main() -> None:
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     roles_of(args, hardware.gpus)
-    from alignment.duration import Known, calibrate, duration, ranked, span  # which load torch: mistakes are reported first
+    from alignment.duration import Known, calibrate, duration, ranked, render  # which load torch: mistakes are reported first
     from alignment.prediction import predict
 
     run = RLArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLArgs)})
-    prediction, console = predict(run, hardware.gpus, hardware.memory, hardware.machines), make_console()
+    prediction, console = predict(run, *hardware[:3]), make_console()
     known = calibrate(args.calibrate, prediction.step.itemsize) if args.calibrate else Known()
     where = args.hardware or ("this machine" if hardware.gpus is None else f"{hardware.gpus} GPUs")
     several = f", on each of {hardware.machines} machines" * (hardware.machines > 1 and not args.hardware)
     print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
     for peak in prediction.peaks:
         print_peak(prediction, peak, console)
-    spent, command = duration(prediction, hardware, known), command_of(prediction, hardware)
-    console.print(seconds_in_words(spent, args.price, known), soft_wrap=True)
-    console.print(command, soft_wrap=True, markup=False)
-    for number, (seconds, other) in enumerate(ranked(run, hardware, known) if args.best else (), start=1):
-        place = f"{number}. {span(seconds['step'])} s a step, {span(seconds['gpu_hours'])} GPU-hours"
-        console.print(f"{place}: {command_of(other, hardware)}", soft_wrap=True, markup=False)
+    seconds, best = duration(prediction, hardware, known), ranked(run, hardware, known) if args.best else []
+    facts = {
+        "run": vars(prediction.run), "machine": hardware._asdict(), "command": command_of(prediction, hardware),
+        "peaks": [dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)} for peak in prediction.peaks],
+        "seconds": seconds, "dollars": [args.price * hours for hours in seconds["gpu_hours"]] if args.price else None,
+        "off": known.samples, "best": [{"seconds": of, "command": command_of(other, hardware)} for of, other in best],
+    }  # fmt: skip
+    console.print(render(Path(__file__).with_name("plan.txt.j2"), facts), soft_wrap=True, markup=False)
     if args.json:
-        peaks = [dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)} for peak in prediction.peaks]
-        facts = {"run": vars(prediction.run), "machine": hardware._asdict(), "seconds": spent, "command": command}
-        write_json(Path(args.json), {**facts, "peaks": peaks})
+        write_json(Path(args.json), facts)
 
 
 def command_of(prediction, hardware: Hardware) -> str:
@@ -49,22 +49,6 @@ def command_of(prediction, hardware: Hardware) -> str:
     torchrun = f"torchrun --nnodes {hardware.machines} --nproc_per_node {prediction.ranks} --rdzv_backend c10d"
     start = f"{torchrun} --rdzv_endpoint HOST:29500" if hardware.machines > 1 else "uv run"
     return f"{start} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
-
-
-def seconds_in_words(spent: dict | None, price: float, known) -> str:
-    """Lines on a `duration`, what it costs, and how far finished runs' rates were off by phase, which is then corrected."""
-    from alignment.duration import span
-
-    if spent is None:
-        return "seconds: unknown; name the machine, as in --hardware 8xA100-40GB"
-    source = "from finished runs" if known.samples else "not calibrated, hence wide"
-    phases = ", ".join(f"{phase} {span(seconds)}" for phase, seconds in spent["phases"].items())
-    hours, dollars = [seconds / 3600 for seconds in spent["run"]], [price * each for each in spent["gpu_hours"]]
-    whole = f"{span(hours)} hours, {span(spent['gpu_hours'])} GPU-hours" + f", {span(dollars)} dollars" * (price > 0)
-    off = ", ".join(f"{phase} {1 / beyond:.2f}" for phase, _, beyond in known.samples)
-    lines = f"""seconds ({source}): a step {span(spent["step"])}, and by phase: {phases}
-the whole run, with evaluations: {whole}; {span(spent["tokens_per_second"])} sampled tokens a second"""
-    return lines + f"\nthe same rates for all phases would give, of what finished runs took: {off}" * bool(off)
 
 
 def print_placement(prediction, title: str, console) -> None:

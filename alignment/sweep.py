@@ -142,8 +142,6 @@ def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     arm, step = predictions[0].run, predictions[0].step
     known = calibrate(args.calibrate, step.itemsize) if args.calibrate else Known()
     spent = [duration(prediction, hardware, known) for prediction in predictions]
-    if None in spent:
-        raise UserError("--hardware: name the machine, as in --hardware 8xA100-40GB")
     for name, hours in zip(design.arms, spent, strict=True):
         console.print(f"- {name}: {span(hours['gpu_hours'])} GPU-hours a seed", soft_wrap=True)
     whole, evaluations = (np.sum([hours[key] for hours in spent], axis=0) for key in ("gpu_hours", "evaluations_gpu_hours"))

@@ -50,18 +50,17 @@ def hardware_of(text: str, gpus: int | None = None, machines: int = 1, memory: f
     return Hardware(int(counts[1]), 1e9 * numbers[0], int(counts[0]), cards[0])
 
 
-def rates(hardware: Hardware, itemsize: int) -> np.ndarray | None:
-    """Seconds of a unit of KINDS, at best and at worst, [2, K]. Products have `itemsize` bytes a number. None: unknown."""
+def rates(hardware: Hardware, itemsize: int) -> np.ndarray:
+    """Seconds of a unit of KINDS, at best and at worst, [2, K], with products of `itemsize` bytes a number. GPUs without a name
+    are any of `CARDS`."""
     import torch  # here, because it takes seconds, and mistakes are reported first
 
-    gpus, card = hardware.gpus if hardware.gpus is not None else torch.cuda.device_count(), hardware.card
-    if not card and not gpus:
-        card = {number: (os.cpu_count() or 1) * CORE[number] for number in NUMBERS}
-    elif not card and hardware.gpus is None:  # their name has all words of a card's
-        words = set(re.split("[ -]", torch.cuda.get_device_name()))
-        card = next((known for name, known in CARDS.items() if set(name.split("-")) <= words), None)
+    gpus = torch.cuda.device_count() if hardware.gpus is None else hardware.gpus
+    own = {number: (os.cpu_count() or 1) * CORE[number] for number in NUMBERS}
+    cards = [hardware.card] if hardware.card else CARDS.values() if gpus else [own]
     kinds = ("bfloat16" if itemsize == 2 else "float32", "bandwidth", "launches", "link", "network", "disk")
-    return card and 1 / np.array([[REACHED[kind][end] * card.get(kind, 1) for kind in kinds] for end in (0, 1)])
+    best, worst = (np.array([[REACHED[k][end] * card.get(k, 1) for k in kinds] for card in cards]) for end in (0, 1))
+    return 1 / np.array([best.max(axis=0), worst.min(axis=0)])
 
 
 def work(**amounts: float) -> np.ndarray:

@@ -84,7 +84,7 @@ def test_hardware_says_gpus_machines_memory_and_seconds(planned, tmp_path):
     assert "tiny" in said and "on 2x8xA100-40GB, policy sharded" in said and said.count("of 40 GB, fits") == 7
     assert said.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 5")
     facts = json.loads((tmp_path / "plan.json").read_text())
-    assert set(facts) == {"run", "machine", "peaks", "seconds", "command"}
+    assert set(facts) == {"run", "machine", "peaks", "seconds", "dollars", "off", "best", "command"}
     assert facts["command"] == said.splitlines()[-1] and facts["run"]["policy_parallelism"] == "sharded"
     assert facts["machine"]["gpus"] == 8 and facts["machine"]["card"]["bandwidth"] == 1555
     assert [peak["device"] for peak in facts["peaks"]] == [f"cuda:{gpu}" for gpu in (0, 1, 2, 3, 4, 5, 7)]  # no reference
@@ -92,18 +92,16 @@ def test_hardware_says_gpus_machines_memory_and_seconds(planned, tmp_path):
     seconds = facts["seconds"]
     assert set(seconds["phases"]) == {"sampling", "old_log_probs", "update", "sync", "evaluation", "checkpoint"}
     hours = seconds["gpu_hours"]
-    assert hours == pytest.approx([16 * end / 3600 for end in seconds["run"]])
+    assert hours == pytest.approx([16 * end for end in seconds["hours"]]) and facts["dollars"] == [10 * end for end in hours]
     line = next(line for line in said.splitlines() if line.startswith("the whole run"))
     assert f"{span(hours)} GPU-hours, {span([10 * end for end in hours])} dollars; " in line
     step = next(line for line in said.splitlines() if line.startswith("seconds"))
     assert step.startswith(f"seconds (not calibrated, hence wide): a step {span(seconds['step'])}, and by phase: sampling ")
 
 
-def test_seconds_need_a_card_or_this_machine(planned):
-    assert "seconds: unknown; name the machine, as in --hardware 8xA100-40GB" in planned(
-        "--num_gpus", "8", "--gpu_memory", "80"
-    )
-    assert "seconds (not calibrated" in planned("--num_gpus", "0")
+def test_seconds_are_of_any_card_where_none_is_named(planned):
+    any_card = "seconds (not calibrated, hence wide; of any card, where there are GPUs: name yours with --hardware): a step "
+    assert any_card in planned("--num_gpus", "8", "--gpu_memory", "80")
     with pytest.raises(UserError, match="--hardware 8xT4: says all that"):
         planned("--hardware", "8xT4", "--num_gpus", "8")
     with pytest.raises(UserError, match="none is no run's folder"):

@@ -62,7 +62,14 @@ def test_hardware_is_machines_gpus_and_a_card(tmp_path):
     own = tmp_path / "8x.toml"
     own.write_text("[mine]\nmemory = 96\nbfloat16 = 200\nfloat32 = 20.5\nbandwidth = 1000\nlink = 50\nnetwork = 10\n")
     assert hardware_of(f"4x{own}") == hardware_of(f"1x4x{own}") and hardware_of(f"4x{own}")[:3] == (4, 96e9, 1)
-    assert hardware_of("", 3, 2, 24.0) == Hardware(3, 24e9, 2, None) and rates(hardware_of("", 3), 2) is None
+    assert hardware_of("", 3, 2, 24.0) == Hardware(3, 24e9, 2, None)
+
+
+def test_gpus_without_a_name_are_any_card():
+    """At best as the H200 computes, at worst as the T4."""
+    best, worst = rates(hardware_of("", 3), 2)
+    assert (best[0], worst[0]) == pytest.approx((1 / (0.7 * 989.4e12), 1 / (0.2 * 8.1e12)))
+    assert (best[1], worst[1]) == pytest.approx((1 / (0.9 * 4800e9), 1 / (0.4 * 300e9)))
 
 
 @pytest.mark.parametrize(
