@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-import jinja2
 import numpy as np
 from scipy.optimize import nnls
 
 from alignment.ablation.study import read_run
 from alignment.args import RLArgs
+from alignment.checks import visible_gpus
 from alignment.policy.memory import CACHE_BYTES
 from alignment.policy.policy import POLICIES, RANKED
 from alignment.policy.speed import Hardware, decoding, forward, rates, work
@@ -22,11 +22,8 @@ from alignment.prediction import Prediction, predict
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl
 
-Shares = Mapping[str, tuple[float, float]]
-"""What arguments do not tell, from the least to the most: the mean share of the longest prompt that prompts take, and of the
-longest response, and the share of responses with a gradient."""
-SPREAD = 1.5  # factor by which an estimate from a single run may be off
-BESIDE = ("evaluation", "checkpoint")  # phases that are no part of a step
+# Factors by which an estimate may be off: of a single run, of several at least, and for each e-fold of size off the nearest.
+ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1
 
 
 class Known(NamedTuple):
@@ -34,7 +31,8 @@ class Known(NamedTuple):
 
     fit: np.ndarray | None = None  # Seconds of a unit of each of `KINDS`, that fit all phases best.
     samples: Sequence[tuple[str, float, float]] = ()  # A phase, its seconds by `fit`, and those measured over these.
-    shares: Shares = {"prompt": (0.1, 1.0), "response": (0.25, 1.0), "trained": (0.5, 1.0)}
+    # Mean shares of the longest prompt and response, and of responses with a gradient, from the least to the most.
+    shares: Mapping[str, tuple[float, float]] = {"prompt": (0.1, 1.0), "response": (0.25, 1.0), "trained": (0.5, 1.0)}
 
 
 def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, float], refills=0) -> dict[str, np.ndarray]:
@@ -60,13 +58,9 @@ def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, f
     def sampled(phase: str, times: float) -> np.ndarray:
         asked, size, longest = step.sampled[phase]
         cache = 0 if step.vllm else CACHE_BYTES[samplers[0].partition(":")[0]]
-        rows = (
-            times * asked * run.sampler_tensor_parallel / len(samplers) / machines,
-            size,
-            prompt,
-            shares["response"] * longest,
-        )
-        return decoding(shape, config, step.itemsize, (*rows, longest), cache) / run.sampler_tensor_parallel
+        engines = machines * len(samplers) / run.sampler_tensor_parallel
+        rows = (times * asked / engines, size, prompt, shares["response"] * longest, longest)
+        return decoding(shape, config, step.itemsize, rows, cache) / run.sampler_tensor_parallel
 
     passed, pieces = computed(shares["trained"] * run.epochs_per_rollout, updates)
     summed = 4 * trained * (1 - 1 / parts) * pieces if parts > 1 else 8 * trained * updates * (ranks > machines)
@@ -113,7 +107,8 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
             measured.append((phase, done, median(record.get(name, 0.0) for record in records)))
     measured = [sample for sample in measured if sample[2] > 0.001]
     fit = nnls(np.array([done / seconds for _, done, seconds in measured]), np.ones(len(measured)))[0]
-    samples = [(phase, float(done @ fit), seconds / float(done @ fit)) for phase, done, seconds in measured]
+    sizes = [max(float(done @ fit), 1e-9) for _, done, _ in measured]
+    samples = [(phase, size, seconds / size) for (phase, _, seconds), size in zip(measured, sizes, strict=True)]
     return Known(fit, samples, {name: (min(of), max(of)) for name, of in zip(Known().shares, zip(*shares))})
 
 
@@ -124,8 +119,10 @@ def seconds_of(phase: str, done: np.ndarray, per_unit: np.ndarray, known: Known)
     if not len(near):
         return float(max(done * per_unit[0])), float(sum(done * per_unit[1]))
     (sizes, beyond), size = near.T, max(float(done @ known.fit), 1e-9)
-    spread = max(1.15, max(beyond) / min(beyond)) if len(near) > 1 else SPREAD
-    middle = size * float(np.exp(np.average(np.log(beyond), weights=(0.1 + abs(np.log(sizes / size))) ** -2)))
+    distances = abs(np.log(sizes / size))
+    spread = max(SEVERAL_RUNS, max(beyond) / min(beyond)) if len(near) > 1 else ONE_RUN
+    spread *= float(OF_SIZE ** min(distances))
+    middle = size * float(np.exp(np.average(np.log(beyond), weights=(0.1 + distances) ** -2)))
     return middle / spread, middle * spread
 
 
@@ -140,7 +137,7 @@ def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict:
         works = work_of_phases(prediction, hardware.machines, shares, end * run.max_refills)
         phases = {phase: seconds_of(phase, done, per_unit, known)[end] for phase, done in works.items()}
         evaluated, saved = evaluations * phases["evaluation"], checkpoints * phases["checkpoint"]
-        parts = phases["sampling"], sum(phases[phase] for phase in phases if phase not in ("sampling", *BESIDE))
+        parts = phases["sampling"], sum(phases.values()) - sum(phases[of] for of in ("sampling", "evaluation", "checkpoint"))
         step = max(parts) if run.rollouts == "async" else sum(parts)
         whole, sampled = run.num_steps * step + evaluated + saved, run.rollout_size * shares["response"] * run.max_new_tokens
         hours = {"hours": whole / 3600, "gpu_hours": gpus * whole / 3600, "evaluations_gpu_hours": gpus * evaluated / 3600}
@@ -154,23 +151,16 @@ def span(values: Sequence[float]) -> str:
     return " to ".join(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
 
 
-def render(template: Path, facts: Mapping[str, object]) -> str:
-    """A template's text, in which `span` writes ranges."""
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
-    environment.filters["span"] = span
-    return environment.from_string(template.read_text(encoding="utf-8")).render(facts)
-
-
 def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[dict, Prediction]]:
     """(`duration`, prediction) of each parallelism on splits of the GPUs between policy and sampler that fit, fastest first."""
-    gpus, found = [f"cuda:{number}" for number in range(hardware.gpus or 0)], []
-    kinds = RANKED if hardware.machines > 1 else POLICIES
-    for kind, engines in product(kinds, (0, 1, 2, 4, 8, len(gpus) - 1)):
-        split = {"policy_devices": tuple(gpus[:-engines]), "sample_device": tuple(gpus[-engines:])} if engines > 0 else {}
+    number, found = visible_gpus() if hardware.gpus is None else hardware.gpus, {}
+    gpus, kinds = tuple(f"cuda:{gpu}" for gpu in range(number)), RANKED if hardware.machines > 1 else POLICIES
+    for kind, engines in product(kinds, {0, 1, 2, 4, 8, number - 1} & {*range(max(1, number))}):
+        split = {"policy_devices": gpus[:-engines], "sample_device": gpus[-engines:]} if engines else {}
         with suppress(UserError):
             other = replace(run, policy_parallelism=kind, policy_ranks=0, **split)
-            prediction = predict(other, hardware.gpus, hardware.memory, hardware.machines)
+            prediction = predict(other, *hardware[:3])
             fits = all(prediction.excess(peak.device) <= 0 for peak in prediction.peaks)
             if fits and (kind == "single") == (len(prediction.roles.policy) == 1):
-                found.append((duration(prediction, hardware, known), prediction))
-    return sorted(found, key=lambda pair: np.prod(pair[0]["hours"]))
+                found[kind, prediction.roles] = duration(prediction, hardware, known), prediction
+    return sorted(found.values(), key=lambda pair: np.prod(pair[0]["hours"]))

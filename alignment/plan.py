@@ -8,6 +8,8 @@ import dataclasses
 import shlex
 from pathlib import Path
 
+import jinja2
+
 from alignment.args import PlanArgs, RLArgs, command_line, parse
 from alignment.checks import check_processes, roles_of
 from alignment.policy.speed import Hardware, hardware_of
@@ -21,7 +23,7 @@ def main() -> None:
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     roles_of(args, hardware.gpus)
-    from alignment.duration import Known, calibrate, duration, ranked, render  # which load torch: mistakes are reported first
+    from alignment.duration import Known, calibrate, duration, ranked, span  # which load torch: mistakes are reported first
     from alignment.prediction import predict
 
     run = RLArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLArgs)})
@@ -39,7 +41,10 @@ def main() -> None:
         "seconds": seconds, "dollars": [args.price * hours for hours in seconds["gpu_hours"]] if args.price else None,
         "off": known.samples, "best": [{"seconds": of, "command": command_of(other, hardware)} for of, other in best],
     }  # fmt: skip
-    console.print(render(Path(__file__).with_name("plan.txt.j2"), facts), soft_wrap=True, markup=False)
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.filters["span"] = span
+    template = environment.from_string(Path(__file__).with_name("plan.txt.j2").read_text(encoding="utf-8"))
+    console.print(template.render(facts), soft_wrap=True, markup=False)
     if args.json:
         write_json(Path(args.json), facts)
 

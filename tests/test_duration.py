@@ -105,13 +105,15 @@ def test_a_range_is_from_full_overlap_to_none():
 
 def test_finished_runs_correct_a_phase_by_runs_of_its_size():
     """Rates say 12 seconds. The phase took 2 times what rates said in a run of 12 seconds, 1.8 times in one of 12 e^0.9: their
-    weights are 1 / 0.1^2 = 100 and 1 / (0.1 + 0.9)^2 = 1. The range is the ratio of both corrections, but at least 15 %."""
+    weights are 1 / 0.1^2 = 100 and 1 / (0.1 + 0.9)^2 = 1. The range is the ratio of both corrections, but at least 1.25 either
+    way, and 1.1 times wider for each e-fold of size that the nearest run is off."""
     done = np.array([6.0, 4.0, 2.0, 0, 0, 0])
     known = Known(np.ones(6), [("update", 12.0, 2.0), ("update", 12 * np.exp(0.9), 1.8), ("sync", 1.0, 9.0)])
     middle = 12 * np.exp((100 * np.log(2) + np.log(1.8)) / 101)
-    assert seconds_of("update", done, None, known) == pytest.approx((middle / 1.15, middle * 1.15))
+    assert seconds_of("update", done, None, known) == pytest.approx((middle / 1.25, middle * 1.25))
     alone = Known(np.ones(6), [("update", 12.0, 2.0)])
     assert seconds_of("update", done, None, alone) == pytest.approx((24 / 1.5, 24 * 1.5))
+    assert seconds_of("update", np.e * done, None, alone) == pytest.approx((24 * np.e / 1.65, 24 * np.e * 1.65))
 
 
 @pytest.fixture

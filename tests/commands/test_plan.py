@@ -109,6 +109,7 @@ def test_seconds_are_of_any_card_where_none_is_named(planned):
 
 
 def test_the_best_is_printed_with_its_rank(planned):
-    said = planned("--hardware", "2xL4", "--best")
-    assert [line.split(" ", 1)[0] for line in said.splitlines()[-3:]] == ["1.", "2.", "3."][-len(said.splitlines()[-3:]) :]
-    assert "GPU-hours: uv run -m alignment.train_rl --preset tiny" in said
+    """Three GPUs: the policy on one, beside two engines or one engine and the others' models; or on two, by three kinds."""
+    said = planned("--hardware", "3xL4", "--best").splitlines()[-6:]
+    assert not said[0][0].isdigit() and [line.split(" ", 1)[0] for line in said[1:]] == ["1.", "2.", "3.", "4.", "5."]
+    assert all("GPU-hours: uv run -m alignment.train_rl --preset tiny" in line for line in said[1:]) and len(set(said)) == 6
