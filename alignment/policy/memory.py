@@ -44,6 +44,11 @@ def checkpointed_activation_bytes(config, itemsize: int = 4) -> int:
     return 4 * (config.num_hidden_layers + 3) * config.hidden_size + one_layer
 
 
+def passing_bytes(config, itemsize: int) -> int:
+    """Bytes of one token while one layer computes it and nothing is kept for backward."""
+    return itemsize * (3 * mlp_width(config) + 6 * config.hidden_size) + 8 * config.hidden_size * (itemsize == 2)
+
+
 def key_value_bytes(config, itemsize: int) -> int:
     """Bytes of one token's keys and values in all layers."""
     query_heads = getattr(config, "num_attention_heads", 1)  # a model without attention keeps less, whatever the length
@@ -226,26 +231,27 @@ def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen
     }
 
 
-def _at_work(config: Any, step: StepShape, device: str, held: int, total: int) -> tuple[int, int]:
-    """(Tokens of the micro-batches at work at a time beside `held` bytes, of `total`; how many micro-batches these are)."""
+def _at_work(config: Any, step: StepShape, device: str, held: int, total: int) -> tuple[int, int, bool]:
+    """(Tokens of the micro-batches at work at a time beside `held` bytes, of `total`; how many micro-batches these are; whether
+    their layers are computed twice)."""
     longest, limit = step.prompt + step.max_new_tokens, MAX_ACTIVATION_BYTES[device.partition(":")[0]]
     fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - held, longest, min(step.card, limit))
-    most, group = step.micro_batch_tokens or fit * (not checkpointing), step.prompt + step.group_size * step.max_new_tokens
+    most, group = step.micro_batch_tokens or fit, step.prompt + step.group_size * step.max_new_tokens
     parallel = step.parallel if most >= step.parallel * group else 1  # as in `cut_for_parallel`
     if parallel > 1:
         most = parallel * min(most // parallel, -(-total // parallel) + group // 2)
-    return max(min(most, total), longest), parallel
+    return max(min(most, total), longest), parallel, checkpointing and not step.micro_batch_tokens
 
 
 def _pass(shape: ModelShape, config: Any, step: StepShape, device: str, with_head: bool) -> dict[str, int]:
     """Bytes of a forward pass for log-probs alone: of one layer, and of the head."""
     prompts, each, longest = step.sampled["sampling"]
-    tokens, parallel = _at_work(config, step, device, 0, prompts * (step.prompt + each * longest))
+    tokens, parallel, _ = _at_work(config, step, device, 0, prompts * (step.prompt + each * longest))
     layers = [shape.parameters[name] for name in shape.layers]
     outside = sum(shape.parameters.values()) - sum(layers)
     return {
         "casts": 2 * sum(layers) * (step.itemsize == 2),
-        "activations": tokens * activation_bytes(config, step.itemsize) // config.num_hidden_layers,
+        "activations": tokens * passing_bytes(config, step.itemsize),
         "logits": parallel * head_bytes(config, step, tokens // parallel, device, "pass") * with_head,
         "gathered": 4 * (outside + 2 * max(layers)) * (step.policy_parallelism in RANKED),
     }
@@ -258,10 +264,12 @@ def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held:
     device, layers, adapted = share.device, [shape.parameters[name] for name in shape.layers], bool(shape.adapters)
     ranked, trained = step.policy_parallelism in RANKED, 4 * (shape.trained(share.modules) // share.parts)
     gathered = gathered_bytes(layers, sum(shape.parameters.values()) - sum(layers), step.itemsize) if ranked else 0
-    tokens, parallel = _at_work(config, step, device, held + trained + gathered, step.update_tokens)
+    tokens, parallel, checkpointing = _at_work(config, step, device, held + trained + gathered, step.update_tokens)
     update = {"gradients": trained, **_activations(shape, config, step, share.modules, tokens)}
-    if adapted:  # autocast shares casts of what is trained only
-        update["casts"] *= parallel
+    update["casts"] *= parallel if adapted else 1  # autocast shares casts of what is trained only
+    if checkpointing:
+        twice = tokens * checkpointed_activation_bytes(config, step.itemsize)
+        update |= {"activations": twice, **{kind: update[kind] // len(layers) for kind in ("casts", "attention")}}
     use = "frozen" if adapted else "trained"
     head = parallel * head_bytes(config, step, tokens // parallel, device, use) * (shape.head in share.modules)
     # A layer's forward and backward pass makes some three quarters of what it keeps again.
@@ -279,15 +287,15 @@ def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held:
 
 def _decoding(config: Any, step: StepShape, prompts: int, each: int, tokens: int, device: str) -> list[dict[str, int]]:
     """Bytes of our own decoding of the most prompts whose keys and values have room at a time, each with `each` responses of
-    `tokens` at most: while a layer computes the prompts, and when the last token is drawn."""
+    `tokens` at most: while a layer computes the prompts, when what it made is copied, and when the last token is drawn."""
     a_token = key_value_bytes(config, step.itemsize)
     group = step.prompt + each * tokens
     wave = min(prompts, max(1, CACHE_BYTES[device.partition(":")[0]] // (group * a_token)))
     read = wave * step.prompt
     logits = 4 * wave * each * config.vocab_size * (5 if step.truncated else 4)
-    layer = read * activation_bytes(config, step.itemsize) // config.num_hidden_layers
     return [
-        {"keys and values": 2 * read * a_token, "activations": layer},
+        {"keys and values": read * a_token, "activations": read * passing_bytes(config, step.itemsize)},
+        {"keys and values": 2 * read * a_token},
         {"keys and values": wave * group * a_token, "logits": logits},
     ]
 

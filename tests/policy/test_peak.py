@@ -122,7 +122,8 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, r
     roles, args = assign_roles(1), from_preset(RLArgs, "single_gpu_gsm8k_kl")
     step = dataclasses.replace(
         step_shape(args, roles, 48e9, True), optimizer="adamw", micro_batch_tokens=prompt + rows * response,
-        prompt=prompt, max_new_tokens=response, truncated=top_p < 1, frozen=0,
+        update_tokens=2 * (prompt + rows * response), prompt=prompt, max_new_tokens=response, group_size=rows,
+        truncated=top_p < 1, frozen=0,
     )  # fmt: skip
     kinds = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)[0].phases["update"]
     form = sum(kinds.values()) - kinds["sampler"] - kinds["context"]
