@@ -20,11 +20,17 @@ from alignment.system.terminal import make_console, make_table
 
 def main() -> None:
     args = parse(PlanArgs)
+<<<<<<< HEAD
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     roles_of(args, hardware.gpus)
     from alignment.duration import Known, calibrate, duration, ranked, span  # which load torch: mistakes are reported first
     from alignment.prediction import predict
+=======
+    check_processes(args, args.policy_parallelism)
+    roles_of(args, args.num_gpus)
+    from alignment.prediction import predict, remedies  # here, because it loads torch: mistakes are reported first
+>>>>>>> bytes
 
     run = RLArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLArgs)})
     prediction, console = predict(run, *hardware[:3]), make_console()
@@ -34,6 +40,7 @@ def main() -> None:
     print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
     for peak in prediction.peaks:
         print_peak(prediction, peak, console)
+<<<<<<< HEAD
     seconds, best = duration(prediction, hardware, known), ranked(run, hardware, known) if args.best else []
     facts = {
         "run": vars(prediction.run), "machine": hardware._asdict(), "command": command_of(prediction, hardware),
@@ -54,6 +61,16 @@ def command_of(prediction, hardware: Hardware) -> str:
     torchrun = f"torchrun --nnodes {hardware.machines} --nproc_per_node {prediction.ranks} --rdzv_backend c10d"
     start = f"{torchrun} --rdzv_endpoint HOST:29500" if hardware.machines > 1 else "uv run"
     return f"{start} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
+=======
+    if any(prediction.excess(peak.device) > 0 for peak in prediction.peaks):
+        found = remedies(prediction, args.num_gpus, (args.gpu_memory or 0) * 1e9, args.machines)
+        lines = [f"with {flags} it would fit: {size / 1e9:.1f} GB on the fullest device" for flags, size in found]
+        console.print("\n".join(lines or ["no flag, and no two of them, would make it fit"]), soft_wrap=True, markup=False)
+    ranks = prediction.ranks
+    start = f"torchrun --nnodes {args.machines} --nproc_per_node {ranks} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
+    command = f"{start if args.machines > 1 else 'uv run'} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
+    console.print(command, soft_wrap=True, markup=False)
+>>>>>>> bytes
 
 
 def print_placement(prediction, title: str, console) -> None:
@@ -80,9 +97,9 @@ def print_peak(prediction, peak, console) -> None:
     card, excess, kinds = prediction.capacity(peak.device), prediction.excess(peak.device), peak.phases[peak.worst]
     verdict = "fits" if excess <= 0 else f"does not fit by {excess / 1e9:.1f} GB"
     listed = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items() if size)
-    console.print(
-        f"{peak.name}, peak of a step: {peak.total / 1e9:.1f} of {card / 1e9:.3g} GB, {verdict} ({peak.worst}: {listed})"
-    )
+    line = f"{peak.name}, peak of a step: {peak.total / 1e9:.1f} of {card / 1e9:.3g} GB, {verdict} ({peak.worst}: {listed})"
+    others = ((phase, sum(peak.phases[phase].values())) for phase in peak.phases if phase != peak.worst)
+    console.print(line + "".join(f"; {phase} {size / 1e9:.1f}" for phase, size in others), soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

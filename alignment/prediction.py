@@ -1,6 +1,8 @@
 """A run's memory before it starts: its devices, and the peak bytes of each in each phase of a step, from shapes alone."""
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +11,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from alignment.args import RLArgs, configuration
+from alignment.args import RLArgs, configuration, flags_of
 from alignment.checks import check_processes, engines_on_shared_gpu, resolve_model, roles_of
 from alignment.models import kind_of_policy
 from alignment.policy.loading import compute_dtype, load_config
 from alignment.policy.memory import SPARE, DevicePeak, StepShape, peak_bytes, total_bytes
+from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.parallel_micro_batches import PARALLEL
 from alignment.policy.placement import ModelShape, Roles
 from alignment.policy.policy import RANKED
@@ -72,6 +75,33 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
     step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm")
     peaks = peak_bytes(shape, config, roles, step) if memory else []
     return Prediction(run, base, shape, config, roles, kind, step, peaks)
+
+
+def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
+    """The flags that would each make a run fit that does not, or else pairs of them, and the bytes of the fullest device then;
+    `machine` is what `predict` was told beside the run's arguments."""
+    run, vllm = prediction.run, prediction.step.vllm
+    tokens = [2**power for power in range(13, 8, -1) if not 0 < run.micro_batch_tokens <= 2**power]
+    groups: list[list[dict]] = [[{"micro_batch_tokens": number} for number in (*tokens, 0)]]
+    groups += [[{"optimizer": name}] for name in OPTIMIZERS if name not in ("adamw", run.optimizer)]
+    groups += [[{"lora_rank": 16}]] * (not run.lora_rank)
+    groups += [[{"policy_parallelism": kind, "policy_ranks": 0}] for kind in ("sharded", "layer_split")]
+    groups += [[{"gpu_memory_utilization": share / 10} for share in (4, 3, 2, 1)]] * vllm
+    pairs = [[one[-1] | other[-1]] for one, other in itertools.combinations(groups, 2)]
+    for alternatives in (groups, pairs):
+        found = [next(filter(None, (_if_it_fits(run, change, *machine) for change in group)), None) for group in alternatives]
+        if any(found):
+            return [each for each in found if each]
+    return []
+
+
+def _if_it_fits(run: RLArgs, change: Mapping[str, object], *machine) -> tuple[str, int] | None:
+    with suppress(UserError):  # the flags clash, or need a package that is not here
+        other = predict(dataclasses.replace(run, **change), *machine)
+        if all(other.excess(peak.device) <= 0 for peak in other.peaks):
+            flags = flags_of({name: value for name, value in change.items() if name != "policy_ranks"})
+            return " ".join(flags), max(peak.total for peak in other.peaks)
+    return None
 
 
 def expected_peaks(args: RLArgs, console: Console) -> list[DevicePeak]:

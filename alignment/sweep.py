@@ -91,11 +91,8 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
         prompts = " ".join(str(arm.prompts_per_rollout) for arm in arms.values())
         console.print(f"--hold rollouts: --prompts_per_rollout is {prompts}; --hold prompts keeps it", soft_wrap=True)
     seconds = schedule.expected_seconds(design, args.output_dir)
-    if seconds is None:
-        console.print("time: unknown before a first run")
-    else:
-        duration = f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.0f} min"
-        console.print(f"time, one run after another: {duration}")
+    known = f"{seconds / 3600:.1f} h" if (seconds or 0) > 5400 else f"{(seconds or 0) / 60:.0f} min"
+    console.print("time: unknown before a first run" if seconds is None else f"time, one run after another: {known}")
     print_power(design, args, console)
     if args.hardware or args.calibrate or args.show_difference:
         print_cost(design, args, console)

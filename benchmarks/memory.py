@@ -28,8 +28,8 @@ SMOLLM2 = """--model smollm2 --prompts_per_rollout 4 --group_size 8 --max_new_to
 LONG = "--prompts_per_rollout 64 --group_size 16 --max_new_tokens 120 --train_mini_batch_size 0"
 RANKS = "--policy_ranks {} --policy_parallelism"
 SETTINGS = {
-    "tiny, single": "",
-    "tiny, single, long responses": LONG,
+    "tiny, single": LONG,
+    "tiny, KL penalty": f"{LONG} --beta 0.1",
     "tiny, single, bfloat16": f"{LONG} --dtype bfloat16",
     "tiny, LoRA 8": f"{LONG} --lora_rank 8",
     "tiny, sharded, 2 ranks": f"{LONG} {RANKS.format(2)} sharded",
@@ -41,10 +41,18 @@ SETTINGS = {
     "SmolLM2, moments by adamw_cpu_offload": f"{SMOLLM2} --dtype bfloat16 --optimizer adamw_cpu_offload",
     "SmolLM2, LoRA 16, bfloat16": f"{SMOLLM2} --dtype bfloat16 --lora_rank 16",
     "SmolLM2, KL penalty": f"{SMOLLM2} --dtype float32 --beta 0.1",
+    "SmolLM2, layers computed twice": f"{SMOLLM2} --dtype float32 --micro_batch_tokens 0",
     "SmolLM2, sharded, 2 ranks": f"{SMOLLM2} --dtype float32 {RANKS.format(2)} sharded",
     "SmolLM2, sharded, 2 ranks, bfloat16": f"{SMOLLM2} --dtype bfloat16 {RANKS.format(2)} sharded",
     "SmolLM2, sharded, 4 ranks": f"{SMOLLM2} --dtype float32 {RANKS.format(4)} sharded",
 }
+# Free memory, and all of it, of a pretended machine on which a row does not fit unless its layers are computed twice.
+SHORT = {"SmolLM2, layers computed twice": (1.8e9, 3.14e9)}
+PRETEND = """import runpy, sys
+from alignment.policy import memory
+memory.free_bytes, memory.total_bytes = lambda device: {}, lambda device: {}
+sys.argv[0] = "train_rl"
+runpy.run_module("alignment.train_rl", run_name="__main__", alter_sys=True)"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,10 @@ class Peak:
         return self.predicted / self.measured - 1
 
 
-def run(flags: str, folder: Path) -> dict[str, dict[str, list[int]]]:
-    """Process -> phase -> measured and predicted bytes of a run."""
-    words = ["-m", "alignment.train_rl", *COMMON.split(), *flags.split(), "--output_dir", str(folder), "--run_name", "run"]
+def run(flags: str, folder: Path, memory: tuple[float, float] | None = None) -> dict[str, dict[str, list[int]]]:
+    """Process -> phase -> measured and predicted bytes of a run, on a machine with that free memory and all of it."""
+    words = ["-c", PRETEND.format(*map(int, memory))] if memory else ["-m", "alignment.train_rl"]
+    words += [*COMMON.split(), *flags.split(), "--output_dir", str(folder), "--run_name", "run"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -80,7 +89,7 @@ def main(only: str = "", repeat: int = 1):
     rows, wrong = [], False
     for name, flags in ((name, flags) for name, flags in SETTINGS.items() if only in name for _ in range(repeat)):
         with tempfile.TemporaryDirectory() as folder:
-            peaks = run(flags, Path(folder))
+            peaks = run(flags, Path(folder), SHORT.get(name))
         for place, phases in peaks.items():
             peak = largest(phases, place)
             wrong |= not 0 <= peak.above <= 0.1

@@ -23,10 +23,12 @@ ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight in our own decoding, at most
 STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
 CONTEXT_BYTES = int(0.8e9)  # of a process: CUDA's context, and workspaces of products; on a CPU Python with its libraries
-BFLOAT16_BYTES = int(0.14e9)  # on a CPU, of kernels and workspaces for bfloat16
+BFLOAT16_BYTES = int(4e6)  # on a CPU, of kernels for bfloat16, which oneDNN keeps for each length of a response
 LIBRARY_BYTES = int(0.12e9)  # on a CPU, of what only ranks and adapters load
-SLACK, UPDATE_SLACK = 0.5, 0.15  # of what comes and goes in a phase, which malloc holds besides (docs/devices.md)
-STEADY = ("gradients",)
+# On a CPU, of what comes and goes in a phase: holes in malloc's heap, which grow with the allocations that live for a moment
+# only, such as those of adapters and of gathered layers. Measured (docs/devices.md).
+SLACK = {"update": 0.15, "update of adapters": 0.45, "update of ranks": 0.7}
+OTHER_SLACK = 0.5
 SPARE = 0.05  # of a card, which is left to fragmentation
 
 
@@ -201,11 +203,12 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
     if held:  # where weights are not the policy's own, safetensors gets whole copies on the host
         copies = 4 * total * (device == "cpu") * bool(ranked or shape.adapters)
         moments["checkpoint"] = [{"transit": max(embedding * ranked, copies)}]
-    slack = {"update": UPDATE_SLACK}
+    kind = "update of ranks" if ranked else "update of adapters" if shape.adapters else "update"
     worst = {phase: max(of, key=lambda moment: sum(moment.values())) for phase, of in moments.items()}
     if device == "cpu":
         for phase, kinds in worst.items():
-            kinds["margin"] = int(slack.get(phase, SLACK) * sum(size for kind, size in kinds.items() if kind not in STEADY))
+            slack = SLACK[kind] if phase == "update" else OTHER_SLACK
+            kinds["margin"] = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0)))
     return {phase: kept | kinds for phase, kinds in worst.items()}
 
 
@@ -217,7 +220,7 @@ def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen
     entry, trained = OPTIMIZERS[step.optimizer], shape.trained(share.modules) // share.parts
     # Our own decoding reads the policy's weights where these are of the type of its products.
     reads = device == "cpu" and step.itemsize == 4 and share.parts == 1 and share.modules and not shape.adapters
-    libraries = BFLOAT16_BYTES * (step.itemsize == 2) + LIBRARY_BYTES * (
+    libraries = BFLOAT16_BYTES * step.max_new_tokens * (step.itemsize == 2) + LIBRARY_BYTES * (
         step.policy_parallelism in RANKED or bool(shape.adapters)
     )
     own = CONTEXT_BYTES + libraries * (device == "cpu")
