@@ -20,17 +20,11 @@ from alignment.system.terminal import make_console, make_table
 
 def main() -> None:
     args = parse(PlanArgs)
-<<<<<<< HEAD
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     roles_of(args, hardware.gpus)
     from alignment.duration import Known, calibrate, duration, ranked, span  # which load torch: mistakes are reported first
-    from alignment.prediction import predict
-=======
-    check_processes(args, args.policy_parallelism)
-    roles_of(args, args.num_gpus)
-    from alignment.prediction import predict, remedies  # here, because it loads torch: mistakes are reported first
->>>>>>> bytes
+    from alignment.prediction import predict, remedies
 
     run = RLArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLArgs)})
     prediction, console = predict(run, *hardware[:3]), make_console()
@@ -40,13 +34,14 @@ def main() -> None:
     print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
     for peak in prediction.peaks:
         print_peak(prediction, peak, console)
-<<<<<<< HEAD
+    fits = all(prediction.excess(peak.device) <= 0 for peak in prediction.peaks)
     seconds, best = duration(prediction, hardware, known), ranked(run, hardware, known) if args.best else []
     facts = {
         "run": vars(prediction.run), "machine": hardware._asdict(), "command": command_of(prediction, hardware),
         "peaks": [dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)} for peak in prediction.peaks],
         "seconds": seconds, "dollars": [args.price * hours for hours in seconds["gpu_hours"]] if args.price else None,
-        "off": known.samples, "best": [{"seconds": of, "command": command_of(other, hardware)} for of, other in best],
+        "fits": fits, "remedies": [] if fits else remedies(prediction, *hardware[:3]), "off": known.samples,
+        "best": [{"seconds": of, "command": command_of(other, hardware)} for of, other in best],
     }  # fmt: skip
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     environment.filters["span"] = span
@@ -61,16 +56,6 @@ def command_of(prediction, hardware: Hardware) -> str:
     torchrun = f"torchrun --nnodes {hardware.machines} --nproc_per_node {prediction.ranks} --rdzv_backend c10d"
     start = f"{torchrun} --rdzv_endpoint HOST:29500" if hardware.machines > 1 else "uv run"
     return f"{start} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
-=======
-    if any(prediction.excess(peak.device) > 0 for peak in prediction.peaks):
-        found = remedies(prediction, args.num_gpus, (args.gpu_memory or 0) * 1e9, args.machines)
-        lines = [f"with {flags} it would fit: {size / 1e9:.1f} GB on the fullest device" for flags, size in found]
-        console.print("\n".join(lines or ["no flag, and no two of them, would make it fit"]), soft_wrap=True, markup=False)
-    ranks = prediction.ranks
-    start = f"torchrun --nnodes {args.machines} --nproc_per_node {ranks} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
-    command = f"{start if args.machines > 1 else 'uv run'} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
-    console.print(command, soft_wrap=True, markup=False)
->>>>>>> bytes
 
 
 def print_placement(prediction, title: str, console) -> None:

@@ -84,7 +84,7 @@ def test_hardware_says_gpus_machines_memory_and_seconds(planned, tmp_path):
     assert "tiny" in said and "on 2x8xA100-40GB, policy sharded" in said and said.count("of 40 GB, fits") == 7
     assert said.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 5")
     facts = json.loads((tmp_path / "plan.json").read_text())
-    assert set(facts) == {"run", "machine", "peaks", "seconds", "dollars", "off", "best", "command"}
+    assert set(facts) == {"run", "machine", "peaks", "fits", "remedies", "seconds", "dollars", "off", "best", "command"}
     assert facts["command"] == said.splitlines()[-1] and facts["run"]["policy_parallelism"] == "sharded"
     assert facts["machine"]["gpus"] == 8 and facts["machine"]["card"]["bandwidth"] == 1555
     assert [peak["device"] for peak in facts["peaks"]] == [f"cuda:{gpu}" for gpu in (0, 1, 2, 3, 4, 5, 7)]  # no reference
