@@ -12,6 +12,7 @@ import jinja2
 
 from alignment.args import PlanArgs, RLArgs, command_line, parse
 from alignment.checks import check_processes, roles_of
+from alignment.policy.placement import place
 from alignment.policy.speed import Hardware, hardware_of
 from alignment.system.errors import run_command
 from alignment.system.files import write_json
@@ -60,8 +61,6 @@ def command_of(prediction, hardware: Hardware) -> str:
 
 def print_placement(prediction, title: str, console) -> None:
     """Print which role and layers each device has, and the bytes of weights, gradients and moments."""
-    from alignment.policy.placement import place
-
     shape, run, rows = prediction.shape, prediction.run, []
     placed = place(
         shape, prediction.roles, run.optimizer, prediction.step.itemsize, prediction.kind, run.sampler_tensor_parallel
