@@ -61,7 +61,8 @@ def test_a_pass_for_log_probs_keeps_no_layer():
     """100 tokens at a time, of which 80 get logits; in forward alone these are there three times."""
     expected = {"casts": 2 * LAYERS, "activations": 100 * PASSING, "logits": 2 * 64_000 + 3 * 4 * 80 * 1000}
     (of,) = phases()
-    assert beyond(of["old_log_probs"]) == beyond(of["reference"]) == expected
+    assert beyond(of["old_log_probs"]) == expected
+    assert beyond(of["reference"]) == {kind: size for kind, size in expected.items() if kind != "casts"}  # it is in 16 bits
 
 
 def test_all_rows_at_once_meet_no_gradient_but_the_heads():
