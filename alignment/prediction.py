@@ -2,9 +2,10 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from alignment.policy.loading import compute_dtype, load_config
 from alignment.policy.memory import SPARE, DevicePeak, StepShape, peak_bytes, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.parallel_micro_batches import PARALLEL
+from alignment.policy.peak import PeakMeter
 from alignment.policy.placement import ModelShape, Roles
-from alignment.policy.policy import RANKED
+from alignment.policy.policy import RANKED, Policy
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import UserError
 
@@ -104,16 +106,17 @@ def _if_it_fits(run: RLArgs, change: Mapping[str, object], *machine) -> tuple[st
     return None
 
 
-def expected_peaks(args: RLArgs, console: Console) -> list[DevicePeak]:
-    """The peaks of a run on this machine, as far as they can be predicted. Prints a warning where they do not fit."""
+def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMeter]:
+    """What measures a run's peaks beside those predicted, if they can be. Prints a warning where they do not fit here."""
+    peaks: list[DevicePeak] = []
     with suppress(UserError):  # what is wrong is said where it is loaded
         prediction = predict(args)
-        for device in dict.fromkeys(peak.device for peak in prediction.peaks):
+        peaks = prediction.peaks
+        for device in dict.fromkeys(peak.device for peak in peaks):
             if (excess := prediction.excess(device)) > 0:
                 missing = f"{device} will lack {excess / 1e9:.1f} of {prediction.capacity(device) / 1e9:.1f} GB"
                 console.print(f"warning: {missing} (`alignment.plan` says which flags help)", style="yellow", soft_wrap=True)
-        return prediction.peaks
-    return []
+    return partial(PeakMeter, expected=peaks)
 
 
 def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool) -> StepShape:

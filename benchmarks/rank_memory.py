@@ -41,9 +41,9 @@ from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.sharded import Shard
 from alignment.system.terminal import make_table
 from benchmarks.collectives import negative_log_likelihood
-from tests.policy.published_shapes import qwen2_1_5b, qwen2_7b
+from tests.policy.published_shapes import qwen2, qwen2_1_5b, qwen2_7b
 
-MODELS = {"1.5b": qwen2_1_5b, "7b": qwen2_7b}
+MODELS = {"1.5b": qwen2_1_5b, "3b": lambda: qwen2(2048, 11_008, 36, 16), "7b": qwen2_7b}
 MESHES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 64), (8, 8))  # machines, ranks of each
 FACTORIES = (torch.ops.aten.empty, torch.ops.aten.zeros, torch.ops.aten.ones)
 

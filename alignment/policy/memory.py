@@ -27,8 +27,7 @@ BFLOAT16_BYTES = int(4e6)  # on a CPU, of kernels for bfloat16, which oneDNN kee
 LIBRARY_BYTES = int(0.12e9)  # on a CPU, of what only ranks and adapters load
 # On a CPU, of what comes and goes in a phase: holes in malloc's heap, which grow with the allocations that live for a moment
 # only, such as those of adapters and of gathered layers. Measured (docs/devices.md).
-SLACK = {"update": 0.15, "update of adapters": 0.45, "update of ranks": 0.7}
-OTHER_SLACK = 0.5
+SLACK = {"update": 0.15, "adapters": 0.45, "ranks": 0.7, "layers twice": 1.0, "other phases": 0.5}
 SPARE = 0.05  # of a card, which is left to fragmentation
 
 
@@ -180,13 +179,14 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     here = [none if share in shares[:i] else roles for i, share in enumerate(shares)]
     ranks = number if step.policy_parallelism in RANKED else 0
     phases = [_phases_of(share, shape, config, there, step) for share, there in zip(shares, here)]
-    return [DevicePeak(share.device, i if i < ranks else None, phases[i]) for i, share in enumerate(shares) if phases[i]]
+    return [DevicePeak(s.device, i if i < ranks else None, phases[i]) for i, s in enumerate(shares) if phases[i]]
 
 
 def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
     """Phase -> kind -> bytes of one share of the policy and the other roles on its device."""
     device, held, frozen = share.device, share.modules, step.frozen * (share.device == roles.reference)
     ranked, total = bool(held) and step.policy_parallelism in RANKED, sum(shape.parameters.values())
+    checkpointing = False
     kept = _kept(share, shape, roles, step, frozen)
     moments: dict[str, list[dict[str, int]]] = {}
     for phase, there in (("sampling", device in roles.sample), ("evaluation", device == roles.eval)):
@@ -194,21 +194,21 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
             moments[phase] = [{}] if step.vllm else _decoding(config, step, *step.sampled[phase], device)
     for phase, own in (("old_log_probs", held), ("reference", held if shape.adapters else ())):
         if phase in step.passes and (frozen or own):
-            moments[phase] = [_pass(shape, config, step, device, bool(frozen or shape.head in held))]
+            moments[phase] = [_pass(shape, config, step, device, own)]
     if held:
-        moments["update"] = _update(share, shape, config, step, sum(kept.values()))
+        moments["update"], checkpointing = _update(share, shape, config, step, sum(kept.values()))
     embedding = 4 * config.vocab_size * config.hidden_size
     if held or device in (*roles.sample, roles.eval):
         moments["sync"] = [{"transit": embedding * bool(ranked or shape.adapters)}]
     if held:  # where weights are not the policy's own, safetensors gets whole copies on the host
         copies = 4 * total * (device == "cpu") * bool(ranked or shape.adapters)
         moments["checkpoint"] = [{"transit": max(embedding * ranked, copies)}]
-    kind = "update of ranks" if ranked else "update of adapters" if shape.adapters else "update"
     worst = {phase: max(of, key=lambda moment: sum(moment.values())) for phase, of in moments.items()}
     if device == "cpu":
         for phase, kinds in worst.items():
-            slack = SLACK[kind] if phase == "update" else OTHER_SLACK
-            kinds["margin"] = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0)))
+            kind = "ranks" if ranked else "adapters" if shape.adapters else "layers twice" if checkpointing else "update"
+            slack = SLACK[kind if phase == "update" else "other phases"]
+            kinds["margin"] = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0))) + LIBRARY_BYTES * checkpointing
     return {phase: kept | kinds for phase, kinds in worst.items()}
 
 
@@ -246,24 +246,25 @@ def _at_work(config: Any, step: StepShape, device: str, held: int, total: int) -
     return max(min(most, total), longest), parallel, checkpointing and not step.micro_batch_tokens
 
 
-def _pass(shape: ModelShape, config: Any, step: StepShape, device: str, with_head: bool) -> dict[str, int]:
-    """Bytes of a forward pass for log-probs alone: of one layer, and of the head."""
+def _pass(shape: ModelShape, config: Any, step: StepShape, device: str, own: Sequence[str]) -> dict[str, int]:
+    """Bytes of a forward pass for log-probs alone: of one layer, and of the head. `own` are the policy's modules that compute
+    it; without, a frozen model does, whose weights need no cast."""
     prompts, each, longest = step.sampled["sampling"]
     tokens, parallel, _ = _at_work(config, step, device, 0, prompts * (step.prompt + each * longest))
     layers = [shape.parameters[name] for name in shape.layers]
     outside = sum(shape.parameters.values()) - sum(layers)
     return {
-        "casts": 2 * sum(layers) * (step.itemsize == 2),
+        "casts": shape.state_bytes([name for name in shape.layers if name in own], 4) // 2 * (step.itemsize == 2),
         "activations": tokens * passing_bytes(config, step.itemsize),
-        "logits": parallel * head_bytes(config, step, tokens // parallel, device, "pass") * with_head,
+        "logits": parallel * head_bytes(config, step, tokens // parallel, device, "pass") * (shape.head in own or not own),
         "gathered": 4 * (outside + 2 * max(layers)) * (step.policy_parallelism in RANKED),
     }
 
 
-def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held: int) -> list[dict[str, int]]:
-    """The moments of an update that may be its worst: the head of a later micro-batch, with all of its activations, earlier
-    ones' gradient, and temporaries of logits; for a rank also where whole layers or their gradients are on their way. Where
-    all rows are at work at once, no gradient but the head's is there as long as activations are."""
+def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held: int) -> tuple[list, bool]:
+    """(The moments of an update that may be its worst, whether layers are computed twice): the head of a later micro-batch,
+    with its activations, earlier ones' gradient, and temporaries of logits; a layer's backward pass; for a rank where whole
+    layers or their gradients are on their way. With all rows at work at once the head's gradient alone is there before."""
     device, layers, adapted = share.device, [shape.parameters[name] for name in shape.layers], bool(shape.adapters)
     ranked, trained = step.policy_parallelism in RANKED, 4 * (shape.trained(share.modules) // share.parts)
     gathered = gathered_bytes(layers, sum(shape.parameters.values()) - sum(layers), step.itemsize) if ranked else 0
@@ -280,12 +281,11 @@ def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held:
     moments = (
         [*_rank_moments(shape, config, update | {"logits": head})] if ranked else [update | {"logits": head}, update | layer]
     )
-    if tokens < step.update_tokens:
-        return moments
-    embedding = min(trained, 4 * config.vocab_size * config.hidden_size)
-    return [moment | {"gradients": embedding * (shape.head in share.modules)} for moment in moments] + [
-        {"gradients": trained + parallel * embedding, "gathered": gathered}
-    ]
+    if tokens >= step.update_tokens:
+        embedding = min(trained, 4 * config.vocab_size * config.hidden_size)
+        moments = [moment | {"gradients": embedding * (shape.head in share.modules)} for moment in moments]
+        moments.append({"gradients": trained + parallel * embedding, "gathered": gathered})
+    return moments, checkpointing
 
 
 def _decoding(config: Any, step: StepShape, prompts: int, each: int, tokens: int, device: str) -> list[dict[str, int]]:

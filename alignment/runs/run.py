@@ -4,10 +4,11 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -60,6 +61,7 @@ class Run:
         self.config, self.console = config, console
         self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
+        self.measure_memory: Callable[[Any], Any] = lambda policy: None  # Makes the clock's `PeakMeter`.
         self.path: Path | None = None
         self.step = 0  # The last finished step.
         self.resumed_at = 0
@@ -110,6 +112,7 @@ class Run:
         limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
         self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
+        self.clock.meter = self.measure_memory(policy)
         self._step_seconds = self.clock.seconds.get("warm_start", 0.0)  # which one run makes for all
         self._progress = self.closing.enter_context(progress_line("RL" if rollouts else "SFT", config.num_steps, self.console))
         self.started = True

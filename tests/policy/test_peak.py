@@ -13,9 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from alignment.args import RLArgs, from_preset
+from alignment.args import PRESETS, RLArgs, from_preset, preset_names
 from alignment.checks import roles_of
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
@@ -33,6 +33,11 @@ SMOLLM2 = LlamaConfig(
     vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
     num_key_value_heads=3, tie_word_embeddings=True,
 )  # fmt: skip
+TINY = Qwen2Config(
+    vocab_size=304, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    tie_word_embeddings=True,
+)  # fmt: skip
+ON_CPU = {"tiny": (TINY, 8e9), "countdown_tiny": (TINY, 8e9), "smollm2_svamp": (SMOLLM2, 16e9)}  # and the host's bytes
 CARDS = {  # preset and model -> its published shape, the GPUs and the bytes of each that the preset's header names
     ("async_gsm8k", ""): (qwen2(1536, 8960, 28, 12), 3, 80e9),
     ("countdown_qwen2.5_3b", ""): (qwen2(2048, 11008, 36, 16), 1, 48.3e9),
@@ -55,6 +60,23 @@ def test_a_preset_fits_the_card_that_it_names(case, vllm):
     roles = roles_of(args, gpus)
     peaks = peak_bytes(ModelShape.from_config(config), config, roles, step_shape(args, roles, card, vllm))
     assert [peak for peak in peaks if peak.total > (1 - SPARE) * card] == []
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_presets_header_states_its_peaks(name, monkeypatch):
+    """On two cores without bfloat16, or on the GPUs that it names, where `auto` is vLLM."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    config, gpus, card = (ON_CPU[name][0], 0, ON_CPU[name][1]) if name in ON_CPU else CARDS[name, ""]
+    args = from_preset(RLArgs, name)
+    roles = roles_of(args, gpus)
+    step = step_shape(args, roles, card, vllm=gpus > 0 and args.sampler != "transformers")
+    peaks = peak_bytes(ModelShape.from_config(config), config, roles, step)
+    listed = ", ".join(f"{peak.name} {peak.total / 1e9:.1f}" for peak in peaks)
+    line = f"# Peaks by `alignment.plan`, of {card / 1e9:.1f} GB each: {listed}: fits."
+    assert all(peak.total <= (1 - SPARE) * card for peak in peaks)
+    assert line in (PRESETS / f"{name}.toml").read_text().replace("\n#   ", " "), line
 
 
 class BytesHeld(TorchDispatchMode):
