@@ -154,17 +154,6 @@ class EvaluateArgs(Args):
 
 
 @dataclass(frozen=True)
-class PlanArgs(Args):
-    """Show which role and which part of the policy would sit on which device, and the command that trains so."""
-
-    num_gpus: int | None = None  # GPUs of a machine to plan for; by default those of this one.
-    machines: int = 1  # Machines to plan for, all alike; several start the processes of a replicated or sharded policy.
-    optimizer: OptimizerName | None = None  # Optimiser to plan for; by default that of the preset's train_rl.
-    gpu_memory: float | None = None
-    """GB (1e9 bytes) of each GPU, or of a host without: count the peak of a training step, and say whether it fits."""
-
-
-@dataclass(frozen=True)
 class SFTArgs(Args):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to --sft_base."""
 
@@ -336,6 +325,22 @@ class RLArgs(Args):
 
 
 @dataclass(frozen=True)
+class PlanArgs(RLArgs):
+    """Show which role and which part of the policy would sit on which device, what each phase of a step takes there, and the
+    command that trains so. Takes every argument of train_rl."""
+
+    num_gpus: int | None = None  # GPUs of a machine to plan for; by default those of this one.
+    machines: int = 1  # Machines to plan for, all alike; several start the processes of a replicated or sharded policy.
+    gpu_memory: float | None = None
+    """GB (1e9 bytes) of each GPU, or of a host without; by default this machine's, where it has as many GPUs."""
+    hardware: str = ""  # Instead of these: machines x GPUs x card, as 8xA100-40GB, 2x8xH100, or 8xFILE.toml of your own card.
+    price: float = 0.0  # Dollars that an hour of one GPU costs, or of a machine without; adds the run's price. 0: unknown.
+    calibrate: tuple[str, ...] = ()  # Folders of finished runs on such a machine, whose seconds tell its rates.
+    best: bool = False  # Rank the placements and parallelisms that fit by their time, each with its command line.
+    json: str = ""  # File to write all of it to.
+
+
+@dataclass(frozen=True)
 class SweepOptions:
     """Train every combination of the values given, with every seed, and say which choice made the difference. Every argument of
     train_rl may be given here, most with several values: --loss_type no_baseline grpo_clip --seed 0 1 2"""
@@ -357,6 +362,10 @@ class SweepOptions:
     question: tuple[str, ...] = ()
     """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
     max_seeds: int = 10  # Seeds an arm may get.
+    hardware: str = ""  # Machine to count hours for, as plan's; with --calibrate and empty: this one.
+    calibrate: tuple[str, ...] = ()  # Finished runs on such a machine, which tell its rates.
+    price: float = 0.0  # Dollars an hour of one GPU, or of a machine without. 0: unknown.
+    show_difference: float = 0.0  # Difference of accuracies to find, by the cheapest number of seeds and questions. 0: none.
     executor: Literal["auto", "local", "ray", "slurm"] = "auto"
     """local: runs one by one; ray: side by side; slurm: as a cluster's jobs; auto: ray if installed (extra), or local."""
     ray_address: str = ""  # Ray cluster to run on; empty: this machine.

@@ -14,6 +14,7 @@ from alignment.ablation import schedule
 from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, refuse_incomparable_arms, with_controls
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse, refuse_missing_warm_start, swept_values
 from alignment.data.tasks import find_task
+from alignment.policy.speed import hardware_of
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder
 from alignment.system.signals import Interrupted
@@ -90,35 +91,75 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
         prompts = " ".join(str(arm.prompts_per_rollout) for arm in arms.values())
         console.print(f"--hold rollouts: --prompts_per_rollout is {prompts}; --hold prompts keeps it", soft_wrap=True)
     seconds = schedule.expected_seconds(design, args.output_dir)
-    if seconds is None:
-        console.print("time: unknown before a first run")
-    else:
-        duration = f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.0f} min"
-        console.print(f"time, one run after another: {duration}")
+    known = f"{seconds / 3600:.1f} h" if (seconds or 0) > 5400 else f"{(seconds or 0) / 60:.0f} min"
+    console.print("time: unknown before a first run" if seconds is None else f"time, one run after another: {known}")
     print_power(design, args, console)
+    if args.hardware or args.calibrate or args.show_difference:
+        print_cost(design, args, console)
     for warning in design.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
 def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     """Print the smallest differences that the seeds would show, and whether they could show a tie."""
-    from alignment.ablation.statistics import pairs, power, score_std
-    from alignment.ablation.verdicts import factor_contrasts
-
     seeds, arm = len(design.seeds), next(iter(design.arms.values()))
     questions = len(find_task(arm.task, arm.data).test_problems(arm.dataset_path, arm.max_problems))
     after = range(seeds, seeds + looks(seeds, args))
     until = f", added until they decide, up to {after[-1]}," if len(after) > 1 else ""
     console.print(f"{seeds} seeds{until} and {questions} questions, a standard deviation of {SEED_STD} between seeds:")
-    tables = {f"two values of {name}": contrasts for name, contrasts in factor_contrasts(design.varied).items()}
-    arms = [arm for arm in design.arms if not (tables and arm.startswith("control_"))]
-    for sides, contrasts in (tables or {"two arms": pairs(arms)}).items():
-        weights = [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
-        difference, tie = power(weights, len(contrasts), after, score_std(SEED_STD, questions), design.tie)
+    for sides, (difference, tie) in powers(design, after, questions).items():
         smallest = "none" if math.isinf(difference) else f"{difference:.3f}"
         found = f"- smallest difference of {sides} that they would show with a chance of 80 %: {smallest}"
         tied = f"equal ones would be called a tie within {design.tie:g} with a chance of {tie:.0%}"
         console.print(f"{found}; {tied}", soft_wrap=True)
+
+
+def powers(design: Design, after: range, questions: int) -> dict:
+    """Two sides that the arms compare -> the `Power` of verdicts after so many seeds each, on so many questions."""
+    from alignment.ablation.statistics import pairs, power, score_std
+    from alignment.ablation.verdicts import factor_contrasts
+
+    tables = {f"two values of {name}": contrasts for name, contrasts in factor_contrasts(design.varied).items()}
+    arms = [arm for arm in design.arms if not (tables and arm.startswith("control_"))]
+    weights = lambda contrasts: [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
+    tables = tables or {"two arms": pairs(arms)}
+    std = score_std(SEED_STD, questions)
+    return {sides: power(weights(of), len(of), after, std, design.tie) for sides, of in tables.items()}
+
+
+def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
+    """Print what every arm takes, what numbers of seeds show for what, and the cheapest design with --show_difference."""
+    hardware = hardware_of(args.hardware)
+    import numpy as np
+
+    from alignment.duration import Known, calibrate, duration, span
+    from alignment.prediction import predict
+
+    predictions = [predict(arm, *hardware[:3]) for arm in design.arms.values()]
+    arm, step = predictions[0].run, predictions[0].step
+    known = calibrate(args.calibrate, step.itemsize) if args.calibrate else Known()
+    spent = [duration(prediction, hardware, known) for prediction in predictions]
+    for name, hours in zip(design.arms, spent, strict=True):
+        console.print(f"- {name}: {span(hours['gpu_hours'])} GPU-hours a seed", soft_wrap=True)
+    whole, evaluations = (np.sum([hours[key] for hours in spent], axis=0) for key in ("gpu_hours", "evaluations_gpu_hours"))
+    task, counted = find_task(arm.task, arm.data), step.sampled["evaluation"][0]
+    everything, given = (len(task.test_problems(arm.dataset_path, most)) for most in (0, arm.max_problems))
+
+    def shown(seeds: int, questions: int) -> tuple[float, float, str]:
+        """The smallest difference that a design shows, its GPU-hours at most, and both in words."""
+        difference = max(each.difference for each in powers(design, range(seeds, seeds + 1), questions).values())
+        hours = seeds * (whole + (questions / counted - 1) * evaluations)
+        dollars = f" ({span(args.price * hours)} dollars)" * (args.price > 0)
+        words = f"{seeds} seeds and {questions} questions show {difference:.3f} for {span(hours)} GPU-hours{dollars}"
+        return difference, hours[1], words
+
+    seeds = max(2, len(design.seeds))
+    console.print("; ".join(shown(number, given)[2] for number in (seeds, 2 * seeds)), soft_wrap=True)
+    if args.show_difference:
+        numbers = {given, *(everything >> halvings for halvings in range(4) if everything >> halvings)}
+        designs = [next((d for s in range(2, 65) if (d := shown(s, q))[0] <= args.show_difference), None) for q in numbers]
+        cheapest = min((d[1:] for d in designs if d), default=(0, "no design of up to 64 seeds does"))
+        console.print(f"cheapest that shows {args.show_difference:g}: {cheapest[1]}", soft_wrap=True)
 
 
 def train(design: Design, executor: schedule.Executor, args: SweepOptions, console: Console) -> None:

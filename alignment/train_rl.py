@@ -20,9 +20,11 @@ def train(args: RLArgs, console: Console) -> Path:
     with open_run(run_config(args), console) as run:  # locks and resumes the folder; saves a checkpoint when stopped
         # Imported here, because these modules load torch: `check_rl` and `open_run` report mistakes first.
         from alignment.models import build
+        from alignment.prediction import expected_peaks
         from alignment.rollouts.source import collate_groups, with_advantages
         from alignment.training.update import update
 
+        run.measure_memory = expected_peaks(args, console)  # warns where memory is short
         policy, rollouts, references, evaluator, pad_id = build(args, run)
         evaluator.run_if_due(run.step)
         for step in run.steps():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MOST_SAMPLES, MOST_TOKENS = 4, 128  # responses of a prompt, and tokens of each: the plain computation is slow
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 PAGE = "verification.html"
-TIMINGS = ("seconds", "tokens_per_second")  # prefixes of the names of measured times
+TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # prefixes of the names of what differs from run to run
 
 
 def digests(run: Path) -> dict[str, str]:

@@ -41,9 +41,9 @@ from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.sharded import Shard
 from alignment.system.terminal import make_table
 from benchmarks.collectives import negative_log_likelihood
-from tests.policy.published_shapes import qwen2_1_5b, qwen2_7b
+from tests.policy.published_shapes import qwen2, qwen2_1_5b, qwen2_7b
 
-MODELS = {"1.5b": qwen2_1_5b, "7b": qwen2_7b}
+MODELS = {"1.5b": qwen2_1_5b, "3b": lambda: qwen2(2048, 11_008, 36, 16), "7b": qwen2_7b}
 MESHES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 64), (8, 8))  # machines, ranks of each
 FACTORIES = (torch.ops.aten.empty, torch.ops.aten.zeros, torch.ops.aten.ones)
 
@@ -168,12 +168,12 @@ def closed_form(config: PretrainedConfig, case: Case) -> dict[str, int]:
     """Bytes by kind of the same rank, by `peak_bytes`; CUDA's context is left out."""
     step = StepShape(
         card=10**12, policy_parallelism="replicated" if case.replicated else "sharded", optimizer="adamw",
-        itemsize=getattr(torch, case.dtype).itemsize, micro_batch_tokens=case.tokens, prompt=case.prompt,
-        max_new_tokens=case.response, rows=1, sampled=1, truncated=case.top_p < 1, frozen=0, vllm=True,
-        gpu_memory_utilization=None, engines=1,
+        itemsize=getattr(torch, case.dtype).itemsize, micro_batch_tokens=case.tokens, update_tokens=2 * case.tokens, parallel=1,
+        prompt=case.prompt, max_new_tokens=case.response, group_size=case.rows, sampled={}, truncated=case.top_p < 1,
+        passes=frozenset(), frozen=0, vllm=True, gpu_memory_utilization=None, engines=1,
     )  # fmt: skip
     roles = Roles(tuple(f"cuda:{rank}" for rank in range(case.ranks)), sample="", reference="", eval="")
-    return peak_bytes(ModelShape.from_config(config, case.lora_rank), config, roles, step)[0][1] | {"context": 0}
+    return peak_bytes(ModelShape.from_config(config, case.lora_rank), config, roles, step)[0].phases["update"] | {"context": 0}
 
 
 def compared(name: str, case: Case) -> tuple[str, ...]:

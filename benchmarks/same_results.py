@@ -25,7 +25,7 @@ import tyro
 from tyro.conf import Positional
 
 FILES = ("*.safetensors", "*.jsonl", "report.md", "printed.txt")
-TIMINGS = ("seconds", "tokens_per_second")  # what the names of such fields begin with
+TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # what the names of such fields begin with
 SFT = "alignment.sft --max_problems 32 --num_steps"
 STEPS = "--prompts_per_rollout 8 --group_size 4 --train_mini_batch_size 16 --max_problems 32"
 RL = f"alignment.train_rl {STEPS} --num_steps 4 --eval_interval 2 --save_interval 2 --seed 0 --run_name"

@@ -198,6 +198,7 @@ class Evaluator:
         """Evaluate after `step` steps, unless that is logged already: a run may stop between a step and its evaluation."""
         if step in self.run.folder.evaluated or step % self.interval and step < self.run.config.num_steps:
             return
+        self.run.clock.begin("evaluation")
         if self.sampler.policy_version != step:
             load_proven(self.sampler, self.policy.weights(), step)
         evaluation = self.evaluate(self.sampler)

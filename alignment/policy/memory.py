@@ -1,7 +1,7 @@
 """Bytes on a device: the micro-batch tokens that the free memory allows; a training step's peak, by kind, from shapes alone."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,12 @@ MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight in our own decoding, at most
 STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
-CONTEXT_BYTES = int(0.8e9)  # of a process on a GPU: CUDA's context, and workspaces of matrix products
+CONTEXT_BYTES = int(0.8e9)  # of a process: CUDA's context, and workspaces of products; on a CPU Python with its libraries
+BFLOAT16_BYTES = int(4e6)  # on a CPU, of kernels for bfloat16, which oneDNN keeps for each length of a response
+LIBRARY_BYTES = int(0.12e9)  # on a CPU, of what only ranks and adapters load
+# On a CPU, of what comes and goes in a phase: holes in malloc's heap, which grow with the allocations that live for a moment
+# only, such as those of adapters and of gathered layers. Measured (docs/devices.md).
+SLACK = {"update": 0.15, "adapters": 0.45, "ranks": 0.7, "layers twice": 1.0, "other phases": 0.5}
 SPARE = 0.05  # of a card, which is left to fragmentation
 
 
@@ -38,6 +43,11 @@ def checkpointed_activation_bytes(config, itemsize: int = 4) -> int:
     """`activation_bytes` under gradient checkpointing: each layer's input, three vectors at the ends, one whole layer."""
     one_layer = activation_bytes(config, itemsize) // config.num_hidden_layers
     return 4 * (config.num_hidden_layers + 3) * config.hidden_size + one_layer
+
+
+def passing_bytes(config, itemsize: int) -> int:
+    """Bytes of one token while one layer computes it and nothing is kept for backward."""
+    return itemsize * (3 * mlp_width(config) + 6 * config.hidden_size) + 8 * config.hidden_size * (itemsize == 2)
 
 
 def key_value_bytes(config, itemsize: int) -> int:
@@ -115,69 +125,182 @@ def gathered_bytes(layers: Sequence[int], outside: int, itemsize: int) -> int:
 class StepShape:
     """What a training step needs to know to count its bytes."""
 
-    card: int  # Bytes of each GPU.
+    card: int  # Bytes of each GPU, or of a host's for each process.
     policy_parallelism: str  # A key of `POLICIES`.
     itemsize: int  # Bytes of a number in matrix products: 2 under autocast to bfloat16, else 4.
     optimizer: str
     micro_batch_tokens: int  # 0: what `choose_micro_batch_tokens` would take.
+    update_tokens: int  # Of an update's rows, a prompt of several rows counted once: no micro-batch has more.
+    parallel: int  # Micro-batches at once, which share these tokens.
     prompt: int  # Tokens of the longest prompt.
     max_new_tokens: int  # Of the longest response.
-    rows: int  # Most responses that are sampled at once, by our own decoding.
-    sampled: int  # Tokens of these and their prompts.
+    group_size: int
+    sampled: Mapping[str, tuple[int, int, int]]  # "sampling", "evaluation" -> prompts, responses to each, their longest tokens.
     truncated: bool  # Whether top-p or top-k leaves tokens out.
+    passes: frozenset[str]  # Of "old_log_probs" and "reference", those that the loss needs.
     frozen: int  # Frozen models kept on the reference's device: the reference, and the old policy.
     vllm: bool  # Whether vLLM samples, or our own decoding.
     gpu_memory_utilization: float | None  # vLLM's share of a GPU's memory, for each engine; None: `engine_share`.
     engines: int  # On a GPU that samples and evaluates.
 
 
-def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[tuple[str, dict[str, int]]]:
-    """(device, kind -> bytes at the worst moment) of the machine's ranks, or of the devices of a policy of one process, then of
-    other roles' own devices. The worst is the head of an update's later micro-batch: all of its activations, earlier ones'
-    gradient, and temporaries of logits; for a rank also where whole layers or their gradients are on their way; or sampling,
-    with keys and values but no gradients. Engines and frozen models stay. For fp32 weights whose linear layers are autocast."""
+@dataclass(frozen=True)
+class DevicePeak:
+    """What a rank of the policy, or a device, holds at the worst moment of each phase."""
+
+    device: str
+    rank: int | None  # None: a device of a policy of one process, or of other roles.
+    phases: dict[str, dict[str, int]]  # Phase -> kind -> bytes; only the phases that occur there.
+
+    @property
+    def name(self) -> str:
+        """The device, and which rank's it is."""
+        return self.device if self.rank is None else f"rank {self.rank}, {self.device}"
+
+    @property
+    def worst(self) -> str:
+        """The phase that takes the most."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def total(self) -> int:
+        """Bytes of that phase."""
+        return sum(self.phases[self.worst].values())
+
+
+def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[DevicePeak]:
+    """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other roles' own devices.
+    Engines and frozen models stay through all phases. For fp32 weights whose linear layers are autocast."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
-    others = {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
+    number, others = len(shares), {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
     shares += [Share(device, "", (), 0) for device in sorted(others)]
     # Ranks may share the host's CPU, where the first of them has the other roles, too.
     none = replace(roles, sample=(), eval="", reference="")
-    here = [none if share in shares[:number] else roles for number, share in enumerate(shares)]
-    return [(share.device, _peak_of(share, shape, config, there, step)) for share, there in zip(shares, here)]
+    here = [none if share in shares[:i] else roles for i, share in enumerate(shares)]
+    ranks = number if step.policy_parallelism in RANKED else 0
+    phases = [_phases_of(share, shape, config, there, step) for share, there in zip(shares, here)]
+    return [DevicePeak(s.device, i if i < ranks else None, phases[i]) for i, s in enumerate(shares) if phases[i]]
 
 
-def _peak_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, int]:
-    """The larger of an update's and of sampling's bytes of one share of the policy and the other roles on its device."""
-    device, held = share.device, share.modules
-    total, trained = sum(shape.parameters.values()), shape.trained(held) // share.parts
-    samples = device in (*roles.sample, roles.eval)
-    engines = step.engines if roles.eval in roles.sample else 1
-    frozen, vllm = step.frozen * (device == roles.reference), step.vllm
-    memory_share = step.gpu_memory_utilization or engine_share(roles, device, engines)
-    kept = {
-        "weights": shape.state_bytes(held, 4) // share.parts,
-        "moments": (OPTIMIZERS[step.optimizer].device_bytes - 8) * trained,
-        "sampler": engines * samples * (int(memory_share * step.card) if vllm else step.itemsize * total),
-        "reference": shape.frozen_bytes(step.itemsize) * frozen,
-        "context": CONTEXT_BYTES * (bool(held or frozen or not vllm) + engines * (samples and vllm)),
-    }
-    update = {**kept, "gradients": 4 * trained}
-    ranked = bool(held) and step.policy_parallelism in RANKED
-    layers = [shape.parameters[name] for name in shape.layers]
-    gathered = gathered_bytes(layers, total - sum(layers), step.itemsize) if ranked else 0
-    longest = step.prompt + step.max_new_tokens
-    fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - sum(update.values()) - gathered, longest, step.card)
-    tokens = max(step.micro_batch_tokens or fit * (not checkpointing), longest)  # one row at least
+def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
+    """Phase -> kind -> bytes of one share of the policy and the other roles on its device."""
+    device, held, frozen = share.device, share.modules, step.frozen * (share.device == roles.reference)
+    ranked, total = bool(held) and step.policy_parallelism in RANKED, sum(shape.parameters.values())
+    checkpointing = False
+    kept = _kept(share, shape, roles, step, frozen)
+    moments: dict[str, list[dict[str, int]]] = {}
+    for phase, there in (("sampling", device in roles.sample), ("evaluation", device == roles.eval)):
+        if there:
+            moments[phase] = [{}] if step.vllm else _decoding(config, step, *step.sampled[phase], device)
+    for phase, own in (("old_log_probs", held), ("reference", held if shape.adapters else ())):
+        if phase in step.passes and (frozen or own):
+            moments[phase] = [_pass(shape, config, step, device, own)]
     if held:
-        update |= _activations(shape, config, step, held, tokens)
-    head = head_bytes(config, step, tokens, trained=shape.head in held and not shape.adapters)
-    update["logits"] = head if shape.head in held or frozen else 0
-    moments = [*_rank_moments(shape, config, update)] if ranked else [update]
-    if samples and not vllm:
-        all_rows = step.sampled * key_value_bytes(config, 2)
-        cache = min(CACHE_BYTES["cuda"], all_rows)  # waves of rows keep to it
-        logits = 4 * step.rows * cache // all_rows * config.vocab_size * (5 if step.truncated else 4)
-        moments.append(kept | {"keys and values": cache, "logits": logits})
-    return max(moments, key=lambda moment: sum(moment.values()))
+        moments["update"], checkpointing = _update(share, shape, config, step, sum(kept.values()))
+    embedding = 4 * config.vocab_size * config.hidden_size
+    if held or device in (*roles.sample, roles.eval):
+        moments["sync"] = [{"transit": embedding * bool(ranked or shape.adapters)}]
+    if held:  # where weights are not the policy's own, safetensors gets whole copies on the host
+        copies = 4 * total * (device == "cpu") * bool(ranked or shape.adapters)
+        moments["checkpoint"] = [{"transit": max(embedding * ranked, copies)}]
+    worst = {phase: max(of, key=lambda moment: sum(moment.values())) for phase, of in moments.items()}
+    if device == "cpu":
+        for phase, kinds in worst.items():
+            kind = "ranks" if ranked else "adapters" if shape.adapters else "layers twice" if checkpointing else "update"
+            slack = SLACK[kind if phase == "update" else "other phases"]
+            kinds["margin"] = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0))) + LIBRARY_BYTES * checkpointing
+    return {phase: kept | kinds for phase, kinds in worst.items()}
+
+
+def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen: int) -> dict[str, int]:
+    """What a share of the policy, and other roles on its device, keep through all phases."""
+    device, samples = share.device, share.device in (*roles.sample, roles.eval)
+    engines, vllm = step.engines if roles.eval in roles.sample else 1, step.vllm
+    memory_share = step.gpu_memory_utilization or engine_share(roles, device, engines)
+    entry, trained = OPTIMIZERS[step.optimizer], shape.trained(share.modules) // share.parts
+    # Our own decoding reads the policy's weights where these are of the type of its products.
+    reads = device == "cpu" and step.itemsize == 4 and share.parts == 1 and share.modules and not shape.adapters
+    libraries = BFLOAT16_BYTES * step.max_new_tokens * (step.itemsize == 2) + LIBRARY_BYTES * (
+        step.policy_parallelism in RANKED or bool(shape.adapters)
+    )
+    own = CONTEXT_BYTES + libraries * (device == "cpu")
+    copy = 0 if reads and step.policy_parallelism not in RANKED else step.itemsize * sum(shape.parameters.values())
+    return {
+        "weights": shape.state_bytes(share.modules, 4) // share.parts,
+        "moments": (entry.device_bytes - 8 + entry.host_bytes * (device == "cpu")) * trained,
+        "sampler": engines * samples * (int(memory_share * step.card) if vllm else copy),
+        "reference": shape.frozen_bytes(step.itemsize) * frozen,
+        "context": own * (bool(share.modules or frozen or not vllm) + engines * (samples and vllm)),
+    }
+
+
+def _at_work(config: Any, step: StepShape, device: str, held: int, total: int) -> tuple[int, int, bool]:
+    """(Tokens of the micro-batches at work at a time beside `held` bytes, of `total`; how many micro-batches these are; whether
+    their layers are computed twice)."""
+    longest, limit = step.prompt + step.max_new_tokens, MAX_ACTIVATION_BYTES[device.partition(":")[0]]
+    fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - held, longest, min(step.card, limit))
+    most, group = step.micro_batch_tokens or fit, step.prompt + step.group_size * step.max_new_tokens
+    parallel = step.parallel if most >= step.parallel * group else 1  # as in `cut_for_parallel`
+    if parallel > 1:
+        most = parallel * min(most // parallel, -(-total // parallel) + group // 2)
+    return max(min(most, total), longest), parallel, checkpointing and not step.micro_batch_tokens
+
+
+def _pass(shape: ModelShape, config: Any, step: StepShape, device: str, own: Sequence[str]) -> dict[str, int]:
+    """Bytes of a forward pass for log-probs alone: of one layer, and of the head. `own` are the policy's modules that compute
+    it; without, a frozen model does, whose weights need no cast."""
+    prompts, each, longest = step.sampled["sampling"]
+    tokens, parallel, _ = _at_work(config, step, device, 0, prompts * (step.prompt + each * longest))
+    layers = [shape.parameters[name] for name in shape.layers]
+    outside = sum(shape.parameters.values()) - sum(layers)
+    return {
+        "casts": shape.state_bytes([name for name in shape.layers if name in own], 4) // 2 * (step.itemsize == 2),
+        "activations": tokens * passing_bytes(config, step.itemsize),
+        "logits": parallel * head_bytes(config, step, tokens // parallel, device, "pass") * (shape.head in own or not own),
+        "gathered": 4 * (outside + 2 * max(layers)) * (step.policy_parallelism in RANKED),
+    }
+
+
+def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held: int) -> tuple[list, bool]:
+    """(The moments of an update that may be its worst, whether layers are computed twice): the head of a later micro-batch,
+    with its activations, earlier ones' gradient, and temporaries of logits; a layer's backward pass; for a rank where whole
+    layers or their gradients are on their way. With all rows at work at once the head's gradient alone is there before."""
+    device, layers, adapted = share.device, [shape.parameters[name] for name in shape.layers], bool(shape.adapters)
+    ranked, trained = step.policy_parallelism in RANKED, 4 * (shape.trained(share.modules) // share.parts)
+    gathered = gathered_bytes(layers, sum(shape.parameters.values()) - sum(layers), step.itemsize) if ranked else 0
+    tokens, parallel, checkpointing = _at_work(config, step, device, held + trained + gathered, step.update_tokens)
+    update = {"gradients": trained, **_activations(shape, config, step, share.modules, tokens)}
+    update["casts"] *= parallel if adapted else 1  # autocast shares casts of what is trained only
+    if checkpointing:
+        twice = tokens * checkpointed_activation_bytes(config, step.itemsize)
+        update |= {"activations": twice, **{kind: update[kind] // len(layers) for kind in ("casts", "attention")}}
+    use = "frozen" if adapted else "trained"
+    head = parallel * head_bytes(config, step, tokens // parallel, device, use) * (shape.head in share.modules)
+    # A layer's forward and backward pass makes some three quarters of what it keeps again.
+    layer = {"activations": update["activations"] + 3 * tokens * activation_bytes(config, step.itemsize) // (4 * len(layers))}
+    moments = (
+        [*_rank_moments(shape, config, update | {"logits": head})] if ranked else [update | {"logits": head}, update | layer]
+    )
+    if tokens >= step.update_tokens:
+        embedding = min(trained, 4 * config.vocab_size * config.hidden_size)
+        moments = [moment | {"gradients": embedding * (shape.head in share.modules)} for moment in moments]
+        moments.append({"gradients": trained + parallel * embedding, "gathered": gathered})
+    return moments, checkpointing
+
+
+def _decoding(config: Any, step: StepShape, prompts: int, each: int, tokens: int, device: str) -> list[dict[str, int]]:
+    """Bytes of our own decoding of the most prompts whose keys and values have room at a time, each with `each` responses of
+    `tokens` at most: while a layer computes the prompts, when what it made is copied, and when the last token is drawn."""
+    a_token = key_value_bytes(config, step.itemsize)
+    group = step.prompt + each * tokens
+    wave = min(prompts, max(1, CACHE_BYTES[device.partition(":")[0]] // (group * a_token)))
+    read = wave * step.prompt
+    logits = 4 * wave * each * config.vocab_size * (5 if step.truncated else 4)
+    return [
+        {"keys and values": read * a_token, "activations": read * passing_bytes(config, step.itemsize)},
+        {"keys and values": 2 * read * a_token},
+        {"keys and values": wave * group * a_token, "logits": logits},
+    ]
 
 
 def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence[str], tokens: int) -> dict[str, int]:
@@ -217,12 +340,18 @@ def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int]) -> Ite
     yield update | kept | {"logits": 0, "gathered": outside + 2 * layer, "whole gradients": 2 * gradient + products}
 
 
-def head_bytes(config: Any, step: StepShape, tokens: int, trained: bool) -> int:
-    """Bytes of `LabelLogProbs`: the head's weight cast; its gradient, in fp32 and as a bf16 product; and temporaries, as
-    multiples of a piece's fp32 logits: with entropies, in forward alone, or without. Truncation adds a copy, masks, ranks."""
-    head = config.vocab_size * config.hidden_size
-    cast = 2 * head * (step.itemsize == 2)
-    piece = 4 * row_pieces(tokens - step.prompt, config.vocab_size)[0].stop * config.vocab_size
+def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str) -> int:
+    """Bytes of `LabelLogProbs` in a micro-batch: in a "pass" without gradients, or with a "frozen" or a "trained" head, whose
+    gradient comes in fp32 and as a bf16 product. The weight's cast, and temporaries as multiples of a piece's fp32 logits: with
+    entropies, in forward alone, or without. Truncation adds a copy, masks, ranks. A CPU goes over few logits at a time; it
+    multiplies in bf16 first."""
+    head, cast_too = config.vocab_size * config.hidden_size, step.itemsize == 2
+    piece = 4 * row_pieces(max(tokens - step.prompt, step.max_new_tokens), config.vocab_size)[0].stop * config.vocab_size
     with_entropies, without = (5, 5) if step.truncated else (4, 3)
-    backward = 4 * head + max(without * piece, cast + 3 * piece // 2)
-    return cast + max(with_entropies * piece, backward * trained)
+    if device == "cpu":
+        with_entropies = without = 1.5 if cast_too else 1
+    cast = 2 * head * cast_too
+    rounded = cast + piece + piece // 2 * (cast_too or device != "cpu")
+    backward = 4 * head + max(int(without * piece), rounded)
+    forward = int((without if use == "pass" else with_entropies) * piece)
+    return cast + max(forward, backward * (use == "trained"))

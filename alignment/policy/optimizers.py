@@ -23,6 +23,11 @@ class Optimizer:
     options: Mapping[str, object] = field(default_factory=dict)
     package: str = ""  # The package that it needs, which is an extra of the same name.
 
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes a parameter of the moments, wherever they are."""
+        return self.device_bytes - 8 + self.host_bytes
+
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer("torch.optim:AdamW", device_bytes=16, options={"fused": True}),

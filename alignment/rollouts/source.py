@@ -149,6 +149,7 @@ class SyncRollouts:
     def next(self, step: int) -> SampledStep:
         """The sampled and scored groups of a step."""
         torch.manual_seed(derived_seed(self.source.config.seed, step))  # for samplers and rewards of a user's own
+        self.clock.begin("sampling")
         sampled = self.source.sample_step(step, self.sampler)
         check_staleness(sampled, 0)
         self.clock.seconds |= sampled.seconds
@@ -159,6 +160,7 @@ class SyncRollouts:
         """Give the sampler the weights that `step` steps have made while the block runs, and wait for it after. Defers signals
         from here on: the step is made, but not yet logged."""
         defer_signals()
+        self.clock.begin("sync")
         with run_in_background(lambda: self._give_weights(policy, step), self.clock("sync")):
             yield
 

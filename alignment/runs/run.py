@@ -4,10 +4,11 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -60,6 +61,7 @@ class Run:
         self.config, self.console = config, console
         self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
+        self.measure_memory: Callable[[Any], Any] = lambda policy: None  # Makes the clock's `PeakMeter`.
         self.path: Path | None = None
         self.step = 0  # The last finished step.
         self.resumed_at = 0
@@ -109,6 +111,7 @@ class Run:
         limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
         self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
+        self.clock.meter = self.measure_memory(policy)
         self._step_seconds = self.clock.seconds.get("warm_start", 0.0)  # which one run makes for all
         self._progress = self.closing.enter_context(progress_line("RL" if rollouts else "SFT", config.num_steps, self.console))
         self.started = True
@@ -134,6 +137,7 @@ class Run:
         record["seconds"] = self.clock.elapsed()
         record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
         record["tokens_per_second_update"] = result.report["update_tokens"] / self.clock.seconds["update"]  # prompts included
+        record |= {"peak_bytes": self.clock.meter.take()} if self.clock.meter else {}
         self._restarts = restarts
         self._step_seconds += record["seconds"]
         warnings, record = self.health.judge(record)
@@ -160,6 +164,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint, and delete old ones except that of `resumed_at`, from which a sampler that died restarts."""
+        self.clock.begin("checkpoint")
         self.folder.flush()
         ahead = self._rollouts.sampled_ahead(self.step) if self._rollouts else ()
         run_folder.save_checkpoint(run_folder.checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead)
@@ -169,11 +174,17 @@ class Run:
         """Write the final model, the learning curve and the summary, and print the accuracy before and after. The last
         checkpoint is whole by now, so an OSError is reported as it is."""
         self.started, word = False, run_folder.reproducibility(self.path)
+        self.clock.begin("checkpoint")
         with atomic_folder(self.path / "final") as building, manifested(building):
             self._policy.save(building, self._tokenizer)
             write_card(building, self.path, word)
-        beside_steps = time.time() - psutil.Process().create_time() - self._step_seconds
-        write_summary(self.path, title, self.console, beside_steps, word)
+        self.clock.begin("")
+        facts = {
+            "seconds_beside_steps": time.time() - psutil.Process().create_time() - self._step_seconds,
+            "reproducibility": word,
+            "peak_bytes": self.clock.meter.run if self.clock.meter else {},
+        }
+        write_summary(self.path, title, self.console, facts)
 
     def save_when_stopped(self, stop: BaseException) -> None:
         """Save the last finished step when a signal or `RunStopped` ends the loop, and print the command to resume it."""

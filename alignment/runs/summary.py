@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from rich.console import Console
@@ -13,9 +14,10 @@ from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.system.terminal import make_table, printable
 
 
-def write_summary(path: Path, title: str, console: Console, seconds_beside_steps: float, reproducibility: str) -> None:
+def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, Any]) -> None:
     """Draw the learning curve, print the run's before and after, and write summary.json. `title` says how the evaluations were
-    sampled, `seconds_beside_steps` what the process took for all but its steps, `reproducibility` what `verify` showed."""
+    sampled; `facts` are "seconds_beside_steps", what the process took for all but its steps, "reproducibility", what `verify`
+    showed, and "peak_bytes" (place -> phase -> measured and predicted)."""
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after, total = evals[0], evals[-1], sum(m["seconds"] for m in metrics)
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
@@ -28,6 +30,11 @@ def write_summary(path: Path, title: str, console: Console, seconds_beside_steps
     ]
     heading, sides = f"{path.name}: {after['problems']} held-out problems, {title}", ("before", "after")
     console.print(make_table(heading, ("", *sides), rows, numbers=sides))
+    gigabytes = lambda size: "" if size is None else f"{size / 1e9:.2f}"
+    peaks = ((place, phase, sizes) for place, phases in facts["peak_bytes"].items() for phase, sizes in phases.items())
+    memory = [(place, phase, *map(gigabytes, sizes)) for place, phase, sizes in peaks]
+    columns = ("measured", "predicted")
+    console.print(make_table("peak memory in GB", ("device", "phase", *columns), memory, numbers=columns))
     phases = sorted({key for m in metrics for key in m if key.startswith("seconds_")})
     spent = {phase.removeprefix("seconds_"): sum(m.get(phase, 0.0) for m in metrics) for phase in phases}
     spent["other"] = total - sum(spent.values())  # logging, books
@@ -44,8 +51,7 @@ def write_summary(path: Path, title: str, console: Console, seconds_beside_steps
         "after": after,
         "steps": len(metrics),
         "seconds": total,
-        "seconds_beside_steps": seconds_beside_steps,
-        "reproducibility": reproducibility,
+        **facts,
         "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
         **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
     }

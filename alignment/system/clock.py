@@ -14,14 +14,21 @@ class Clock:
     """Adds up the seconds of the phases of one step after another. `with clock("update"):` counts a block."""
 
     def __init__(self):
+        self.meter = None  # A `PeakMeter`, where a phase's memory is measured, too.
         self.restart()
 
     def restart(self) -> None:
         self.start = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
+    def begin(self, phase: str) -> None:
+        """Measure the memory of a phase from here on."""
+        if self.meter is not None:
+            self.meter.begin(phase)
+
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self.begin(phase)
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

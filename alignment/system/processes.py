@@ -2,6 +2,7 @@
 `ChildProcess` calls one of our functions with a pipe to the parent; `start_command` runs one of our commands with a log file.
 Each child has a session of its own: Ctrl-C reaches the parent only, and its process group can be killed."""
 
+import ctypes
 import os
 import pickle
 import signal
@@ -25,6 +26,12 @@ START_SECONDS = 1800  # lower bound of the time limit for an engine to load a mo
 GRACE_SECONDS = 10  # for an engine to free its device before it is killed
 
 ROOT = Path(__file__).parents[2]
+
+
+def trim_heap() -> None:
+    """Give the system back what malloc keeps of freed memory, where it is glibc's."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class ProcessLost(RunStopped):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from alignment.system.errors import RunStopped, UserError
-from alignment.system.processes import ROOT, START_SECONDS, ChildProcess
+from alignment.system.processes import ROOT, START_SECONDS, ChildProcess, trim_heap
 from alignment.system.registry import import_object
 from alignment.system.remote import TORCHRUN, Machine, host_processes
 from alignment.system.signals import SIGNALS, deferred_signals
@@ -174,6 +174,7 @@ class Ranks:
                 result = self._run(method, *arguments, **named)
                 if isinstance(result, Iterator):
                     deque(result, maxlen=0)
+                trim_heap()
             except Exception as error:
                 text = str(error).strip().partition("\n")[0]
                 kind = "waited" if lost_connection(error) else "failed"

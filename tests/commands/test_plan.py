@@ -1,15 +1,20 @@
 """`plan` for policies of several processes: what each holds, whether that fits, and the command that trains so."""
 
+import json
+
 import pytest
 
-from alignment import plan
+from alignment import plan, prediction
 from alignment.args import PlanArgs, from_preset
+from alignment.duration import span
 from alignment.models import kind_of_policy
 from alignment.system.errors import UserError
 
 
 @pytest.fixture
-def planned(tiny_folder, monkeypatch, capsys):
+def planned(tiny_folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
     def run(*flags: str) -> str:
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setattr("sys.argv", ["plan", "--model", str(tiny_folder), "--sampler", "transformers", *flags])
@@ -65,9 +70,46 @@ def test_the_reference_recipe_is_planned_for_other_numbers_of_gpus(planned):
     ("model", "parameters"), [("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304), ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512)]
 )
 def test_a_published_model_is_planned_without_the_hub(model, parameters, planned, monkeypatch):
-    monkeypatch.setattr(plan, "resolve_model", None)  # which would ask it
+    monkeypatch.setattr(prediction, "resolve_model", None)  # which would ask it
     said = planned(
         "--model", model, "--num_gpus", "8", "--policy_parallelism", "sharded", "--gpu_memory", "80", "--dtype", "float32"
     )
     reference = next(line for line in said.splitlines() if "reference" in line)
     assert f"{4 * parameters / 1e9:.2f}" in reference
+
+
+def test_hardware_says_gpus_machines_memory_and_seconds(planned, tmp_path):
+    """Of one GPU-hour for 10 dollars, so that dollars are 10 times the GPU-hours."""
+    said = planned("--hardware", "2x8xA100-40GB", "--policy_parallelism", "sharded", "--price", "10", "--json", "plan.json")
+    assert "tiny" in said and "on 2x8xA100-40GB, policy sharded" in said and said.count("of 40 GB, fits") == 7
+    assert said.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 5")
+    facts = json.loads((tmp_path / "plan.json").read_text())
+    assert set(facts) == {"run", "machine", "peaks", "fits", "remedies", "seconds", "dollars", "off", "best", "command"}
+    assert facts["command"] == said.splitlines()[-1] and facts["run"]["policy_parallelism"] == "sharded"
+    assert facts["machine"]["gpus"] == 8 and facts["machine"]["card"]["bandwidth"] == 1555
+    assert [peak["device"] for peak in facts["peaks"]] == [f"cuda:{gpu}" for gpu in (0, 1, 2, 3, 4, 5, 7)]  # no reference
+    assert facts["peaks"][0]["excess"] < 0 < facts["peaks"][0]["phases"]["update"]["weights"]
+    seconds = facts["seconds"]
+    assert set(seconds["phases"]) == {"sampling", "old_log_probs", "update", "sync", "evaluation", "checkpoint"}
+    hours = seconds["gpu_hours"]
+    assert hours == pytest.approx([16 * end for end in seconds["hours"]]) and facts["dollars"] == [10 * end for end in hours]
+    line = next(line for line in said.splitlines() if line.startswith("the whole run"))
+    assert f"{span(hours)} GPU-hours, {span([10 * end for end in hours])} dollars; " in line
+    step = next(line for line in said.splitlines() if line.startswith("seconds"))
+    assert step.startswith(f"seconds (not calibrated, hence wide): a step {span(seconds['step'])}, and by phase: sampling ")
+
+
+def test_seconds_are_of_any_card_where_none_is_named(planned):
+    any_card = "seconds (not calibrated, hence wide; of any card, where there are GPUs: name yours with --hardware): a step "
+    assert any_card in planned("--num_gpus", "8", "--gpu_memory", "80")
+    with pytest.raises(UserError, match="--hardware 8xT4: says all that"):
+        planned("--hardware", "8xT4", "--num_gpus", "8")
+    with pytest.raises(UserError, match="none is no run's folder"):
+        planned("--calibrate", "none")
+
+
+def test_the_best_is_printed_with_its_rank(planned):
+    """Three GPUs: the policy on one, beside two engines or one engine and the others' models; or on two, by three kinds."""
+    said = planned("--hardware", "3xL4", "--best").splitlines()[-6:]
+    assert not said[0][0].isdigit() and [line.split(" ", 1)[0] for line in said[1:]] == ["1.", "2.", "3.", "4.", "5."]
+    assert all("GPU-hours: uv run -m alignment.train_rl --preset tiny" in line for line in said[1:]) and len(set(said)) == 6

@@ -13,19 +13,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from alignment.args import RLArgs, from_preset
+from alignment.args import PRESETS, RLArgs, from_preset, preset_names
 from alignment.checks import roles_of
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
-from alignment.plan import step_shape
 from alignment.policy import log_probs, lora
 from alignment.policy.memory import SPARE, peak_bytes
 from alignment.policy.packing import ATTENTION
 from alignment.policy.placement import ModelShape, assign_roles
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
+from alignment.prediction import step_shape
 from benchmarks.rank_memory import Case, closed_form, tracked
 from tests.policy.published_shapes import qwen2
 
@@ -33,6 +33,11 @@ SMOLLM2 = LlamaConfig(
     vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
     num_key_value_heads=3, tie_word_embeddings=True,
 )  # fmt: skip
+TINY = Qwen2Config(
+    vocab_size=304, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    tie_word_embeddings=True,
+)  # fmt: skip
+ON_CPU = {"tiny": (TINY, 8e9), "countdown_tiny": (TINY, 8e9), "smollm2_svamp": (SMOLLM2, 16e9)}  # and the host's bytes
 CARDS = {  # preset and model -> its published shape, the GPUs and the bytes of each that the preset's header names
     ("async_gsm8k", ""): (qwen2(1536, 8960, 28, 12), 3, 80e9),
     ("countdown_qwen2.5_3b", ""): (qwen2(2048, 11008, 36, 16), 1, 48.3e9),
@@ -54,7 +59,24 @@ def test_a_preset_fits_the_card_that_it_names(case, vllm):
         return
     roles = roles_of(args, gpus)
     peaks = peak_bytes(ModelShape.from_config(config), config, roles, step_shape(args, roles, card, vllm))
-    assert {device: kinds for device, kinds in peaks if sum(kinds.values()) > (1 - SPARE) * card} == {}
+    assert [peak for peak in peaks if peak.total > (1 - SPARE) * card] == []
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_presets_header_states_its_peaks(name, monkeypatch):
+    """On two cores without bfloat16, or on the GPUs that it names, where `auto` is vLLM."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    config, gpus, card = (ON_CPU[name][0], 0, ON_CPU[name][1]) if name in ON_CPU else CARDS[name, ""]
+    args = from_preset(RLArgs, name)
+    roles = roles_of(args, gpus)
+    step = step_shape(args, roles, card, vllm=gpus > 0 and args.sampler != "transformers")
+    peaks = peak_bytes(ModelShape.from_config(config), config, roles, step)
+    listed = ", ".join(f"{peak.name} {peak.total / 1e9:.1f}" for peak in peaks)
+    line = f"# Peaks by `alignment.plan`, of {card / 1e9:.1f} GB each: {listed}: fits."
+    assert all(peak.total <= (1 - SPARE) * card for peak in peaks)
+    assert line in (PRESETS / f"{name}.toml").read_text().replace("\n#   ", " "), line
 
 
 class BytesHeld(TorchDispatchMode):
@@ -122,9 +144,10 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, r
     roles, args = assign_roles(1), from_preset(RLArgs, "single_gpu_gsm8k_kl")
     step = dataclasses.replace(
         step_shape(args, roles, 48e9, True), optimizer="adamw", micro_batch_tokens=prompt + rows * response,
-        prompt=prompt, max_new_tokens=response, truncated=top_p < 1, frozen=0,
+        update_tokens=2 * (prompt + rows * response), prompt=prompt, max_new_tokens=response, group_size=rows,
+        truncated=top_p < 1, frozen=0,
     )  # fmt: skip
-    kinds = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)[0][1]
+    kinds = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)[0].phases["update"]
     form = sum(kinds.values()) - kinds["sampler"] - kinds["context"]
     tracker = counted(config, prompt, response, rows, top_p, lora_rank)
     print(f"{form / 1e9:.2f} GB by the form, {tracker / 1e9:.2f} GB counted")

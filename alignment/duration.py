@@ -1,0 +1,166 @@
+"""A run's seconds before it starts: the work of its shapes at a machine's rates, or at those that finished runs show."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from math import ceil
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from alignment.ablation.study import read_run
+from alignment.args import RLArgs
+from alignment.checks import visible_gpus
+from alignment.policy.memory import CACHE_BYTES
+from alignment.policy.policy import POLICIES, RANKED
+from alignment.policy.speed import Hardware, decoding, forward, rates, work
+from alignment.prediction import Prediction, predict
+from alignment.system.errors import UserError
+from alignment.system.files import read_jsonl
+
+# Factors by which an estimate may be off: of a single run, of several at least, and for each e-fold of size off the nearest.
+ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1
+
+
+class Known(NamedTuple):
+    """What finished runs show; by default nothing."""
+
+    fit: np.ndarray | None = None  # Seconds of a unit of each of `KINDS`, that fit all phases best.
+    samples: Sequence[tuple[str, float, float]] = ()  # A phase, its seconds by `fit`, and those measured over these.
+    # Mean shares of the longest prompt and response, and of responses with a gradient, from the least to the most.
+    shares: Mapping[str, tuple[float, float]] = {"prompt": (0.1, 1.0), "response": (0.25, 1.0), "trained": (0.5, 1.0)}
+
+
+def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, float], refills=0) -> dict[str, np.ndarray]:
+    """Phase -> the work of the busiest device, of a step, which samples its groups 1 + `refills` times, an evaluation or a
+    checkpoint."""
+    run, step, shape, config, kind = prediction.run, prediction.step, prediction.shape, prediction.config, prediction.kind
+    devices, updates, samplers = len(prediction.roles.policy), run.updates_per_rollout, prediction.roles.sample
+    kinds = (RANKED, machines), (("sharded",), 1), (("layer_split",), 1)
+    ranks, parts, stages = (devices * times if kind in of else 1 for of, times in kinds)
+    total, trained = sum(shape.parameters.values()), shape.trained(shape.parameters)
+    prompt, response, most = shares["prompt"] * step.prompt, shares["response"] * run.max_new_tokens, run.micro_batch_tokens
+    prompts, drawn = run.prompts_per_rollout * prompt / ranks, run.rollout_size * response / ranks
+    tokens, seen = prompts + drawn, (prompts * prompt / 2 + drawn * (prompt + response / 2)) / (prompts + drawn)
+
+    def computed(share: float, times: int) -> np.ndarray:
+        # Of several stages the first is idle while the last micro-batches pass the others (Huang et al. 2019, section 2).
+        pieces = ceil(share * tokens / times / (most or 4096))
+        busy = np.array([(pieces + stages - 1) / (pieces * stages)] * 2 + [1] * 4)
+        counts = (share * tokens / times, seen, share * drawn / times)
+        passed = busy * forward(shape, config, step.itemsize, counts, pieces)
+        return times * (passed + work(link=4 * total * (1 - 1 / parts) * pieces)), times * pieces  # and others' parts
+
+    def sampled(phase: str, times: float) -> np.ndarray:
+        asked, size, longest = step.sampled[phase]
+        cache = 0 if step.vllm else CACHE_BYTES[samplers[0].partition(":")[0]]
+        engines = machines * len(samplers) / run.sampler_tensor_parallel
+        rows = (times * asked / engines, size, prompt, shares["response"] * longest, longest)
+        return decoding(shape, config, step.itemsize, rows, cache) / run.sampler_tensor_parallel
+
+    passed, pieces = computed(shares["trained"] * run.epochs_per_rollout, updates)
+    summed = 4 * trained * (1 - 1 / parts) * pieces if parts > 1 else 8 * trained * updates * (ranks > machines)
+    hidden = 8 * config.hidden_size * tokens * (stages - 1) * run.epochs_per_rollout  # and its gradients
+    # Backward computes gradients of inputs and of weights. Through memory pass autocast's casts, additions to gradients, and 40
+    # bytes a parameter of the gradient's norm and AdamW.
+    update = (2 if shape.adapters else 3) * passed + work(
+        bytes=6 * total * pieces * (step.itemsize == 2) + (12 * pieces + 40 * updates) * trained / parts,
+        launches=27 * len(shape.layers) * updates,
+        link=hidden + summed,
+        network=8 * trained / parts * updates * (ranks > 1) * (machines > 1),
+    )
+    return {
+        "sampling": sampled("sampling", 1 + refills),
+        **dict.fromkeys(sorted(step.passes), computed(1, 1)[0]),
+        "update": update,
+        "sync": work(bytes=(4 + 3 * step.itemsize) * total, link=step.itemsize * total),
+        "evaluation": sampled("evaluation", 1),
+        "checkpoint": work(disk=4 * total + 8 * trained),
+    }
+
+
+def calibrate(folders: Sequence[str], itemsize: int) -> Known:
+    """What finished runs of a machine show. Raises `UserError` for a folder that is no finished run's of two steps or more, or
+    one's with products of numbers of another size than `itemsize` bytes."""
+    measured, shares = [], []
+    for path in map(Path, folders):
+        run = read_run(path)
+        if len(run.metrics) < 2 or not run.finished:
+            raise UserError(f"--calibrate {path}: must be a finished run of train_rl, of two steps or more")
+        steps = run.metrics[1:]  # the first one also warms up
+        args = {key: tuple(v) if isinstance(v, list) else v for key, v in run.args.items() if hasattr(RLArgs, key)}
+        args |= {"sft_base": str(path / "final"), "micro_batch_tokens": steps[0]["micro_batch_tokens"]}
+        prediction = predict(RLArgs(**args))
+        if prediction.step.itemsize != itemsize:
+            raise UserError(f"--calibrate {path}: has products of another --dtype than what is planned")
+        rows = read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")
+        prompt, response = fmean(len(row["prompt_ids"]) for row in rows), fmean(s["response_length"] for s in steps)
+        trained = fmean(step["rows_with_gradient"] / step["responses"] for step in steps)
+        shares.append((prompt / prediction.step.prompt, response / args["max_new_tokens"], trained))
+        names = {"sampling": "seconds_sample", "evaluation": "seconds"}
+        for phase, done in work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1]))).items():
+            records, name = run.evals if phase == "evaluation" else steps, names.get(phase, f"seconds_{phase}")
+            measured.append((phase, done, median(record.get(name, 0.0) for record in records)))
+    measured = [sample for sample in measured if sample[2] > 0.001]
+    fit = nnls(np.array([done / seconds for _, done, seconds in measured]), np.ones(len(measured)))[0]
+    sizes = [max(float(done @ fit), 1e-9) for _, done, _ in measured]
+    samples = [(phase, size, seconds / size) for (phase, _, seconds), size in zip(measured, sizes, strict=True)]
+    return Known(fit, samples, {name: (min(of), max(of)) for name, of in zip(Known().shares, zip(*shares))})
+
+
+def seconds_of(phase: str, done: np.ndarray, per_unit: np.ndarray, known: Known) -> tuple[float, float]:
+    """The least and the most seconds of a phase's work. By finished runs that had it: at `fit`, times what it took beyond that,
+    in runs of nearest size above all. Else at best all kinds of work overlap, and at worst each waits for the others."""
+    near = np.array([sample[1:] for sample in known.samples if sample[0] == phase])
+    if not len(near):
+        return float(max(done * per_unit[0])), float(sum(done * per_unit[1]))
+    (sizes, beyond), size = near.T, max(float(done @ known.fit), 1e-9)
+    distances = abs(np.log(sizes / size))
+    spread = max(SEVERAL_RUNS, max(beyond) / min(beyond)) if len(near) > 1 else ONE_RUN
+    spread *= float(OF_SIZE ** min(distances))
+    middle = size * float(np.exp(np.average(np.log(beyond), weights=(0.1 + distances) ** -2)))
+    return middle / spread, middle * spread
+
+
+def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict:
+    """Seconds, [least, most], of each phase ("phases") and of a "step"; sampled "tokens_per_second"; the run's "hours", its
+    "gpu_hours", of a machine without GPUs the same, and of these "evaluations_gpu_hours"."""
+    run, roles, per_unit, ends = prediction.run, prediction.roles, rates(hardware, prediction.step.itemsize), []
+    gpus = hardware.machines * (hardware.gpus or len({*roles.policy, *roles.sample, roles.eval, roles.reference}))
+    evaluations, checkpoints = 1 + ceil(run.num_steps / run.eval_interval), ceil(run.num_steps / run.save_interval)
+    for end in (0, 1):
+        shares = {name: span[end] for name, span in known.shares.items()}
+        works = work_of_phases(prediction, hardware.machines, shares, end * run.max_refills)
+        phases = {phase: seconds_of(phase, done, per_unit, known)[end] for phase, done in works.items()}
+        evaluated, saved = evaluations * phases["evaluation"], checkpoints * phases["checkpoint"]
+        parts = phases["sampling"], sum(phases.values()) - sum(phases[of] for of in ("sampling", "evaluation", "checkpoint"))
+        step = max(parts) if run.rollouts == "async" else sum(parts)
+        whole, sampled = run.num_steps * step + evaluated + saved, run.rollout_size * shares["response"] * run.max_new_tokens
+        hours = {"hours": whole / 3600, "gpu_hours": gpus * whole / 3600, "evaluations_gpu_hours": gpus * evaluated / 3600}
+        ends.append(phases | {"step": step, "tokens_per_second": sampled / step, **hours})
+    spans = {name: sorted(end[name] for end in ends) for name in ends[0]}
+    return {"phases": {phase: spans.pop(phase) for phase in works}, **spans}
+
+
+def span(values: Sequence[float]) -> str:
+    """A range in words: 1.2 to 45."""
+    return " to ".join(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
+
+
+def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[dict, Prediction]]:
+    """(`duration`, prediction) of each parallelism on splits of the GPUs between policy and sampler that fit, fastest first."""
+    number, found = visible_gpus() if hardware.gpus is None else hardware.gpus, {}
+    gpus, kinds = tuple(f"cuda:{gpu}" for gpu in range(number)), RANKED if hardware.machines > 1 else POLICIES
+    for kind, engines in product(kinds, {0, 1, 2, 4, 8, number - 1} & {*range(max(1, number))}):
+        split = {"policy_devices": gpus[:-engines], "sample_device": gpus[-engines:]} if engines else {}
+        with suppress(UserError):
+            other = replace(run, policy_parallelism=kind, policy_ranks=0, **split)
+            prediction = predict(other, *hardware[:3])
+            fits = all(prediction.excess(peak.device) <= 0 for peak in prediction.peaks)
+            if fits and (kind == "single") == (len(prediction.roles.policy) == 1):
+                found[kind, prediction.roles] = duration(prediction, hardware, known), prediction
+    return sorted(found.values(), key=lambda pair: np.prod(pair[0]["hours"]))

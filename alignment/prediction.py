@@ -1,0 +1,139 @@
+"""A run's memory before it starts: its devices, and the peak bytes of each in each phase of a step, from shapes alone."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from alignment.args import RLArgs, configuration, flags_of
+from alignment.checks import check_processes, engines_on_shared_gpu, resolve_model, roles_of
+from alignment.models import kind_of_policy
+from alignment.policy.loading import compute_dtype, load_config
+from alignment.policy.memory import SPARE, DevicePeak, StepShape, peak_bytes, total_bytes
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.parallel_micro_batches import PARALLEL
+from alignment.policy.peak import PeakMeter
+from alignment.policy.placement import ModelShape, Roles
+from alignment.policy.policy import RANKED, Policy
+from alignment.sampling.sampler import engine_name
+from alignment.system.errors import UserError
+
+PUBLISHED = Path(__file__).parent / "policy" / "published"  # configurations of models on the hub, so that it need not be asked
+PROMPT_TOKENS = 300  # of the longest prompt, where --max_prompt_tokens says nothing; GSM8K's and Countdown's are shorter
+TEST_PROBLEMS = 1319  # where --max_problems takes all: GSM8K's
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is known of a run from its arguments and its model's configuration."""
+
+    run: RLArgs  # With the kind of policy, and for one machine its number of ranks.
+    base: str  # Folder or hub name of the model.
+    shape: ModelShape
+    config: Any  # The model's.
+    roles: Roles  # `policy` has an entry for each rank.
+    kind: str  # Of policy: a key of `POLICIES`.
+    step: StepShape
+    peaks: list[DevicePeak]  # Of the ranks or devices of the policy, in order, then of others; none without `step.card`.
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the policy on a machine; 0 where it is in the command's own."""
+        return len(self.roles.policy) * (self.kind in RANKED)
+
+    def capacity(self, device: str) -> int:
+        """Bytes of a device. Ranks on a CPU share the host's memory."""
+        return self.step.card * max(self.roles.policy.count(device), 1)
+
+    def excess(self, device: str) -> int:
+        """Bytes that all on a device take beyond what it has, less `SPARE`; below 0: they fit."""
+        held = sum(peak.total for peak in self.peaks if peak.device == device)
+        return held - int((1 - SPARE) * self.capacity(device))
+
+
+def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1) -> Prediction:
+    """The prediction for a run on `machines` of `num_gpus` GPUs of `memory` bytes each (None and 0: this machine's). Raises
+    `UserError` as `roles_of`, `kind_of_policy` and `ModelShape.from_config`."""
+    check_processes(args, args.policy_parallelism)
+    roles = roles_of(args, num_gpus)
+    if not memory and num_gpus in (None, 0):
+        memory = min(map(total_bytes, roles.policy))
+    model = args.sft_base if Path(args.sft_base or "-").exists() else args.model
+    published = PUBLISHED / model.replace("/", "--")
+    base = str(published) if published.is_dir() else resolve_model(model, args.output_dir)
+    devices, kind = kind_of_policy(args, base, num_gpus, memory, machines)
+    roles, ranks = dataclasses.replace(roles, policy=devices), len(devices) * (kind in RANKED)
+    run = dataclasses.replace(args, policy_parallelism=kind, policy_ranks=ranks if machines == 1 else 0)
+    config = load_config(base)
+    shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
+    # Ranks on a CPU share the host's memory.
+    step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm")
+    peaks = peak_bytes(shape, config, roles, step) if memory else []
+    return Prediction(run, base, shape, config, roles, kind, step, peaks)
+
+
+def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
+    """The flags that would each make a run fit that does not, or else pairs of them, and the bytes of the fullest device then;
+    `machine` is what `predict` was told beside the run's arguments."""
+    run, vllm = prediction.run, prediction.step.vllm
+    tokens = [2**power for power in range(13, 8, -1) if not 0 < run.micro_batch_tokens <= 2**power]
+    groups: list[list[dict]] = [[{"micro_batch_tokens": number} for number in (*tokens, 0)]]
+    groups += [[{"optimizer": name}] for name in OPTIMIZERS if name not in ("adamw", run.optimizer)]
+    groups += [[{"lora_rank": 16}]] * (not run.lora_rank)
+    groups += [[{"policy_parallelism": kind, "policy_ranks": 0}] for kind in ("sharded", "layer_split")]
+    groups += [[{"gpu_memory_utilization": share / 10} for share in (4, 3, 2, 1)]] * vllm
+    pairs = [[one[-1] | other[-1]] for one, other in itertools.combinations(groups, 2)]
+    for alternatives in (groups, pairs):
+        found = [next(filter(None, (_if_it_fits(run, change, *machine) for change in group)), None) for group in alternatives]
+        if any(found):
+            return [each for each in found if each]
+    return []
+
+
+def _if_it_fits(run: RLArgs, change: Mapping[str, object], *machine) -> tuple[str, int] | None:
+    with suppress(UserError):  # the flags clash, or need a package that is not here
+        other = predict(dataclasses.replace(run, **change), *machine)
+        if all(other.excess(peak.device) <= 0 for peak in other.peaks):
+            flags = flags_of({name: value for name, value in change.items() if name != "policy_ranks"})
+            return " ".join(flags), max(peak.total for peak in other.peaks)
+    return None
+
+
+def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMeter]:
+    """What measures a run's peaks beside those predicted, if they can be. Prints a warning where they do not fit here."""
+    peaks: list[DevicePeak] = []
+    with suppress(UserError):  # what is wrong is said where it is loaded
+        prediction = predict(args)
+        peaks = prediction.peaks
+        for device in dict.fromkeys(peak.device for peak in peaks):
+            if (excess := prediction.excess(device)) > 0:
+                missing = f"{device} will lack {excess / 1e9:.1f} of {prediction.capacity(device) / 1e9:.1f} GB"
+                console.print(f"warning: {missing} (`alignment.plan` says which flags help)", style="yellow", soft_wrap=True)
+    return partial(PeakMeter, expected=peaks)
+
+
+def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool) -> StepShape:
+    """The `StepShape` of a run on devices of `card` bytes."""
+    prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
+    old_policy = args.needs_old_policy and args.policy_parallelism not in RANKED and roles.policy != (roles.reference,)
+    rows = min(args.train_mini_batch_size or args.rollout_size, args.rollout_size)
+    drawn = args.prompts_per_rollout, args.group_size, args.max_new_tokens
+    ranks = len(roles.policy) if args.policy_parallelism in RANKED else 1
+    threads = torch.get_num_threads() // ranks if roles.policy[0] == "cpu" else 1
+    return configuration(
+        StepShape, args, card=int(card), prompt=prompt, vllm=vllm, parallel=max(1, min(threads, PARALLEL)),
+        itemsize=4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2,
+        update_tokens=-(-rows // args.group_size // ranks) * (prompt + args.group_size * args.max_new_tokens),
+        sampled={"sampling": drawn, "evaluation": (problems, 1, args.eval_max_new_tokens or args.max_new_tokens)},
+        truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
+        passes=frozenset(["old_log_probs"] * args.needs_old_policy + ["reference"] * (args.beta > 0)),
+        frozen=0 if args.lora_rank else (args.beta > 0) + old_policy,
+        engines=engines_on_shared_gpu(args, roles),
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""A step's peak bytes by phase: hand-worked counts of a small shape, and real runs on this machine's CPU."""
+
+import dataclasses
+
+import pytest
+from transformers import LlamaConfig
+
+from alignment.policy.memory import BFLOAT16_BYTES, CONTEXT_BYTES, LIBRARY_BYTES, StepShape, peak_bytes
+from alignment.policy.placement import ModelShape, Roles
+from benchmarks.memory import SETTINGS, largest, run
+
+CONFIG = LlamaConfig(
+    vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    tie_word_embeddings=True,
+)  # fmt: skip
+LINEAR = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)  # of both layers
+PARAMETERS = 1000 * 64 + LINEAR + 5 * 64
+LAYERS = LINEAR + 4 * 64
+STEP = StepShape(
+    card=10**10, policy_parallelism="single", itemsize=2, optimizer="adamw", micro_batch_tokens=100, update_tokens=1000,
+    parallel=1, prompt=20, max_new_tokens=10, group_size=4, sampled={"sampling": (5, 4, 10), "evaluation": (7, 1, 10)},
+    truncated=False, passes=frozenset(["old_log_probs", "reference"]), frozen=1, vllm=False, gpu_memory_utilization=None,
+    engines=1,
+)  # fmt: skip
+KEPT = {
+    "weights": 4 * PARAMETERS, "moments": 8 * PARAMETERS, "sampler": 2 * PARAMETERS,
+    "reference": 4 * PARAMETERS - 2 * LINEAR, "context": CONTEXT_BYTES,
+}  # fmt: skip
+A_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, of 2 layers, 2 heads of 16, 2 bytes
+PASSING = 2 * (3 * 128 + 6 * 64) + 8 * 64
+
+
+def phases(device="cuda:0", lora_rank=0, ranks=1, **changes) -> list[dict[str, dict[str, int]]]:
+    """The phases of each rank, with all roles on one device."""
+    roles, shape = Roles((device,) * ranks, (device,), device, device), ModelShape.from_config(CONFIG, lora_rank)
+    return [peak.phases for peak in peak_bytes(shape, CONFIG, roles, dataclasses.replace(STEP, **changes))]
+
+
+def beyond(phase: dict[str, int]) -> dict[str, int]:
+    """What comes and goes in a phase."""
+    return {kind: size for kind, size in phase.items() if kind not in KEPT and size}
+
+
+def test_every_phase_keeps_what_stays_on_the_device():
+    (of,) = phases()
+    assert list(of) == ["sampling", "evaluation", "old_log_probs", "reference", "update", "sync", "checkpoint"]
+    assert all(phase[kind] == size for phase in of.values() for kind, size in KEPT.items())
+    assert beyond(of["sync"]) == beyond(of["checkpoint"]) == {}
+    assert list(phases(passes=frozenset(), frozen=0)[0]) == ["sampling", "evaluation", "update", "sync", "checkpoint"]
+
+
+def test_decoding_takes_the_most_at_the_last_token_or_at_the_prompts():
+    """5 prompts with 4 responses of 10 tokens each: at the last token. 7 with one each: while a layer computes the prompts."""
+    (of,) = phases()
+    assert beyond(of["sampling"]) == {"keys and values": 5 * (20 + 4 * 10) * A_TOKEN, "logits": 4 * 5 * 4 * 1000 * 4}
+    assert beyond(of["evaluation"]) == {"keys and values": 7 * 20 * A_TOKEN, "activations": 7 * 20 * PASSING}
+    assert beyond(phases(vllm=True)[0]["sampling"]) == {}
+
+
+def test_a_pass_for_log_probs_keeps_no_layer():
+    """100 tokens at a time, of which 80 get logits; in forward alone these are there three times."""
+    expected = {"casts": 2 * LAYERS, "activations": 100 * PASSING, "logits": 2 * 64_000 + 3 * 4 * 80 * 1000}
+    (of,) = phases()
+    assert beyond(of["old_log_probs"]) == expected
+    assert beyond(of["reference"]) == {kind: size for kind, size in expected.items() if kind != "casts"}  # it is in 16 bits
+
+
+def test_all_rows_at_once_meet_no_gradient_but_the_heads():
+    later, once = (phases(update_tokens=tokens)[0]["update"] for tokens in (1000, 100))
+    assert later["gradients"] == 4 * PARAMETERS and once["gradients"] == 4 * 64_000
+    assert {**later, "gradients": 0} == {**once, "gradients": 0}
+
+
+def test_at_the_end_of_a_small_update_the_embedding_has_its_gradient_twice():
+    (of,) = phases(update_tokens=30, micro_batch_tokens=30, truncated=False, prompt=29, max_new_tokens=1, itemsize=4)
+    assert beyond(of["update"]) == {"gradients": 4 * PARAMETERS + 4 * 64_000} or of["update"]["activations"] > 0
+
+
+def test_ranks_and_adapters_pass_weights_on_one_by_one():
+    for of in (*phases(policy_parallelism="sharded", ranks=2, device="cpu"), *phases(lora_rank=4)):
+        assert of["sync"]["transit"] == 4 * 64_000
+    first, second = phases(policy_parallelism="sharded", ranks=2, device="cpu")
+    assert first["weights" and "sync"]["weights"] == 4 * PARAMETERS // 2
+    assert "sampling" in first and "sampling" not in second  # rank 0 has the other roles
+
+
+def test_a_cpu_counts_libraries_and_the_holes_in_its_heap():
+    """In a phase other than an update half of what comes and goes; moments that a GPU would send to the host stay here."""
+    (of,) = phases("cpu")
+    moving = beyond(of["sampling"])
+    assert moving.pop("margin") == sum(moving.values()) // 2
+    assert of["sync"]["context"] == CONTEXT_BYTES + 10 * BFLOAT16_BYTES
+    assert phases("cpu", lora_rank=4)[0]["sync"]["context"] == CONTEXT_BYTES + 10 * BFLOAT16_BYTES + LIBRARY_BYTES
+    assert phases("cpu", itemsize=4)[0]["sync"]["sampler"] == 0  # which reads the policy's weights
+    assert phases("cpu", optimizer="adamw_cpu_offload")[0]["sync"]["moments"] == 8 * PARAMETERS
+    assert phases(optimizer="adamw_cpu_offload")[0]["sync"]["moments"] == 0
+
+
+def test_layers_that_are_computed_twice_keep_their_inputs_only():
+    """Where one row of 30 tokens does not fit into half of what is free."""
+    free = 30 * 2 * (2 * (4 * 128 + 11 * 64) + 8 * 64) * 2
+    (once,), (twice,) = (
+        phases(card=sum(KEPT.values()) + 4 * PARAMETERS + free + more, micro_batch_tokens=0) for more in (10, -9)
+    )
+    layer = 2 * (4 * 128 + 11 * 64) + 8 * 64
+    assert once["update"]["casts"] == 2 * LAYERS and twice["update"]["casts"] == LAYERS
+    assert once["update"]["activations"] >= 30 * 2 * layer
+    assert twice["update"]["activations"] % (4 * 5 * 64 + layer) == 0
+
+
+@pytest.mark.parametrize("setting", ["tiny, single", "tiny, sharded, 2 ranks"])
+def test_a_real_run_takes_no_more_than_was_predicted(setting, tmp_path):
+    """And not much less. How many pages of libraries are resident differs from machine to machine, by 0.1 GB here."""
+    flags = f"{SETTINGS[setting]} --prompts_per_rollout 32"
+    for place, of in run(flags, tmp_path).items():
+        peak = largest(of, place)
+        assert {"evaluation", "sampling", "update", "sync", "checkpoint"} <= set(of)
+        assert 1 <= peak.predicted / peak.measured <= 1.2, (place, of)
