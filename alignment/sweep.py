@@ -102,8 +102,9 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
 
 def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     """Print the smallest differences that the seeds would show, and whether they could show a tie."""
-    from alignment.ablation.statistics import pairs, power, score_std
+    from alignment.ablation.statistics import pairs, power
     from alignment.ablation.verdicts import factor_contrasts
+    from alignment.core.power import score_std
 
     seeds, arm = len(design.seeds), next(iter(design.arms.values()))
     questions = len(find_task(arm.task, arm.data).test_problems(arm.dataset_path, arm.max_problems))

@@ -20,11 +20,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
+
+import httpx
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import Key, question_text, split_of
-from alignment.system.errors import UserError
+from alignment.system.errors import UserError, os_error
 from alignment.system.files import read_text
 
 FINAL_ANSWER = "(?s)(?:#### |^(?!.*#### ))(.*)"  # what follows GSM8K's mark, or the whole cell where there is none
@@ -60,7 +63,7 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
     """The pairs of each split. Without test rows, a hash of the question decides."""
     kind, _, source = name.partition(":")
     if kind == "hf":
-        splits = hub_splits(source)
+        splits = hub_splits(f"--task {name}", "hf:FOLDER", *source.split(":", maxsplit=1))
         chosen = "train" if "train" in splits else next(iter(splits)), data.test_split or "test"
         train, test = (numbered(f"{source} {split}", splits[split]) if split in splits else None for split in chosen)
         if data.test_split and not test:
@@ -196,18 +199,41 @@ def parquet_rows(file: Path) -> Rows:
         raise UserError(f"{file}: cannot be read as Parquet ({error})") from None
 
 
-def hub_splits(name: str) -> Mapping[str, Iterable[dict]]:
-    """The splits of NAME or NAME:SUBSET, a data set of the hub or a folder of files. Raises `UserError` where the library
-    `datasets` is not installed or cannot load it."""
+def hub_splits(flag: str, local: str, name: str, *subset: str, **options: str) -> Mapping[str, Iterable[dict]]:
+    """The splits of a data set of the hub, or of a folder of files, that `flag` asks for. Raises `UserError` where the library
+    `datasets` is not installed or cannot load it, and at once where the hub does not answer: then `local` files are needed."""
     if not find_spec("datasets"):
-        raise UserError(f"--task hf:{name} needs the library datasets: run with `uv run --extra datasets ...`")
+        raise UserError(f"{flag} needs the library datasets: run with `uv run --extra datasets ...`")
+    if not Path(name).exists() and (silence := hub_silence()):
+        raise UserError(f"{flag}: the hub does not answer ({silence}); give {local}, or HF_HUB_OFFLINE=1 to read its cache")
     import datasets
 
     try:
-        return datasets.load_dataset(*name.split(":", maxsplit=1))
+        return datasets.load_dataset(name, *subset, **options)
     except Exception as error:  # of the network, of the files, or of a missing subset: each of another class
         reason = " ".join(str(error.__cause__ or error).split())[:300]
-        raise UserError(f"--task hf:{name}: cannot be loaded ({type(error).__name__}: {reason})") from None
+        raise UserError(f"{flag}: cannot be loaded ({type(error).__name__}: {reason})") from None
+
+
+def hub_silence(seconds: float = 1.5) -> str:
+    """Why the hub does not answer within `seconds`; "" where it does, and where HF_HUB_OFFLINE forbids to ask."""
+    from huggingface_hub import constants
+
+    found = [f"nothing in {seconds} s"]
+
+    def ask() -> None:
+        try:
+            httpx.head(constants.ENDPOINT, timeout=seconds, verify=False)  # any answer will do, and nothing of it is read
+            found[0] = ""
+        except Exception as error:  # of the network, the proxy or the address
+            found[0] = str(os_error(error))
+
+    if constants.HF_HUB_OFFLINE:
+        return ""
+    asking = Thread(target=ask, daemon=True)  # because looking up a name obeys no timeout
+    asking.start()
+    asking.join(seconds)
+    return found[0]
 
 
 def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
