@@ -145,12 +145,16 @@ class EvaluateArgs(Args):
     """Sample answers to the test problems, score them, and print the averages with their 95 % intervals."""
 
     num_samples: int = 1  # Samples a problem; above 1 adds pass@k and maj@k.
+    eval_tasks: tuple[str, ...] = ()
+    """Benchmarks to take instead of --task: gsm8k, math500, aime24, aime25, amc23, minerva, olympiad, svamp, or a `Task` of your
+    own; from the hub, or from a folder of each one's name in --dataset_path."""
     compare: tuple[str, ...] = ()  # Two models, instead of --model: the same problems, and the second's paired difference.
     preview: int = 0  # Print so many problems as the model would see them, and the rewards of their answers, and end; 0: none.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self, "compare", len(self.compare) in (0, 2), "two models")
+        _require(self, "eval_tasks", not (self.compare and self.eval_tasks), "without --compare, which takes one --task")
 
 
 @dataclass(frozen=True)

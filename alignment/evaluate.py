@@ -2,12 +2,13 @@
 
 uv run -m alignment.evaluate --model checkpoints/tiny_sft --num_samples 4
 uv run -m alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final
+uv run --extra datasets -m alignment.evaluate --eval_tasks math500 aime24 --num_samples 16 --model checkpoints/tiny_grpo_clip_seed0
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +17,11 @@ from rich.console import Console
 
 from alignment.args import EvaluateArgs, parse
 from alignment.checks import check, check_model_path, check_test_split, resolve_model, roles_of
-from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name
+from alignment.evaluation import benchmarks
+from alignment.runs.run_folder import RunFolder, claim_run_folder, models_of, refuse_taken_name, versions
 from alignment.system.errors import run_command
 from alignment.system.files import write_json
+from alignment.system.registry import find
 from alignment.system.terminal import count_parts, make_console
 
 if TYPE_CHECKING:
@@ -36,16 +39,19 @@ def __getattr__(name: str):
 
 def main() -> None:
     args = parse(EvaluateArgs)
-    models = args.compare or (args.model,)
-    task = check(args)
+    models = args.compare or tuple(models_of(Path(args.model).expanduser())) or (args.model,)
+    tasks = by_task(args)
+    checked = [check(of_task) for of_task in tasks.values()]
     roles_of(args)
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
         check_model_path(model, "--model")
-    check_test_split(task, args.dataset_path, args.max_problems)
+    for task in checked:
+        check_test_split(task, args.dataset_path, args.max_problems)
     console = make_console()
-    if args.reward not in (args.evaluation_rule, EvaluateArgs.reward):
-        console.print(f"--reward {args.reward} is a training reward: this grades by {args.evaluation_rule}", markup=False)
+    for rule in {of_task.evaluation_rule for of_task in tasks.values()} - {args.reward}:
+        if args.reward != EvaluateArgs.reward:
+            console.print(f"--reward {args.reward} is a training reward: this grades by {rule}", markup=False)
     if args.num_samples > 1 and args.sampling_temperature == 0:
         console.print("warning: --sampling_temperature 0 makes all samples alike: pass@k is pass@1", style="yellow")
     for model in models:
@@ -53,27 +59,52 @@ def main() -> None:
     if args.preview:
         from alignment.preview import preview_problems
 
-        return preview_problems(args, models[0])
-    evaluations = [evaluate_model(args, model, console) for model in models]
-    default = "_".join(["compare" if args.compare else "evaluate", *map(label, models), args.task.replace(":", ".")])[:150]
-    path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})
-    report(RunFolder(path, 0, args.trackers), models, evaluations, console)
-    console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
+        for of_task in tasks.values():
+            preview_problems(of_task, models[0])
+        return
+    run, done = None, []
+    for model, name, evaluation in evaluate_models(args, models, tasks, console):
+        run = run or open_run_folder(args)
+        run.log_eval({"step": len(done), "model": model, "task": name, **evaluation.record}, evaluation.groups)
+        done.append((model, name, evaluation))
+    report(run, args, done, console)
+    console.print(f"every completion: {run.path}/completions/", markup=False, soft_wrap=True)
 
 
-def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluation:
-    """Load a model, sample its answers to the problems, and grade them."""
+def by_task(args: EvaluateArgs) -> dict[str, EvaluateArgs]:
+    """The arguments of the evaluation on each of --eval_tasks or, without any, on --task. Raises `UserError` for a task that
+    does not exist."""
+    paths = {name: f"{benchmarks.__name__}:{name}" if name in benchmarks.BENCHMARKS else name for name in args.eval_tasks}
+    for name in paths:
+        find("--eval_tasks", name, benchmarks.BENCHMARKS)
+    return {name: dataclasses.replace(args, task=path, eval_tasks=()) for name, path in paths.items()} or {args.task: args}
+
+
+def evaluate_models(
+    args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console
+) -> Iterator[tuple[str, str, Evaluation]]:
+    """Load each model, sample its answers to the problems of each task, and grade them: (model, task, evaluation)."""
     from alignment.models import evaluation, make_sampler
     from alignment.policy.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
-    model_path = resolve_model(model, args.output_dir)
-    tokenizer = load_tokenizer(model_path)
-    problems, evaluate = evaluation(args, tokenizer, args.num_samples)
-    sampler = make_sampler(args, model_path, (roles_of(args).eval,), tokenizer)
-    status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
-    with closing(sampler), count_parts(status, len(problems) * args.num_samples, console, "response") as ended:
-        return evaluate(sampler, ended)
+    for model in models:
+        model_path = resolve_model(model, args.output_dir)
+        tokenizer = load_tokenizer(model_path)
+        parts = {name: evaluation(of_task, tokenizer, args.num_samples) for name, of_task in tasks.items()}
+        with closing(make_sampler(args, model_path, (roles_of(args).eval,), tokenizer)) as sampler:
+            for name, (problems, evaluate) in parts.items():
+                status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
+                with count_parts(status, len(problems) * args.num_samples, console, "response") as ended:
+                    yield model, name, evaluate(sampler, ended)
+
+
+def open_run_folder(args: EvaluateArgs) -> RunFolder:
+    """A new folder, once there is something to write; evaluations of several tasks make no curve for trackers."""
+    names = ["compare" if args.compare else "evaluate", *map(label, args.compare or (args.model,))]
+    default = "_".join([*names, *(args.eval_tasks or (args.task,))]).replace(":", ".")[:150]
+    path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})
+    return RunFolder(path, 0, () if args.eval_tasks else args.trackers)
 
 
 def label(model: str) -> str:
@@ -82,21 +113,25 @@ def label(model: str) -> str:
     return f"{path.parent.name}_{path.name}" if path.parent.name else path.name
 
 
-def report(run: RunFolder, models: Sequence[str], evaluations: Sequence[Evaluation], console: Console) -> None:
-    """Write the evaluations to their folder, and print them; of two also their difference."""
+def report(run: RunFolder, args: EvaluateArgs, done: Sequence[tuple[str, str, Evaluation]], console: Console) -> None:
+    """Print the evaluations, and write summary.json: of two models also their difference; of benchmarks, and of a run's
+    checkpoints, one table of all, and files for other programs."""
     from alignment.evaluation import accuracy
 
-    path = run.path
-    for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
-        run.log_eval({"step": number, "model": model, **evaluation.record}, evaluation.groups)
-        console.print(model, style="bold", markup=False)
-        accuracy.print_evaluation(evaluation, console)
-    if len(models) == 1:
-        write_json(path / "summary.json", evaluations[0].record)
+    path, names = run.path, [label(model) for model, *_ in done]
+    if args.eval_tasks or not args.compare and len(done) > 1:
+        published = {name: entry["problems"] for name, entry in benchmarks.ENTRIES.items() if args.eval_tasks}
+        accuracy.print_figures(done, published, console)
+        accuracy.write_results(path, done, {"args": vars(args), "versions": versions(), "entries": benchmarks.ENTRIES})
     else:
-        comparison = accuracy.paired_difference(*(evaluation.groups for evaluation in evaluations))
-        names, difference = list(map(label, models)), {"difference": comparison.difference, "interval": comparison.interval}
-        write_json(path / "summary.json", {"compare": models, **difference})
+        for model, _, evaluation in done:
+            console.print(model, style="bold", markup=False)
+            accuracy.print_evaluation(evaluation, console)
+        write_json(path / "summary.json", done[0][2].record)
+    if args.compare:
+        comparison = accuracy.paired_difference(*(evaluation.groups for *_, evaluation in done))
+        difference = {"difference": comparison.difference, "interval": comparison.interval}
+        write_json(path / "summary.json", {"compare": args.compare, **difference})
         accuracy.print_comparison(comparison, names, console)
         page = accuracy.write_comparison(comparison, names, path)
         console.print(f"all of them, side by side: {page}", markup=False, soft_wrap=True)

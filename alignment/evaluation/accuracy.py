@@ -1,29 +1,35 @@
 """Answers to the test problems, scored and summarised: averages, intervals, pass@k, majority votes; and paired differences."""
 
+import itertools
+import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import torch
 from rich.console import Console
 from rich.text import Text
 
+from alignment.core.power import detectable_difference, score_std
 from alignment.core.records import Group, Problem, SamplingConfig, Score
 from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.rules import grading_report, score_groups
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import OnResponseEnd, Sampler
 from alignment.system.errors import UserError
-from alignment.system.files import write_atomically, write_jsonl
+from alignment.system.files import write_atomically, write_json, write_jsonl
 from alignment.system.terminal import make_table, printable
 
 AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
 CATEGORIES = ("format and answer", "format only", "neither")
+NUMBERS = ("value", "95 % interval", "finds")
+FINDS = "finds: the smallest difference of two models that would be found with a chance of 80 %"
 SHOWN = 200  # problems of each kind on the page of a comparison
 Interval = tuple[float, float]
 
@@ -56,18 +62,12 @@ def evaluate_vllm(
 
 
 def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:
-    """Averages, intervals, categories, pass@k and maj@k of scored groups, all of one size."""
-    k = len(groups[0].completions)
-    scores_PG = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
-    powers_of_two = sorted({k, *(2**i for i in range(k.bit_length()))})
-    correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
-    completions = [completion for group in groups for completion in group.completions]
+    """Figures, categories, lengths and grading of scored groups, all of one size."""
+    found, completions = figures(groups), [completion for group in groups for completion in group.completions]
     record = {
-        **{name: sum(map(sum, rows)) / (k * len(rows)) for name, rows in scores_PG.items()},
-        **{f"{name}_ci": list(clustered_interval(rows)) for name, rows in scores_PG.items()},
-        "categories": Counter(map(category, (score for group in groups for score in group.scores))),
-        **{f"pass@{j}": sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in powers_of_two},
-        f"maj@{k}": sum(map(majority_share, groups)) / len(groups),
+        **{f.metric: f.value for f in found if not f.metric.startswith("avg@")},  # which is avg_all_rewards
+        **{f"{f.metric}_ci": list(f.interval) for f in found if f.metric in AVERAGES},
+        "categories": Counter(category(score) for group in groups for score in group.scores),
         "response_length": sum(len(c.token_ids) for c in completions) / len(completions),
         "finished": sum(c.finish_reason == "stop" for c in completions) / len(completions),
         **grading_report(groups, rules),
@@ -75,6 +75,35 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
         "seconds": seconds,
     }
     return Evaluation(tuple(groups), record)
+
+
+class Figure(NamedTuple):
+    """A share of success, with its 95 % interval and standard error over problems, and the `smallest` difference that two
+    models near it, each evaluated like this, would show with a chance of 80 %."""
+
+    metric: str
+    value: float
+    interval: Interval
+    std_error: float
+    smallest: float
+
+
+def figures(groups: Sequence[Group]) -> list[Figure]:
+    """`AVERAGES`; avg@k, the mean reward of all samples of all problems; pass@j for powers of two j and all k; and maj@k. For
+    the smallest difference two successes and two failures are added (Agresti and Coull 1998), so that it is never 0."""
+    k, z2 = len(groups[0].completions), 1.96**2
+    rows = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
+    rows[f"avg@{k}"] = rows["avg_all_rewards"]
+    correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
+    for j in sorted({k, *(2**i for i in range(k.bit_length()))}):
+        rows[f"pass@{j}"] = [[pass_at_k(k, c, j)] * k for c in correct]
+    rows[f"maj@{k}"] = [[majority_share(group)] * k for group in groups]
+    found = []
+    for metric, scores_PG in rows.items():
+        p, n = effective_sample(scores_PG)
+        smallest = detectable_difference(score_std(0.0, n + z2, (p * n + z2 / 2) / (n + z2)))
+        found.append(Figure(metric, p, clustered_interval(scores_PG), score_std(0.0, n, p), smallest))
+    return found
 
 
 def category(score: Score) -> str:
@@ -98,29 +127,47 @@ def majority_share(group: Group) -> float:
     return len(leaders & right) / len(leaders) if leaders else 0.0
 
 
-def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
-    """95 % interval of the mean of scores in [0, 1], where a problem's are correlated: Wilson's (Wilson 1927), which keeps its
-    coverage near 0 and 1, with the effective number of independent samples p(1 - p) / variance of the mean, estimated from the
-    variance between problems (Kish 1965, design effect). Where all scores are equal, each problem counts once."""
+def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The mean p, and the effective number of independent samples: p(1 - p) / variance of the mean, estimated from the variance
+    between problems (Kish 1965, design effect). Where all scores are equal, each problem counts once."""
     scores = torch.tensor(scores_PG, dtype=torch.float64)
     problems, p = scores.shape[0], scores.mean().item()
     between = scores.mean(dim=1).var(correction=1).item() / problems if problems > 1 else 0.0
-    n = min(p * (1 - p) / between, float(scores.numel())) if between > 0 else float(problems)
+    return p, min(p * (1 - p) / between, float(scores.numel())) if between > 0 else float(problems)
+
+
+def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
+    """95 % interval of the mean of scores in [0, 1], where a problem's are correlated: Wilson's (Wilson 1927), which keeps its
+    coverage near 0 and 1, of `effective_sample`."""
+    p, n = effective_sample(scores_PG)
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Print the averages with their intervals, the categories, and pass@k and maj@k where samples allow."""
-    record, samples = evaluation.record, len(evaluation.groups[0].completions)
-    rows = [(name, f"{record[name]:.4f}", "{:.4f} .. {:.4f}".format(*record[f"{name}_ci"])) for name in AVERAGES]
-    if samples > 1:
-        rows += [(name, f"{value:.4f}") for name, value in record.items() if name.startswith(("pass@", "maj@"))]
+    """Print all figures of one evaluation, its categories and its mean length."""
+    record = evaluation.record
+    rows = [_cells(f) for f in figures(evaluation.groups)]
     rows += [(name, str(record["categories"].get(name, 0))) for name in CATEGORIES]
     rows += [("mean response tokens", f"{record['response_length']:.1f}")]
-    title, numbers = f"{record['problems']} problems in {record['seconds']:.1f} s", ("value", "95 % interval")
-    console.print(make_table(title, ("", *numbers), rows, numbers))
+    title = f"{record['problems']} problems in {record['seconds']:.1f} s; {FINDS}"
+    console.print(make_table(title, ("", *NUMBERS), rows, NUMBERS))
+
+
+def print_figures(done: Iterable[tuple[str, str, Evaluation]], published: Mapping[str, int], console: Console) -> None:
+    """Print one table of (model, task, evaluation): what papers report, beside the number of problems and, where it is another,
+    how many are `published`."""
+    rows = []
+    for model, task, evaluation in done:
+        number, of = len(evaluation.groups), published.get(task, 0)
+        shown = f"{number} of {of}" if of not in (0, number) else str(number)
+        rows += [(Path(model).name, task, shown, *_cells(f)) for f in figures(evaluation.groups) if "@" in f.metric]
+    console.print(make_table(FINDS, ("model", "task", "problems", "metric", *NUMBERS), rows, NUMBERS))
+
+
+def _cells(f: Figure) -> tuple[str, ...]:
+    return f.metric, f"{f.value:.4f}", "{:.4f} .. {:.4f}".format(*f.interval), f"{f.smallest:.3f}"
 
 
 @dataclass(frozen=True)
@@ -168,11 +215,30 @@ def write_comparison(comparison: PairedDifference, names: Sequence[str], folder:
     kinds = (("won", comparison.won), ("lost", comparison.lost))
     records = [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes]
     write_jsonl(folder / "comparison.jsonl", records)
-    source = Path(__file__).with_name("comparison.html.j2").read_text(encoding="utf-8")
-    template = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined)
     file = folder / "comparison.html"
-    write_atomically(file, template.render(comparison=comparison, names=names, kinds=kinds, shown=SHOWN))
+    write_atomically(file, _filled("comparison.html.j2", True, comparison=comparison, names=names, kinds=kinds, shown=SHOWN))
     return file
+
+
+def write_results(folder: Path, done: Sequence[tuple[str, str, Evaluation]], settings: Mapping[str, Any]) -> None:
+    """Write the figures of (model, task, evaluation) to summary.json, and each model's also as JSON in the shapes and places of
+    lm-evaluation-harness 0.4.13 and lighteval 0.13.0: lm_eval/MODEL/results_*.json, lighteval/results/MODEL/results_*.json."""
+    tables = [
+        {"model": m, "task": task, **e.record, "figures": [f._asdict() for f in figures(e.groups)]} for m, task, e in done
+    ]
+    write_json(folder / "summary.json", {"evaluations": tables})
+    now = datetime.now(UTC)
+    for model, place in itertools.product(dict.fromkeys(model for model, *_ in done), ("lm_eval", "lighteval/results")):
+        file = folder / place / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"
+        file.parent.mkdir(parents=True)
+        rows = [row for row in tables if row["model"] == model]
+        text = _filled(f"{place.partition('/')[0]}.json.j2", False, model=model, rows=rows, time=now.timestamp(), **settings)
+        write_json(file, json.loads(text))
+
+
+def _filled(template: str, escapes: bool, **facts: object) -> str:
+    source = Path(__file__).with_name(template).read_text(encoding="utf-8")
+    return jinja2.Template(source, autoescape=escapes, undefined=jinja2.StrictUndefined).render(**facts)
 
 
 def print_comparison(comparison: PairedDifference, names: Sequence[str], console: Console) -> None:

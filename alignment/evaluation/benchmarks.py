@@ -29,7 +29,9 @@ def problems(name: str, split: str, dataset_path: str = "") -> tuple[Problem, ..
         raise UserError(f"--dataset_path {dataset_path}: has no folder {name}, in which the files of that benchmark are")
     source = [str(folder)] if dataset_path else [entry["hub"], *entry.get("subset", ())]
     own = dataset_path and (folder / entry.get("file", "")).is_file()  # one of several files there that is the benchmark
-    splits = hub_splits(flag, f"--dataset_path FOLDER with {name}/ in it", *source, **{"data_files": entry["file"]} if own else {})
+    splits = hub_splits(
+        flag, f"--dataset_path FOLDER with {name}/ in it", *source, **{"data_files": entry["file"]} if own else {}
+    )
     chosen = [part for part in entry["splits"] if part in splits] or list(splits)[len(splits) > 1 :]
     rows = [row for part in chosen for row in numbered(f"{source[0]} {part}", splits[part])]
     if not 0 < len(rows) <= entry["problems"]:

@@ -20,19 +20,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
 
 import httpx
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import Key, question_text, split_of
+from alignment.system.clock import start_in_background
 from alignment.system.errors import UserError, os_error
 from alignment.system.files import read_text
 
 FINAL_ANSWER = "(?s)(?:#### |^(?!.*#### ))(.*)"  # what follows GSM8K's mark, or the whole cell where there is none
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # of GSM8K's calculator
 VALIDATION_SHARE = 20  # one question in 20 belongs to the test split of demonstrations, for the validation loss
+HUB_SECONDS = 1.2  # in which a hub answers, or is taken not to
 Demonstration = tuple[Problem, str]  # a problem and a response to it; a problem without a question has its prompt already
 Rows = Iterable[tuple[str, dict]]  # ("file:line", row), or ("file: row number", row) where rows have no lines
 
@@ -204,8 +205,16 @@ def hub_splits(flag: str, local: str, name: str, *subset: str, **options: str) -
     `datasets` is not installed or cannot load it, and at once where the hub does not answer: then `local` files are needed."""
     if not find_spec("datasets"):
         raise UserError(f"{flag} needs the library datasets: run with `uv run --extra datasets ...`")
-    if not Path(name).exists() and (silence := hub_silence()):
-        raise UserError(f"{flag}: the hub does not answer ({silence}); give {local}, or HF_HUB_OFFLINE=1 to read its cache")
+    from huggingface_hub import constants
+
+    if not Path(name).exists() and not constants.HF_HUB_OFFLINE:  # else `datasets` asks a silent hub for half a minute
+        try:  # in the background, because looking up a name obeys no timeout; any answer will do
+            start_in_background(lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)).result(HUB_SECONDS)
+        except Exception as error:  # of the network, a proxy or an address
+            why = str(os_error(error)) or f"within {HUB_SECONDS} s"
+            raise UserError(
+                f"{flag}: the hub does not answer ({why}); give {local}, or HF_HUB_OFFLINE=1 for its cache"
+            ) from None
     import datasets
 
     try:
@@ -213,27 +222,6 @@ def hub_splits(flag: str, local: str, name: str, *subset: str, **options: str) -
     except Exception as error:  # of the network, of the files, or of a missing subset: each of another class
         reason = " ".join(str(error.__cause__ or error).split())[:300]
         raise UserError(f"{flag}: cannot be loaded ({type(error).__name__}: {reason})") from None
-
-
-def hub_silence(seconds: float = 1.5) -> str:
-    """Why the hub does not answer within `seconds`; "" where it does, and where HF_HUB_OFFLINE forbids to ask."""
-    from huggingface_hub import constants
-
-    found = [f"nothing in {seconds} s"]
-
-    def ask() -> None:
-        try:
-            httpx.head(constants.ENDPOINT, timeout=seconds, verify=False)  # any answer will do, and nothing of it is read
-            found[0] = ""
-        except Exception as error:  # of the network, the proxy or the address
-            found[0] = str(os_error(error))
-
-    if constants.HF_HUB_OFFLINE:
-        return ""
-    asking = Thread(target=ask, daemon=True)  # because looking up a name obeys no timeout
-    asking.start()
-    asking.join(seconds)
-    return found[0]
 
 
 def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
