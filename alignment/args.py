@@ -146,8 +146,8 @@ class EvaluateArgs(Args):
 
     num_samples: int = 1  # Samples a problem; above 1 adds pass@k and maj@k.
     eval_tasks: tuple[str, ...] = ()
-    """Benchmarks to take instead of --task: gsm8k, math500, aime24, aime25, amc23, minerva, olympiad, svamp, or a `Task` of your
-    own; from the hub, or from a folder of each one's name in --dataset_path."""
+    """Benchmarks to take instead of --task: gsm8k, math500, aime24, aime25, amc23, minerva, olympiad, svamp, or a `Task` of
+    your own; from the hub, or from the folders of these names in --dataset_path."""
     compare: tuple[str, ...] = ()  # Two models, instead of --model: the same problems, and the second's paired difference.
     preview: int = 0  # Print so many problems as the model would see them, and the rewards of their answers, and end; 0: none.
 

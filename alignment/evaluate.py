@@ -2,7 +2,7 @@
 
 uv run -m alignment.evaluate --model checkpoints/tiny_sft --num_samples 4
 uv run -m alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final
-uv run --extra datasets -m alignment.evaluate --eval_tasks math500 aime24 --num_samples 16 --model checkpoints/tiny_grpo_clip_seed0
+uv run --extra datasets -m alignment.evaluate --model checkpoints/RUN --eval_tasks math500 aime24 --num_samples 16
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
         run = run or open_run_folder(args)
         run.log_eval({"step": len(done), "model": model, "task": name, **evaluation.record}, evaluation.groups)
         done.append((model, name, evaluation))
-    report(run, args, done, console)
+    report(run, args, tasks, done, console)
     console.print(f"every completion: {run.path}/completions/", markup=False, soft_wrap=True)
 
 
@@ -113,16 +113,23 @@ def label(model: str) -> str:
     return f"{path.parent.name}_{path.name}" if path.parent.name else path.name
 
 
-def report(run: RunFolder, args: EvaluateArgs, done: Sequence[tuple[str, str, Evaluation]], console: Console) -> None:
-    """Print the evaluations, and write summary.json: of two models also their difference; of benchmarks, and of a run's
-    checkpoints, one table of all, and files for other programs."""
+def report(
+    run: RunFolder,
+    args: EvaluateArgs,
+    tasks: Mapping[str, EvaluateArgs],
+    done: Sequence[tuple[str, str, Evaluation]],
+    console: Console,
+) -> None:
+    """Print the evaluations, and write summary.json: of two models their difference; of benchmarks, and of a run's checkpoints,
+    one table of all, and files in the shapes of other programs."""
     from alignment.evaluation import accuracy
 
     path, names = run.path, [label(model) for model, *_ in done]
     if args.eval_tasks or not args.compare and len(done) > 1:
-        published = {name: entry["problems"] for name, entry in benchmarks.ENTRIES.items() if args.eval_tasks}
-        accuracy.print_figures(done, published, console)
-        accuracy.write_results(path, done, {"args": vars(args), "versions": versions(), "entries": benchmarks.ENTRIES})
+        entries = benchmarks.ENTRIES if args.eval_tasks else {}
+        accuracy.print_figures(done, {name: entry["problems"] for name, entry in entries.items()}, console)
+        rules = {name: of_task.evaluation_rule for name, of_task in tasks.items()}
+        accuracy.write_results(path, done, {"args": vars(args), "rules": rules, "versions": versions(), "entries": entries})
     else:
         for model, _, evaluation in done:
             console.print(model, style="bold", markup=False)

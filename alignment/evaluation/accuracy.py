@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import torch
@@ -28,8 +28,7 @@ from alignment.system.terminal import make_table, printable
 
 AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
 CATEGORIES = ("format and answer", "format only", "neither")
-NUMBERS = ("value", "95 % interval", "finds")
-FINDS = "finds: the smallest difference of two models that would be found with a chance of 80 %"
+NUMBERS = ("value", "95 % interval", "smallest difference")
 SHOWN = 200  # problems of each kind on the page of a comparison
 Interval = tuple[float, float]
 
@@ -65,8 +64,8 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
     """Figures, categories, lengths and grading of scored groups, all of one size."""
     found, completions = figures(groups), [completion for group in groups for completion in group.completions]
     record = {
-        **{f.metric: f.value for f in found if not f.metric.startswith("avg@")},  # which is avg_all_rewards
-        **{f"{f.metric}_ci": list(f.interval) for f in found if f.metric in AVERAGES},
+        **{metric: figure["value"] for metric, figure in found.items() if not metric.startswith("avg@")},
+        **{f"{name}_ci": found[name]["interval"] for name in AVERAGES},
         "categories": Counter(category(score) for group in groups for score in group.scores),
         "response_length": sum(len(c.token_ids) for c in completions) / len(completions),
         "finished": sum(c.finish_reason == "stop" for c in completions) / len(completions),
@@ -77,32 +76,23 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
     return Evaluation(tuple(groups), record)
 
 
-class Figure(NamedTuple):
-    """A share of success, with its 95 % interval and standard error over problems, and the `smallest` difference that two
-    models near it, each evaluated like this, would show with a chance of 80 %."""
-
-    metric: str
-    value: float
-    interval: Interval
-    std_error: float
-    smallest: float
-
-
-def figures(groups: Sequence[Group]) -> list[Figure]:
-    """`AVERAGES`; avg@k, the mean reward of all samples of all problems; pass@j for powers of two j and all k; and maj@k. For
-    the smallest difference two successes and two failures are added (Agresti and Coull 1998), so that it is never 0."""
-    k, z2 = len(groups[0].completions), 1.96**2
+def figures(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
+    """Shares of success by metric: `AVERAGES`; avg@k, which is avg_all_rewards of k samples; pass@j for powers of two j and k;
+    maj@k. Each has its value, its 95 % interval and standard error over problems, and the smallest difference that two models
+    near it, each evaluated like this, would show with a chance of 80 %: never 0, because two successes and two failures are
+    added for it (Agresti and Coull 1998)."""
+    k, z2, found = len(groups[0].completions), 1.96**2, {}
     rows = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
     rows[f"avg@{k}"] = rows["avg_all_rewards"]
     correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
     for j in sorted({k, *(2**i for i in range(k.bit_length()))}):
         rows[f"pass@{j}"] = [[pass_at_k(k, c, j)] * k for c in correct]
     rows[f"maj@{k}"] = [[majority_share(group)] * k for group in groups]
-    found = []
     for metric, scores_PG in rows.items():
         p, n = effective_sample(scores_PG)
         smallest = detectable_difference(score_std(0.0, n + z2, (p * n + z2 / 2) / (n + z2)))
-        found.append(Figure(metric, p, clustered_interval(scores_PG), score_std(0.0, n, p), smallest))
+        spread = {"interval": list(clustered_interval(scores_PG)), "std_error": score_std(0.0, n, p)}
+        found[metric] = {"value": p, **spread, "smallest_difference": smallest}
     return found
 
 
@@ -148,26 +138,26 @@ def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) ->
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     """Print all figures of one evaluation, its categories and its mean length."""
     record = evaluation.record
-    rows = [_cells(f) for f in figures(evaluation.groups)]
+    rows = [_cells(*item) for item in figures(evaluation.groups).items()]
     rows += [(name, str(record["categories"].get(name, 0))) for name in CATEGORIES]
     rows += [("mean response tokens", f"{record['response_length']:.1f}")]
-    title = f"{record['problems']} problems in {record['seconds']:.1f} s; {FINDS}"
-    console.print(make_table(title, ("", *NUMBERS), rows, NUMBERS))
+    console.print(make_table(f"{record['problems']} problems in {record['seconds']:.1f} s", ("", *NUMBERS), rows, NUMBERS))
 
 
 def print_figures(done: Iterable[tuple[str, str, Evaluation]], published: Mapping[str, int], console: Console) -> None:
-    """Print one table of (model, task, evaluation): what papers report, beside the number of problems and, where it is another,
-    how many are `published`."""
+    """Print one table of what papers report of each (model, task, evaluation), beside the number of problems and, where it is
+    another, how many are `published`."""
     rows = []
     for model, task, evaluation in done:
         number, of = len(evaluation.groups), published.get(task, 0)
-        shown = f"{number} of {of}" if of not in (0, number) else str(number)
-        rows += [(Path(model).name, task, shown, *_cells(f)) for f in figures(evaluation.groups) if "@" in f.metric]
-    console.print(make_table(FINDS, ("model", "task", "problems", "metric", *NUMBERS), rows, NUMBERS))
+        names = Path(model).name, task, f"{number} of {of}" if of not in (0, number) else str(number)
+        rows += [(*names, *_cells(*item)) for item in figures(evaluation.groups).items() if "@" in item[0]]
+    console.print(make_table("", ("model", "task", "problems", "metric", *NUMBERS), rows, NUMBERS))
 
 
-def _cells(f: Figure) -> tuple[str, ...]:
-    return f.metric, f"{f.value:.4f}", "{:.4f} .. {:.4f}".format(*f.interval), f"{f.smallest:.3f}"
+def _cells(metric: str, figure: Mapping[str, Any]) -> tuple[str, ...]:
+    spread = "{:.4f} .. {:.4f}".format(*figure["interval"])
+    return metric, f"{figure['value']:.4f}", spread, f"{figure['smallest_difference']:.3f}"
 
 
 @dataclass(frozen=True)
@@ -221,19 +211,16 @@ def write_comparison(comparison: PairedDifference, names: Sequence[str], folder:
 
 
 def write_results(folder: Path, done: Sequence[tuple[str, str, Evaluation]], settings: Mapping[str, Any]) -> None:
-    """Write the figures of (model, task, evaluation) to summary.json, and each model's also as JSON in the shapes and places of
-    lm-evaluation-harness 0.4.13 and lighteval 0.13.0: lm_eval/MODEL/results_*.json, lighteval/results/MODEL/results_*.json."""
-    tables = [
-        {"model": m, "task": task, **e.record, "figures": [f._asdict() for f in figures(e.groups)]} for m, task, e in done
-    ]
-    write_json(folder / "summary.json", {"evaluations": tables})
+    """Write the figures of each (model, task, evaluation) to summary.json, and those of each model in the shapes and places of
+    lm-evaluation-harness and lighteval: lm_eval/MODEL/results_TIME.json, lighteval/results/MODEL/results_TIME.json."""
+    rows = [{"model": model, "task": task, **of.record, "figures": figures(of.groups)} for model, task, of in done]
+    write_json(folder / "summary.json", {"evaluations": rows})
     now = datetime.now(UTC)
     for model, place in itertools.product(dict.fromkeys(model for model, *_ in done), ("lm_eval", "lighteval/results")):
         file = folder / place / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"
         file.parent.mkdir(parents=True)
-        rows = [row for row in tables if row["model"] == model]
-        text = _filled(f"{place.partition('/')[0]}.json.j2", False, model=model, rows=rows, time=now.timestamp(), **settings)
-        write_json(file, json.loads(text))
+        facts = {"model": model, "rows": [row for row in rows if row["model"] == model], "time": now.timestamp(), **settings}
+        write_json(file, json.loads(_filled(f"{place.partition('/')[0]}.json.j2", False, **facts)))
 
 
 def _filled(template: str, escapes: bool, **facts: object) -> str:

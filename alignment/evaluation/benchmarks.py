@@ -32,11 +32,11 @@ def problems(name: str, split: str, dataset_path: str = "") -> tuple[Problem, ..
     splits = hub_splits(
         flag, f"--dataset_path FOLDER with {name}/ in it", *source, **{"data_files": entry["file"]} if own else {}
     )
-    chosen = [part for part in entry["splits"] if part in splits] or list(splits)[len(splits) > 1 :]
+    chosen = [part for part in (entry["splits"] if len(splits) > 1 else splits) if part in splits]
     rows = [row for part in chosen for row in numbered(f"{source[0]} {part}", splits[part])]
     if not 0 < len(rows) <= entry["problems"]:
-        count = f"{len(rows)} rows in the splits {', '.join(chosen)}, where {entry['problems']} problems are published"
-        raise UserError(f"{flag}: {source[0]} has {count}; they belong into {' or '.join(entry['splits'])}")
+        published = f"{entry['problems']} problems, in {' + '.join(entry['splits'])}"
+        raise UserError(f"{flag}: {source[0]} has {len(rows)} rows in {', '.join(splits)}; published are {published}")
     return tuple(_problem(f"{name}/{number}", entry, place, row) for number, (place, row) in enumerate(rows))
 
 
