@@ -85,13 +85,15 @@ def evaluate_models(
 ) -> Iterator[tuple[str, str, Evaluation]]:
     """Load each model, sample its answers to the problems of each task, and grade them: (model, task, evaluation)."""
     from alignment.models import evaluation, make_sampler
-    from alignment.policy.loading import load_tokenizer
-    from alignment.sampling.sampler import engine_name
+    from alignment.policy.loading import context_length, load_config, load_tokenizer
+    from alignment.sampling.sampler import encode_prompts, engine_name
 
     for model in models:
         model_path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(model_path)
         parts = {name: evaluation(of_task, tokenizer, args.num_samples) for name, of_task in tasks.items()}
+        prompts = [problem.prompt for problems, _ in parts.values() for problem in problems]
+        encode_prompts(tokenizer, prompts, context_length(load_config(model_path)), args.max_new_tokens)  # refuses long ones
         with closing(make_sampler(args, model_path, (roles_of(args).eval,), tokenizer)) as sampler:
             for name, (problems, evaluate) in parts.items():
                 status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"

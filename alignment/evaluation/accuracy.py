@@ -150,14 +150,16 @@ def print_figures(done: Iterable[tuple[str, str, Evaluation]], published: Mappin
     rows = []
     for model, task, evaluation in done:
         number, of = len(evaluation.groups), published.get(task, 0)
-        names = Path(model).name, task, f"{number} of {of}" if of not in (0, number) else str(number)
-        rows += [(*names, *_cells(*item)) for item in figures(evaluation.groups).items() if "@" in item[0]]
-    console.print(make_table("", ("model", "task", "problems", "metric", *NUMBERS), rows, NUMBERS))
+        problems = f"{number}/{of}" if of not in (0, number) else str(number)
+        for metric, figure in figures(evaluation.groups).items():
+            if "@" in metric:
+                rows.append((Path(model).name, problems, *_cells(f"{task} {metric}", figure)))
+    console.print(make_table("", ("model", "problems", "", *NUMBERS), rows, NUMBERS))
 
 
 def _cells(metric: str, figure: Mapping[str, Any]) -> tuple[str, ...]:
-    spread = "{:.4f} .. {:.4f}".format(*figure["interval"])
-    return metric, f"{figure['value']:.4f}", spread, f"{figure['smallest_difference']:.3f}"
+    spread = "{:.3f} .. {:.3f}".format(*figure["interval"])
+    return metric, f"{figure['value']:.3f}", spread, f"{figure['smallest_difference']:.3f}"
 
 
 @dataclass(frozen=True)

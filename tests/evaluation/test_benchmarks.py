@@ -23,7 +23,14 @@ SVAMP = {"ID": "chal-1", "Equation": "( 8.0 - 3.0 )", "Answer": 5.0, "Type": "Su
 ROWS = {
     "gsm8k": ({"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5.\n#### 1,005"}, "How many?", "1,005"),
     "math500": (
-        {"problem": "Find $x$.", "solution": BOX, "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 2, "unique_id": "t/1"},
+        {
+            "problem": "Find $x$.",
+            "solution": BOX,
+            "answer": r"\frac{1}{2}",
+            "subject": "Algebra",
+            "level": 2,
+            "unique_id": "t/1",
+        },
         "Find $x$.",
         r"\frac{1}{2}",
     ),
@@ -104,7 +111,9 @@ def test_the_order_of_several_answers_does_not_matter(read):
 
 def test_entries_name_prompts_and_rules_that_there_are():
     for name, entry in benchmarks.ENTRIES.items():
-        assert entry["prompt"] in PROMPTS and set(entry["rules"]) <= set(RULES) and entry["problems"] > 0 and entry["about"], name
+        assert entry["prompt"] in PROMPTS and set(entry["rules"]) <= set(RULES) and entry["problems"] > 0 and entry["about"], (
+            name
+        )
 
 
 def test_a_benchmark_is_a_task_by_its_path():
@@ -126,8 +135,16 @@ def test_the_problems_are_in_the_splits_of_the_entry_or_in_the_only_one(read, tm
 @pytest.mark.parametrize(
     ("name", "rows", "message"),
     [
-        ("gsm8k", [{"question": "a", "answer": "#### 5"}, {"question": "b", "answer": "5"}], 'test: row 2: "answer" holds no answer'),
-        ("gsm8k", [{"question": "a", "reply": "#### 5"}], 'test: row 1: "answer" must hold text or a number; the row has question, reply$'),
+        (
+            "gsm8k",
+            [{"question": "a", "answer": "#### 5"}, {"question": "b", "answer": "5"}],
+            'test: row 2: "answer" holds no answer',
+        ),
+        (
+            "gsm8k",
+            [{"question": "a", "reply": "#### 5"}],
+            'test: row 1: "answer" must hold text or a number; the row has question, reply$',
+        ),
         ("minerva", [{"question": "a", "solution": "It is 5."}], 'row 1: "solution" holds no answer where .*boxed'),
         ("olympiad", [{"question": "a", "final_answer": []}], 'row 1: "final_answer" must hold text'),
         ("svamp", [{"Body": "a", "Question": "b?", "Equation": "( 1 + )", "Answer": 1}], "row 1: Numbers, Equation and Answer"),
@@ -141,7 +158,9 @@ def test_bad_rows_are_refused_with_their_place(name, rows, message, read):
 
 def test_no_split_of_the_entry_is_refused(read):
     read("math500", ROWS["math500"][0], file="validation.jsonl")
-    with pytest.raises(UserError, match="^--eval_tasks math500: .* has 0 rows in train, validation; published are 500 problems, in test$"):
+    with pytest.raises(
+        UserError, match="^--eval_tasks math500: .* has 0 rows in train, validation; published are 500 problems, in test$"
+    ):
         read("math500", ROWS["math500"][0], file="train.jsonl")
 
 
