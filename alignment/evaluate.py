@@ -5,27 +5,21 @@ uv run -m alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grp
 uv run --extra datasets -m alignment.evaluate --model checkpoints/RUN --eval_tasks math500 aime24 --num_samples 16
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from alignment.args import EvaluateArgs, parse
 from alignment.checks import check, check_model_path, check_test_split, resolve_model, roles_of
 from alignment.evaluation import benchmarks
-from alignment.runs.run_folder import RunFolder, claim_run_folder, models_of, refuse_taken_name, versions
+from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
 from alignment.system.errors import run_command
 from alignment.system.files import write_json
 from alignment.system.registry import find
 from alignment.system.terminal import count_parts, make_console
-
-if TYPE_CHECKING:
-    from alignment.evaluation.accuracy import Evaluation
 
 
 def __getattr__(name: str):
@@ -39,15 +33,19 @@ def __getattr__(name: str):
 
 def main() -> None:
     args = parse(EvaluateArgs)
-    models = args.compare or tuple(models_of(Path(args.model).expanduser())) or (args.model,)
-    tasks = by_task(args)
-    checked = [check(of_task) for of_task in tasks.values()]
+    run_folder = Path(args.model).expanduser()
+    models = [str(f) for f in (*sorted(run_folder.glob("step_*")), run_folder / "final") if (f / "config.json").is_file()]
+    models = args.compare or models or (args.model,)
+    for name in args.eval_tasks:
+        find("--eval_tasks", name, benchmarks.BENCHMARKS)
+    paths = {name: f"{benchmarks.__name__}:{name}" if name in benchmarks.BENCHMARKS else name for name in args.eval_tasks}
+    tasks = {name: dataclasses.replace(args, task=path, eval_tasks=()) for name, path in paths.items()} or {args.task: args}
     roles_of(args)
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
         check_model_path(model, "--model")
-    for task in checked:
-        check_test_split(task, args.dataset_path, args.max_problems)
+    for of_task in tasks.values():
+        check_test_split(check(of_task), args.dataset_path, args.max_problems)
     console = make_console()
     for rule in {of_task.evaluation_rule for of_task in tasks.values()} - {args.reward}:
         if args.reward != EvaluateArgs.reward:
@@ -62,28 +60,23 @@ def main() -> None:
         for of_task in tasks.values():
             preview_problems(of_task, models[0])
         return
-    run, done = None, []
-    for model, name, evaluation in evaluate_models(args, models, tasks, console):
-        run = run or open_run_folder(args)
-        run.log_eval({"step": len(done), "model": model, "task": name, **evaluation.record}, evaluation.groups)
-        done.append((model, name, evaluation))
-    report(run, args, tasks, done, console)
-    console.print(f"every completion: {run.path}/completions/", markup=False, soft_wrap=True)
+    names = ["compare" if args.compare else "evaluate", *map(label, args.compare or (args.model,))]
+    default = "_".join([*names, *tasks]).replace(":", ".")[:150]
+    run, rows, groups = None, [], []
+    for model, task, evaluation in evaluate_models(args, models, tasks, console):
+        if run is None:  # there is something to write; evaluations of several tasks make no curve for trackers
+            path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})
+            run = RunFolder(path, 0, () if args.eval_tasks else args.trackers)
+        rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
+        groups.append(evaluation.groups)
+        run.log_eval(rows[-1], groups[-1])
+    report(args, tasks, path, rows, groups, console)
+    run.close()
+    console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
 
 
-def by_task(args: EvaluateArgs) -> dict[str, EvaluateArgs]:
-    """The arguments of the evaluation on each of --eval_tasks or, without any, on --task. Raises `UserError` for a task that
-    does not exist."""
-    paths = {name: f"{benchmarks.__name__}:{name}" if name in benchmarks.BENCHMARKS else name for name in args.eval_tasks}
-    for name in paths:
-        find("--eval_tasks", name, benchmarks.BENCHMARKS)
-    return {name: dataclasses.replace(args, task=path, eval_tasks=()) for name, path in paths.items()} or {args.task: args}
-
-
-def evaluate_models(
-    args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console
-) -> Iterator[tuple[str, str, Evaluation]]:
-    """Load each model, sample its answers to the problems of each task, and grade them: (model, task, evaluation)."""
+def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console) -> Iterator:
+    """Load each model, sample its answers to the problems of each task, and grade them. Yields (model, task, `Evaluation`)."""
     from alignment.models import evaluation, make_sampler
     from alignment.policy.loading import context_length, load_config, load_tokenizer
     from alignment.sampling.sampler import encode_prompts, engine_name
@@ -101,14 +94,6 @@ def evaluate_models(
                     yield model, name, evaluate(sampler, ended)
 
 
-def open_run_folder(args: EvaluateArgs) -> RunFolder:
-    """A new folder, once there is something to write; evaluations of several tasks make no curve for trackers."""
-    names = ["compare" if args.compare else "evaluate", *map(label, args.compare or (args.model,))]
-    default = "_".join([*names, *(args.eval_tasks or (args.task,))]).replace(":", ".")[:150]
-    path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})
-    return RunFolder(path, 0, () if args.eval_tasks else args.trackers)
-
-
 def label(model: str) -> str:
     """What to call a model: its folder, with the run's where that is "final" or a checkpoint."""
     path = Path(model)
@@ -116,35 +101,23 @@ def label(model: str) -> str:
 
 
 def report(
-    run: RunFolder,
-    args: EvaluateArgs,
-    tasks: Mapping[str, EvaluateArgs],
-    done: Sequence[tuple[str, str, Evaluation]],
-    console: Console,
+    args: EvaluateArgs, tasks: Mapping[str, EvaluateArgs], path: Path, rows: list, groups: list, console: Console
 ) -> None:
-    """Print the evaluations, and write summary.json: of two models their difference; of benchmarks, and of a run's checkpoints,
-    one table of all, and files in the shapes of other programs."""
+    """Print one table of all evaluations, and write summary.json: of two models that are compared their difference, else all
+    records, which are also written in the shapes of other programs."""
     from alignment.evaluation import accuracy
 
-    path, names = run.path, [label(model) for model, *_ in done]
-    if args.eval_tasks or not args.compare and len(done) > 1:
-        entries = benchmarks.ENTRIES if args.eval_tasks else {}
-        accuracy.print_figures(done, {name: entry["problems"] for name, entry in entries.items()}, console)
-        rules = {name: of_task.evaluation_rule for name, of_task in tasks.items()}
-        accuracy.write_results(path, done, {"args": vars(args), "rules": rules, "versions": versions(), "entries": entries})
-    else:
-        for model, _, evaluation in done:
-            console.print(model, style="bold", markup=False)
-            accuracy.print_evaluation(evaluation, console)
-        write_json(path / "summary.json", done[0][2].record)
+    entries = benchmarks.ENTRIES if args.eval_tasks else {}
+    accuracy.print_table(rows, entries, console)
     if args.compare:
-        comparison = accuracy.paired_difference(*(evaluation.groups for *_, evaluation in done))
+        comparison = accuracy.paired_difference(*groups)
         difference = {"difference": comparison.difference, "interval": comparison.interval}
         write_json(path / "summary.json", {"compare": args.compare, **difference})
-        accuracy.print_comparison(comparison, names, console)
-        page = accuracy.write_comparison(comparison, names, path)
-        console.print(f"all of them, side by side: {page}", markup=False, soft_wrap=True)
-    run.close()
+        accuracy.write_comparison(comparison, list(map(label, args.compare)), path, console)
+    else:
+        write_json(path / "summary.json", {"evaluations": rows} if len(rows) > 1 else rows[0])
+        rules = {name: of_task.evaluation_rule for name, of_task in tasks.items()}
+        accuracy.write_results(path, rows, {"args": vars(args), "rules": rules, "versions": versions(), "entries": entries})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ def score_std(seed_std: float, questions: float, accuracy: float = 0.5) -> float
 
 
 def detectable_difference(std: float, alpha: float = 0.05) -> float:
-    """The smallest difference of two independent scores, each of standard deviation `std`, that a two-sided test at `alpha`
-    finds with a chance of CHANCE: (z(1 - alpha / 2) + z(CHANCE)) sqrt(2) std, for normal errors (Cohen 1988)."""
+    """The smallest difference of two independent scores, normal with standard deviation `std`, that a two-sided test at `alpha`
+    finds with a chance of CHANCE: (z(1 - alpha / 2) + z(CHANCE)) sqrt(2) std (Cohen 1988)."""
     z = NormalDist().inv_cdf
     return (z(1 - alpha / 2) + z(CHANCE)) * math.sqrt(2) * std

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import jinja2
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from alignment.core.power import detectable_difference, score_std
 from alignment.core.records import Group, Problem, SamplingConfig, Score
@@ -24,11 +23,10 @@ from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import OnResponseEnd, Sampler
 from alignment.system.errors import UserError
 from alignment.system.files import write_atomically, write_json, write_jsonl
-from alignment.system.terminal import make_table, printable
+from alignment.system.terminal import printable
 
 AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
 CATEGORIES = ("format and answer", "format only", "neither")
-NUMBERS = ("value", "95 % interval", "smallest difference")
 SHOWN = 200  # problems of each kind on the page of a comparison
 Interval = tuple[float, float]
 
@@ -72,15 +70,15 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
         **grading_report(groups, rules),
         "problems": len(groups),
         "seconds": seconds,
+        "figures": found,
     }
     return Evaluation(tuple(groups), record)
 
 
 def figures(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
-    """Shares of success by metric: `AVERAGES`; avg@k, which is avg_all_rewards of k samples; pass@j for powers of two j and k;
-    maj@k. Each has its value, its 95 % interval and standard error over problems, and the smallest difference that two models
-    near it, each evaluated like this, would show with a chance of 80 %: never 0, because two successes and two failures are
-    added for it (Agresti and Coull 1998)."""
+    """Shares of success: `AVERAGES`; avg@k, the mean reward of k samples; pass@j for powers of two j and k; maj@k. Each has its
+    value, 95 % interval and standard error over problems, and the smallest difference that two models near it, evaluated alike,
+    show with a chance of 80 %: not 0, because it counts two more successes and failures (Agresti and Coull 1998)."""
     k, z2, found = len(groups[0].completions), 1.96**2, {}
     rows = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
     rows[f"avg@{k}"] = rows["avg_all_rewards"]
@@ -135,31 +133,10 @@ def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) ->
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Print all figures of one evaluation, its categories and its mean length."""
-    record = evaluation.record
-    rows = [_cells(*item) for item in figures(evaluation.groups).items()]
-    rows += [(name, str(record["categories"].get(name, 0))) for name in CATEGORIES]
-    rows += [("mean response tokens", f"{record['response_length']:.1f}")]
-    console.print(make_table(f"{record['problems']} problems in {record['seconds']:.1f} s", ("", *NUMBERS), rows, NUMBERS))
-
-
-def print_figures(done: Iterable[tuple[str, str, Evaluation]], published: Mapping[str, int], console: Console) -> None:
-    """Print one table of what papers report of each (model, task, evaluation), beside the number of problems and, where it is
-    another, how many are `published`."""
-    rows = []
-    for model, task, evaluation in done:
-        number, of = len(evaluation.groups), published.get(task, 0)
-        problems = f"{number}/{of}" if of not in (0, number) else str(number)
-        for metric, figure in figures(evaluation.groups).items():
-            if "@" in metric:
-                rows.append((Path(model).name, problems, *_cells(f"{task} {metric}", figure)))
-    console.print(make_table("", ("model", "problems", "", *NUMBERS), rows, NUMBERS))
-
-
-def _cells(metric: str, figure: Mapping[str, Any]) -> tuple[str, ...]:
-    spread = "{:.3f} .. {:.3f}".format(*figure["interval"])
-    return metric, f"{figure['value']:.3f}", spread, f"{figure['smallest_difference']:.3f}"
+def print_table(rows: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Mapping], console: Console) -> None:
+    """Print one table of all evaluations, `rows` being records with their model and task."""
+    text = _filled("evaluations.txt.j2", rows=rows, categories=CATEGORIES, benchmarks=benchmarks)
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -187,59 +164,43 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
     varies = means_a.std() > 0 and means_b.std() > 0
     r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if varies else 0.0
     difference = mean_b - mean_a
-    low = difference - _reach(mean_b - low_b, high_a - mean_a, r)
-    high = difference + _reach(high_b - mean_b, mean_a - low_a, r)
+    reach = lambda one, other: math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
+    interval = difference - reach(mean_b - low_b, high_a - mean_a), difference + reach(high_b - mean_b, mean_a - low_a)
     outcomes = []
     for of_a, of_b, reward_a, reward_b in zip(a, b, means_a.tolist(), means_b.tolist(), strict=True):
         problem, texts = of_a.problem, {"a_text": of_a.completions[0].text, "b_text": of_b.completions[0].text}
         facts = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
         outcomes.append({**facts, "a": reward_a, "b": reward_b, **texts})
     won, lost = (tuple(o for o in outcomes if sign * (o["b"] - o["a"]) > 0) for sign in (1, -1))
-    return PairedDifference(mean_a, mean_b, difference, (low, high), won, lost)
+    return PairedDifference(mean_a, mean_b, difference, interval, won, lost)
 
 
-def _reach(one: float, other: float, r: float) -> float:
-    return math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
-
-
-def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path) -> Path:
-    """Write comparison.jsonl, a line for each problem won or lost, and comparison.html, which is returned."""
+def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path, console: Console) -> Path:
+    """Print the difference with its interval, the first problem won and the first lost. Write comparison.jsonl, a line for each
+    problem won or lost, and comparison.html, which is returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
     records = [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes]
     write_jsonl(folder / "comparison.jsonl", records)
-    file = folder / "comparison.html"
-    write_atomically(file, _filled("comparison.html.j2", True, comparison=comparison, names=names, kinds=kinds, shown=SHOWN))
-    return file
+    facts = {"comparison": comparison, "names": names, "kinds": kinds, "shown": SHOWN, "page": folder / "comparison.html"}
+    write_atomically(facts["page"], _filled("comparison.html.j2", **facts))
+    console.print(printable(_filled("comparison.txt.j2", **facts)), markup=False, highlight=False, soft_wrap=True)
+    return facts["page"]
 
 
-def write_results(folder: Path, done: Sequence[tuple[str, str, Evaluation]], settings: Mapping[str, Any]) -> None:
-    """Write the figures of each (model, task, evaluation) to summary.json, and those of each model in the shapes and places of
-    lm-evaluation-harness and lighteval: lm_eval/MODEL/results_TIME.json, lighteval/results/MODEL/results_TIME.json."""
-    rows = [{"model": model, "task": task, **of.record, "figures": figures(of.groups)} for model, task, of in done]
-    write_json(folder / "summary.json", {"evaluations": rows})
+def write_results(folder: Path, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
+    """Write each model's rows of `print_table` in the shapes and places of lm-evaluation-harness and lighteval:
+    lm_eval/MODEL/results_TIME.json and lighteval/results/MODEL/results_TIME.json."""
     now = datetime.now(UTC)
-    for model, place in itertools.product(dict.fromkeys(model for model, *_ in done), ("lm_eval", "lighteval/results")):
+    for model, place in itertools.product(dict.fromkeys(row["model"] for row in rows), ("lm_eval", "lighteval/results")):
         file = folder / place / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"
         file.parent.mkdir(parents=True)
         facts = {"model": model, "rows": [row for row in rows if row["model"] == model], "time": now.timestamp(), **settings}
-        write_json(file, json.loads(_filled(f"{place.partition('/')[0]}.json.j2", False, **facts)))
+        write_json(file, json.loads(_filled(f"{place.partition('/')[0]}.json.j2", **facts)))
 
 
-def _filled(template: str, escapes: bool, **facts: object) -> str:
-    source = Path(__file__).with_name(template).read_text(encoding="utf-8")
+def _filled(template: str, **facts: object) -> str:
+    source, escapes = Path(__file__).with_name(template).read_text(encoding="utf-8"), ".html." in template
     return jinja2.Template(source, autoescape=escapes, undefined=jinja2.StrictUndefined).render(**facts)
-
-
-def print_comparison(comparison: PairedDifference, names: Sequence[str], console: Console) -> None:
-    """Print the difference with its interval, and the first problem that was won and the first that was lost."""
-    (low, high), won, lost = comparison.interval, comparison.won, comparison.lost
-    difference = f"{names[1]} - {names[0]}: {comparison.difference:+.4f} (95 %: {low:+.4f} .. {high:+.4f})"
-    console.print(f"{difference}; {len(won)} problems won, {len(lost)} lost", style="bold", markup=False)
-    firsts = [(kind, outcome) for kind, side in (("won", won), ("lost", lost)) for outcome in side[:1]]
-    rows = [(f"{kind}: {outcome['question']}", outcome["a_text"], outcome["b_text"]) for kind, outcome in firsts]
-    table = make_table("", ("", *names), [[Text(printable(cell)) for cell in row] for row in rows])
-    table.show_lines = True
-    console.print(table)
 
 
 @dataclass(frozen=True)

@@ -200,12 +200,6 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / f"step_{step:06d}"
 
 
-def models_of(run: Path) -> list[str]:
-    """The models in a run's folder: its checkpoints, by step, and final/. [] for any other folder."""
-    kept = [checkpoint_folder(run, step) for step in sorted(_steps(run))]
-    return [str(folder) for folder in (*kept, run / "final") if (folder / "config.json").is_file()]
-
-
 def last_whole_step(run: Path) -> tuple[int, list[str]]:
     """The newest undamaged checkpoint's step, and what is wrong with each newer one. 0 where there are no checkpoints. Raises
     `UserError` where all of them are damaged."""

@@ -1,6 +1,7 @@
 """Whole evaluations on benchmarks and on a run's checkpoints: the table, the files, and the shapes that other programs read."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -51,9 +52,10 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def rows_of(printed: str) -> list[list[str]]:
-    """The cells of the table's rows."""
-    lines = [line for line in printed.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    """The cells of the table's rows: model, task, problems, metric, value, interval, smallest difference."""
+    lines = printed.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("model "))
+    return [re.split(" {2,}", line) for line in lines[start + 1 :] if re.search(r"  \S*@\d+ ", line)]
 
 
 def test_benchmarks_and_the_checkpoints_of_a_run_are_one_table(run, run_folder, data):
@@ -63,15 +65,16 @@ def test_benchmarks_and_the_checkpoints_of_a_run_are_one_table(run, run_folder, 
     rows, models = rows_of(printed), ["step_000020", "step_000040", "final"]
     metrics = ["avg@2", "pass@1", "pass@2", "maj@2"]
     tasks = {"gsm8k": "3/1319", "aime24": "2/30"}  # problems of those published
-    expected = [[m, of, f"{task} {metric}"] for m in models for task, of in tasks.items() for metric in metrics]
-    assert [row[:3] for row in rows] == expected
-    assert all(float(row[5]) > 0 and " .. " in row[4] for row in rows)
+    expected = [[f"{run_folder}/{m}", task, of, metric] for m in models for task, of in tasks.items() for metric in metrics]
+    assert [row[:4] for row in rows] == expected
+    assert all(float(row[6]) > 0 and " .. " in row[5] for row in rows)
+    assert "categories" not in printed and "avg_format_rewards" not in printed
     assert "best" not in printed
 
     evaluations = read_json(folder / "summary.json")["evaluations"]
     assert [(e["model"].rpartition("/")[2], e["task"]) for e in evaluations] == [(m, task) for m in models for task in tasks]
     values = [f"{figure['value']:.3f}" for e in evaluations for name, figure in e["figures"].items() if "@" in name]
-    assert values == [row[3] for row in rows]
+    assert values == [row[4] for row in rows]
     records = read_jsonl(folder / "evals.jsonl")
     assert [record["step"] for record in records] == list(range(6)) and {record["task"] for record in records} == {
         "gsm8k",
@@ -136,7 +139,8 @@ def test_the_shape_of_lighteval(run, run_folder, data):
 def test_a_runs_checkpoints_on_its_own_task(run, run_folder):
     printed, folder = run("--model", run_folder, "--max_problems", "4")
     models = ("step_000020", "step_000040", "final")
-    assert [row[:3] for row in rows_of(printed)][::3] == [[model, "4", "arithmetic avg@1"] for model in models]
+    wanted = [[f"{run_folder}/{model}", "arithmetic", "4", "avg@1"] for model in models]
+    assert [row[:4] for row in rows_of(printed)][::3] == wanted
     assert only(folder, "lm_eval/final/results_*.json")["n-samples"] == {"arithmetic": {"original": 4, "effective": 4}}
     assert folder.name.endswith("_a_run_arithmetic")
 
@@ -145,7 +149,9 @@ def test_a_task_of_ones_own_is_a_benchmark_too(run, tiny_folder, data, monkeypat
     monkeypatch.syspath_prepend("tests/extending")
     flags = ["--eval_tasks", "gsm8k", "my_package.evens:task", "--dataset_path", data]
     printed, folder = run("--model", tiny_folder, *flags)
-    assert [row[1:3] for row in rows_of(printed)][::3] == [["3/1319", "gsm8k avg@1"], ["6", "my_package.evens:task avg@1"]]
+    wanted = [["gsm8k", "3/1319", "avg@1"], ["my_package.evens:task", "6", "avg@1"]]
+    assert [row[1:4] for row in rows_of(printed)][::3] == wanted
+    assert "avg_format_rewards" in printed and "format only: " in printed  # two evaluations have room for all that there is
     assert folder.name.endswith("_gsm8k_my_package.evens.task")
 
 
@@ -161,7 +167,7 @@ def test_prompts_of_all_benchmarks_are_previewed(run, tiny_folder, data, monkeyp
     ("flags", "message"),
     [
         (["--eval_tasks", "math5000"], "^--eval_tasks math5000: there is no such .*did you mean math500"),
-        (["--eval_tasks", "gsm8k", "--compare", "a", "b"], "^--eval_tasks gsm8k: must be without --compare"),
+        (["--eval_tasks", "gsm8k", "--compare", "a", "b"], "^--compare a b: must be two models, on one --task"),
         (["--eval_tasks", "gsm8k", "--dataset_path", "nowhere"], "^--dataset_path nowhere: has no folder gsm8k"),
         (["--eval_tasks", "gsm8k", "--question_column", "q"], "has rows of its own: --question_column"),
     ],

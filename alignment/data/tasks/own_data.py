@@ -27,13 +27,12 @@ from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import Key, question_text, split_of
 from alignment.system.clock import start_in_background
-from alignment.system.errors import UserError, os_error
+from alignment.system.errors import UserError
 from alignment.system.files import read_text
 
 FINAL_ANSWER = "(?s)(?:#### |^(?!.*#### ))(.*)"  # what follows GSM8K's mark, or the whole cell where there is none
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # of GSM8K's calculator
 VALIDATION_SHARE = 20  # one question in 20 belongs to the test split of demonstrations, for the validation loss
-HUB_SECONDS = 1.2  # in which a hub answers, or is taken not to
 Demonstration = tuple[Problem, str]  # a problem and a response to it; a problem without a question has its prompt already
 Rows = Iterable[tuple[str, dict]]  # ("file:line", row), or ("file: row number", row) where rows have no lines
 
@@ -202,26 +201,22 @@ def parquet_rows(file: Path) -> Rows:
 
 def hub_splits(flag: str, local: str, name: str, *subset: str, **options: str) -> Mapping[str, Iterable[dict]]:
     """The splits of a data set of the hub, or of a folder of files, that `flag` asks for. Raises `UserError` where the library
-    `datasets` is not installed or cannot load it, and at once where the hub does not answer: then `local` files are needed."""
+    `datasets` is not installed or cannot load it, and at once where the hub does not answer: then give a `local` folder."""
     if not find_spec("datasets"):
         raise UserError(f"{flag} needs the library datasets: run with `uv run --extra datasets ...`")
     from huggingface_hub import constants
 
-    if not Path(name).exists() and not constants.HF_HUB_OFFLINE:  # else `datasets` asks a silent hub for half a minute
-        try:  # in the background, because looking up a name obeys no timeout; any answer will do
-            start_in_background(lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)).result(HUB_SECONDS)
-        except Exception as error:  # of the network, a proxy or an address
-            why = str(os_error(error)) or f"within {HUB_SECONDS} s"
-            raise UserError(
-                f"{flag}: the hub does not answer ({why}); give {local}, or HF_HUB_OFFLINE=1 for its cache"
-            ) from None
-    import datasets
-
+    remedy = "" if Path(name).exists() else f"; without the hub, give {local}, or HF_HUB_OFFLINE=1 for what is in its cache"
     try:
+        # `datasets` asks a silent hub for half a minute. Looking up its name obeys no timeout; any answer will do.
+        if remedy and not constants.HF_HUB_OFFLINE:
+            start_in_background(lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)).result(1.2)
+        import datasets
+
         return datasets.load_dataset(name, *subset, **options)
     except Exception as error:  # of the network, of the files, or of a missing subset: each of another class
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
-        raise UserError(f"{flag}: cannot be loaded ({type(error).__name__}: {reason})") from None
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or "no answer"
+        raise UserError(f"{flag}: cannot be loaded ({type(error).__name__}: {reason}){remedy}") from None
 
 
 def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
