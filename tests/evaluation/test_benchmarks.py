@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from alignment.core.power import detectable_difference, score_std
 from alignment.data.prompts import PROMPTS
 from alignment.data.tasks import find_task
 from alignment.evaluation import benchmarks
@@ -114,6 +116,21 @@ def test_entries_name_prompts_and_rules_that_there_are():
         assert entry["prompt"] in PROMPTS and set(entry["rules"]) <= set(RULES) and entry["problems"] > 0 and entry["about"], (
             name
         )
+
+
+def test_the_page_says_what_the_entries_say():
+    """Name, data set, splits and problems; and the smallest difference of an accuracy of one half, by one sample a problem."""
+    text = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
+    rows = {
+        cells[0].strip("`"): cells[1:]
+        for cells in re.findall(r"^\| (`\w+`) \| (`.*?) \| (.*?) \| (\d+) \| .* \| ([\d.]+) \|$", text, re.M)
+    }
+    assert list(rows) == list(benchmarks.ENTRIES)
+    for name, (hub, splits, problems, difference) in rows.items():
+        entry, z2 = benchmarks.ENTRIES[name], 1.96**2
+        assert re.findall("`(.*?)`", hub) == [entry["hub"], *entry.get("subset", [])]
+        assert set(splits.split(", ")) <= set(entry["splits"]) and int(problems) == entry["problems"]
+        assert float(difference) == pytest.approx(detectable_difference(score_std(0.0, int(problems) + z2)), abs=5e-4)
 
 
 def test_a_benchmark_is_a_task_by_its_path():
