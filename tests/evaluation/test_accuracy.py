@@ -134,6 +134,10 @@ def test_figures_by_hand():
     # The variance of (1, 5/6, 0) is 31/108, of its mean 31/324.
     assert found["pass@2"]["std_error"] == pytest.approx(math.sqrt(31 / 324))
     assert found["maj@4"] == average and found["pass@1"] == average
+    # Means of 1/2, 1/2, 1/2 and 1/4 differ less than those of 16 independent answers: there are no more than that.
+    found = figures([group(right, right, wrong, wrong)] * 3 + [group(right, wrong, wrong, wrong)])
+    assert found["pass@1"] == found["avg@4"]
+    assert found["avg@4"]["std_error"] == pytest.approx(math.sqrt(7 / 16 * 9 / 16 / 16))
 
 
 def test_more_problems_show_smaller_differences_and_more_samples_of_the_same_outcome_do_not():
