@@ -34,8 +34,8 @@ def problems(name: str, dataset_path: str = "") -> tuple[Problem, ...]:
         raise UserError(f"{flag}: {source[0]} has {len(rows)} rows in {', '.join(splits)}; published are {published}")
     flat = lambda place, row: {c: ", ".join(map(str, v)) if isinstance(v, list) else v for c, v in row.items()}
     rows = [(place, (svamp_row if entry.get("equation") else flat)(place, row)) for place, row in rows]
-    asked, answered = (next((c for c in entry[kind] if c in rows[0][1]), [*entry[kind]][0]) for kind in ("question", "answer"))
-    pairs = worked_problems(rows, DataConfig(asked, answered, entry["answer"][answered]))
+    question, answer = (next((c for c in entry[kind] if c in rows[0][1]), [*entry[kind]][0]) for kind in ("question", "answer"))
+    pairs = worked_problems(rows, DataConfig(question, answer, entry["answer"][answer]))
     return tuple(replace(p, id=f"{name}/{i}", ground_truth=unbox(p.ground_truth).strip()) for i, (p, _) in enumerate(pairs))
 
 
