@@ -82,7 +82,7 @@ class Args:
     of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
     reward_timeout: float = 60.0  # Seconds of one call of a reward function of your own, after which the run saves and stops.
     prompt: str = ""  # Prompt template r1_zero, tiny, countdown_en or countdown_zh, or a file with {question}; empty: its own.
-    dataset_path: str = ""  # Folder of the task's files; empty: where the task's download command puts them.
+    dataset_path: str = ""  # Folder of the task's files, or of one for each of --eval_tasks; empty: where `download` puts them.
     question_column: str = "question"  # Column of your rows' questions.
     answer_column: str = "answer"  # Column of your rows' answers.
     answer_pattern: str = ""  # Regular expression whose group is the final answer there; empty: what follows `#### `, else all.
@@ -145,12 +145,13 @@ class EvaluateArgs(Args):
     """Sample answers to the test problems, score them, and print the averages with their 95 % intervals."""
 
     num_samples: int = 1  # Samples a problem; above 1 adds pass@k and maj@k.
+    eval_tasks: tuple[str, ...] = ()  # Benchmarks instead of --task: gsm8k math500 aime24 aime25 amc23 minerva olympiad svamp.
     compare: tuple[str, ...] = ()  # Two models, instead of --model: the same problems, and the second's paired difference.
     preview: int = 0  # Print so many problems as the model would see them, and the rewards of their answers, and end; 0: none.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self, "compare", len(self.compare) in (0, 2), "two models")
+        _require(self, "compare", len(self.compare) in ((0,) if self.eval_tasks else (0, 2)), "two models, on one --task")
 
 
 @dataclass(frozen=True)

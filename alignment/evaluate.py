@@ -1,27 +1,24 @@
 """Evaluate a model on verifiable problems.
 
 uv run -m alignment.evaluate --model checkpoints/tiny_sft --num_samples 4
-uv run -m alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final"""
-
-from __future__ import annotations
+uv run -m alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final
+uv run --extra datasets -m alignment.evaluate --model checkpoints/RUN --eval_tasks math500 aime24 --num_samples 16"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from alignment.args import EvaluateArgs, parse
 from alignment.checks import check, check_model_path, check_test_split, resolve_model, roles_of
-from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name
+from alignment.evaluation import benchmarks
+from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
 from alignment.system.errors import run_command
 from alignment.system.files import write_json
+from alignment.system.registry import find
 from alignment.system.terminal import count_parts, make_console
-
-if TYPE_CHECKING:
-    from alignment.evaluation.accuracy import Evaluation
 
 
 def __getattr__(name: str):
@@ -35,16 +32,23 @@ def __getattr__(name: str):
 
 def main() -> None:
     args = parse(EvaluateArgs)
-    models = args.compare or (args.model,)
-    task = check(args)
+    run_folder = Path(args.model).expanduser()
+    models = [str(f) for f in (*sorted(run_folder.glob("step_*")), run_folder / "final") if (f / "config.json").is_file()]
+    models = args.compare or models or (args.model,)
+    for name in args.eval_tasks:
+        find("--eval_tasks", name, benchmarks.BENCHMARKS)
+    paths = {name: f"{benchmarks.__name__}:{name}" if name in benchmarks.BENCHMARKS else name for name in args.eval_tasks}
+    tasks = {name: dataclasses.replace(args, task=path, eval_tasks=()) for name, path in paths.items()} or {args.task: args}
     roles_of(args)
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
         check_model_path(model, "--model")
-    check_test_split(task, args.dataset_path, args.max_problems)
+    for of_task in tasks.values():
+        check_test_split(check(of_task), args.dataset_path, args.max_problems)
     console = make_console()
-    if args.reward not in (args.evaluation_rule, EvaluateArgs.reward):
-        console.print(f"--reward {args.reward} is a training reward: this grades by {args.evaluation_rule}", markup=False)
+    for rule in {of_task.evaluation_rule for of_task in tasks.values()} - {args.reward}:
+        if args.reward != EvaluateArgs.reward:
+            console.print(f"--reward {args.reward} is a training reward: this grades by {rule}", markup=False)
     if args.num_samples > 1 and args.sampling_temperature == 0:
         console.print("warning: --sampling_temperature 0 makes all samples alike: pass@k is pass@1", style="yellow")
     for model in models:
@@ -52,27 +56,41 @@ def main() -> None:
     if args.preview:
         from alignment.preview import preview_problems
 
-        return preview_problems(args, models[0])
-    evaluations = [evaluate_model(args, model, console) for model in models]
-    default = "_".join(["compare" if args.compare else "evaluate", *map(label, models), args.task.replace(":", ".")])[:150]
-    path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})
-    report(RunFolder(path, 0, args.trackers), models, evaluations, console)
+        for of_task in tasks.values():
+            preview_problems(of_task, models[0])
+        return
+    names = ["compare" if args.compare else "evaluate", *map(label, args.compare or (args.model,))]
+    default = "_".join([*names, *tasks]).replace(":", ".")[:150]
+    run, rows, groups = None, [], []
+    for model, task, evaluation in evaluate_models(args, models, tasks, console):
+        if run is None:  # there is something to write; evaluations of several tasks make no curve for trackers
+            path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})
+            run = RunFolder(path, 0, () if args.eval_tasks else args.trackers)
+        rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
+        groups.append(evaluation.groups)
+        run.log_eval(rows[-1], groups[-1])
+    report(args, tasks, path, rows, groups, console)
+    run.close()
     console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
 
 
-def evaluate_model(args: EvaluateArgs, model: str, console: Console) -> Evaluation:
-    """Load a model, sample its answers to the problems, and grade them."""
+def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console) -> Iterator:
+    """Load each model, sample its answers to the problems of each task, and grade them. Yields (model, task, `Evaluation`)."""
     from alignment.models import evaluation, make_sampler
-    from alignment.policy.loading import load_tokenizer
-    from alignment.sampling.sampler import engine_name
+    from alignment.policy.loading import context_length, load_config, load_tokenizer
+    from alignment.sampling.sampler import encode_prompts, engine_name
 
-    model_path = resolve_model(model, args.output_dir)
-    tokenizer = load_tokenizer(model_path)
-    problems, evaluate = evaluation(args, tokenizer, args.num_samples)
-    sampler = make_sampler(args, model_path, (roles_of(args).eval,), tokenizer)
-    status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
-    with closing(sampler), count_parts(status, len(problems) * args.num_samples, console, "response") as ended:
-        return evaluate(sampler, ended)
+    for model in models:
+        model_path = resolve_model(model, args.output_dir)
+        tokenizer = load_tokenizer(model_path)
+        parts = {name: evaluation(of_task, tokenizer, args.num_samples) for name, of_task in tasks.items()}
+        prompts = [problem.prompt for problems, _ in parts.values() for problem in problems]
+        encode_prompts(tokenizer, prompts, context_length(load_config(model_path)), args.max_new_tokens)  # refuses long ones
+        with closing(make_sampler(args, model_path, (roles_of(args).eval,), tokenizer)) as sampler:
+            for name, (problems, evaluate) in parts.items():
+                status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
+                with count_parts(status, len(problems) * args.num_samples, console, "response") as ended:
+                    yield model, name, evaluate(sampler, ended)
 
 
 def label(model: str) -> str:
@@ -81,24 +99,24 @@ def label(model: str) -> str:
     return f"{path.parent.name}_{path.name}" if path.parent.name else path.name
 
 
-def report(run: RunFolder, models: Sequence[str], evaluations: Sequence[Evaluation], console: Console) -> None:
-    """Write the evaluations to their folder, and print them; of two also their difference."""
+def report(
+    args: EvaluateArgs, tasks: Mapping[str, EvaluateArgs], path: Path, rows: list, groups: list, console: Console
+) -> None:
+    """Print one table of all evaluations, and write summary.json: of two models that are compared their difference, else all
+    records, which are also written in the shapes of other programs."""
     from alignment.evaluation import accuracy
 
-    for number, (model, evaluation) in enumerate(zip(models, evaluations, strict=True)):
-        run.log_eval({"step": number, "model": model, **evaluation.record}, evaluation.groups)
-        console.print(model, style="bold", markup=False)
-        accuracy.print_evaluation(evaluation, console)
-    if len(models) == 1:
-        write_json(run.path / "summary.json", evaluations[0].record)
+    entries = benchmarks.ENTRIES if args.eval_tasks else {}
+    accuracy.print_table(rows, entries, console)
+    if args.compare:
+        comparison = accuracy.paired_difference(*groups)
+        difference = {"difference": comparison.difference, "interval": comparison.interval}
+        write_json(path / "summary.json", {"compare": args.compare, **difference})
+        accuracy.write_comparison(comparison, list(map(label, args.compare)), path, console)
     else:
-        comparison = accuracy.paired_difference(*(evaluation.groups for evaluation in evaluations))
-        names, difference = list(map(label, models)), {"difference": comparison.difference, "interval": comparison.interval}
-        write_json(run.path / "summary.json", {"compare": models, **difference})
-        accuracy.print_comparison(comparison, names, console)
-        page = accuracy.write_comparison(comparison, names, run.path)
-        console.print(f"all of them, side by side: {page}", markup=False, soft_wrap=True)
-    run.close()
+        write_json(path / "summary.json", {"evaluations": rows} if len(rows) > 1 else rows[0])
+        rules = {name: of_task.evaluation_rule for name, of_task in tasks.items()}
+        accuracy.write_results(path, rows, {"args": vars(args), "rules": rules, "versions": versions(), "entries": entries})
 
 
 if __name__ == "__main__":

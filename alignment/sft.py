@@ -14,14 +14,14 @@ def main() -> None:
     if followed(args.rank_timeout):
         return
     demonstrations = check_sft(args)
-    from alignment.evaluation.accuracy import print_evaluation
+    from alignment.evaluation.accuracy import print_table
     from alignment.models import run_sft
     from alignment.preview import preview_demonstrations
 
     if args.preview:
         return preview_demonstrations(args, demonstrations["train"])
     console = make_console()
-    print_evaluation(run_sft(args, demonstrations, console), console)
+    print_table([{"model": args.sft_base, "task": args.task, **run_sft(args, demonstrations, console).record}], {}, console)
     console.print(f"model: {args.sft_base}", markup=False)
 
 

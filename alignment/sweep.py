@@ -116,8 +116,9 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
 
 def powers(design: Design, after: range, questions: int) -> dict:
     """Two sides that the arms compare -> the `Power` of verdicts after so many seeds each, on so many questions."""
-    from alignment.ablation.statistics import pairs, power, score_std
+    from alignment.ablation.statistics import pairs, power
     from alignment.ablation.verdicts import factor_contrasts
+    from alignment.core.power import score_std
 
     tables = {f"two values of {name}": contrasts for name, contrasts in factor_contrasts(design.varied).items()}
     arms = [arm for arm in design.arms if not (tables and arm.startswith("control_"))]

@@ -13,6 +13,7 @@ from scipy import optimize, stats
 from scipy.special import ndtr, ndtri, stdtrit
 
 from alignment.ablation.design import ALPHA
+from alignment.core.power import CHANCE
 
 Scores = Mapping[int, np.ndarray]
 """The scores of an arm: for each seed, one score a question [Q], in the same order for all arms."""
@@ -309,7 +310,6 @@ def interquartile_mean(scores: Sequence[float]) -> float:
 
 
 DRAWS = 4_000
-CHANCE = 0.8
 
 
 class Power(NamedTuple):
@@ -317,11 +317,6 @@ class Power(NamedTuple):
 
     difference: float
     tie: float
-
-
-def score_std(seed_std: float, questions: int, accuracy: float = 0.5) -> float:
-    """The standard deviation of a run's accuracy on `questions` questions, with that of its luck in training, `seed_std`."""
-    return math.sqrt(seed_std**2 + accuracy * (1 - accuracy) / questions)
 
 
 def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:

@@ -1,26 +1,29 @@
 """Answers to the test problems, scored and summarised: averages, intervals, pass@k, majority votes; and paired differences."""
 
+import itertools
+import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
 from rich.console import Console
-from rich.text import Text
 
+from alignment.core.power import detectable_difference, score_std
 from alignment.core.records import Group, Problem, SamplingConfig, Score
 from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.rules import grading_report, score_groups
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import OnResponseEnd, Sampler
 from alignment.system.errors import UserError
-from alignment.system.files import write_atomically, write_jsonl
-from alignment.system.terminal import make_table, printable
+from alignment.system.files import write_atomically, write_json, write_jsonl
+from alignment.system.terminal import printable
 
 AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
 CATEGORIES = ("format and answer", "format only", "neither")
@@ -55,25 +58,39 @@ def evaluate_vllm(
 
 
 def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:
-    """Averages, intervals, categories, pass@k and maj@k of scored groups, all of one size."""
-    k = len(groups[0].completions)
-    scores_PG = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
-    powers_of_two = sorted({k, *(2**i for i in range(k.bit_length()))})
-    correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
-    completions = [completion for group in groups for completion in group.completions]
+    """Figures, categories, lengths and grading of scored groups, all of one size."""
+    found, completions = figures(groups), [completion for group in groups for completion in group.completions]
     record = {
-        **{name: sum(map(sum, rows)) / (k * len(rows)) for name, rows in scores_PG.items()},
-        **{f"{name}_ci": list(clustered_interval(rows)) for name, rows in scores_PG.items()},
-        "categories": Counter(map(category, (score for group in groups for score in group.scores))),
-        **{f"pass@{j}": sum(pass_at_k(k, c, j) for c in correct) / len(correct) for j in powers_of_two},
-        f"maj@{k}": sum(map(majority_share, groups)) / len(groups),
+        **{metric: figure["value"] for metric, figure in found.items() if not metric.startswith("avg@")},
+        **{f"{name}_ci": found[name]["interval"] for name in AVERAGES},
+        "categories": Counter(category(score) for group in groups for score in group.scores),
         "response_length": sum(len(c.token_ids) for c in completions) / len(completions),
         "finished": sum(c.finish_reason == "stop" for c in completions) / len(completions),
         **grading_report(groups, rules),
         "problems": len(groups),
         "seconds": seconds,
+        "figures": found,
     }
     return Evaluation(tuple(groups), record)
+
+
+def figures(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
+    """Shares of success: `AVERAGES`; avg@k, the mean reward of k samples; pass@j for powers of two j and k; maj@k. Each has its
+    value, 95 % interval and standard error over problems, and the smallest difference that two models near it, evaluated alike,
+    show with a chance of 80 %: not 0, because it counts two more successes and failures (Agresti and Coull 1998)."""
+    k, z2, found = len(groups[0].completions), 1.96**2, {}
+    rows = {name: [[score[key] for score in group.scores] for group in groups] for name, key in AVERAGES.items()}
+    rows[f"avg@{k}"] = rows["avg_all_rewards"]
+    correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
+    for j in sorted({k, *(2**i for i in range(k.bit_length()))}):
+        rows[f"pass@{j}"] = [[pass_at_k(k, c, j)] * k for c in correct]
+    rows[f"maj@{k}"] = [[majority_share(group)] * k for group in groups]
+    for metric, scores_PG in rows.items():
+        p, n = effective_sample(scores_PG)
+        smallest = detectable_difference(score_std(0.0, n + z2, (p * n + z2 / 2) / (n + z2)))
+        spread = {"interval": list(clustered_interval(scores_PG)), "std_error": score_std(0.0, n, p)}
+        found[metric] = {"value": p, **spread, "smallest_difference": smallest}
+    return found
 
 
 def category(score: Score) -> str:
@@ -97,29 +114,28 @@ def majority_share(group: Group) -> float:
     return len(leaders & right) / len(leaders) if leaders else 0.0
 
 
-def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
-    """95 % interval of the mean of scores in [0, 1], where a problem's are correlated: Wilson's (Wilson 1927), which keeps its
-    coverage near 0 and 1, with the effective number of independent samples p(1 - p) / variance of the mean, estimated from the
-    variance between problems (Kish 1965, design effect). Where all scores are equal, each problem counts once."""
+def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The mean p, and the effective number of independent samples: p(1 - p) / variance of the mean, estimated from the variance
+    between problems (Kish 1965, design effect). Where all scores are equal, each problem counts once."""
     scores = torch.tensor(scores_PG, dtype=torch.float64)
     problems, p = scores.shape[0], scores.mean().item()
     between = scores.mean(dim=1).var(correction=1).item() / problems if problems > 1 else 0.0
-    n = min(p * (1 - p) / between, float(scores.numel())) if between > 0 else float(problems)
+    return p, min(p * (1 - p) / between, float(scores.numel())) if between > 0 else float(problems)
+
+
+def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
+    """95 % interval of the mean of scores in [0, 1], where a problem's are correlated: Wilson's (Wilson 1927), which keeps its
+    coverage near 0 and 1, of `effective_sample`."""
+    p, n = effective_sample(scores_PG)
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Print the averages with their intervals, the categories, and pass@k and maj@k where samples allow."""
-    record, samples = evaluation.record, len(evaluation.groups[0].completions)
-    rows = [(name, f"{record[name]:.4f}", "{:.4f} .. {:.4f}".format(*record[f"{name}_ci"])) for name in AVERAGES]
-    if samples > 1:
-        rows += [(name, f"{value:.4f}") for name, value in record.items() if name.startswith(("pass@", "maj@"))]
-    rows += [(name, str(record["categories"].get(name, 0))) for name in CATEGORIES]
-    rows += [("mean response tokens", f"{record['response_length']:.1f}")]
-    title, numbers = f"{record['problems']} problems in {record['seconds']:.1f} s", ("value", "95 % interval")
-    console.print(make_table(title, ("", *numbers), rows, numbers))
+def print_table(rows: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Mapping], console: Console) -> None:
+    """Print one table of all evaluations, `rows` being records with their model and task."""
+    text = _filled("evaluations.txt.j2", rows=rows, categories=CATEGORIES, benchmarks=benchmarks)
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -148,38 +164,42 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
     r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if varies else 0.0
     reach = lambda one, other: math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
     difference = mean_b - mean_a
-    low = difference - reach(mean_b - low_b, high_a - mean_a)
-    high = difference + reach(high_b - mean_b, mean_a - low_a)
+    interval = difference - reach(mean_b - low_b, high_a - mean_a), difference + reach(high_b - mean_b, mean_a - low_a)
     outcomes = []
     for of_a, of_b, reward_a, reward_b in zip(a, b, means_a.tolist(), means_b.tolist(), strict=True):
         problem, texts = of_a.problem, {"a_text": of_a.completions[0].text, "b_text": of_b.completions[0].text}
         facts = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
         outcomes.append({**facts, "a": reward_a, "b": reward_b, **texts})
     won, lost = (tuple(o for o in outcomes if sign * (o["b"] - o["a"]) > 0) for sign in (1, -1))
-    return PairedDifference(mean_a, mean_b, difference, (low, high), won, lost)
+    return PairedDifference(mean_a, mean_b, difference, interval, won, lost)
 
 
-def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path) -> Path:
-    """Write comparison.jsonl, a line for each problem won or lost, and comparison.html, which is returned."""
+def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path, console: Console) -> Path:
+    """Print the difference with its interval, the first problem won and the first lost. Write comparison.jsonl, a line for each
+    problem won or lost, and comparison.html, which is returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
-    write_jsonl(folder / "comparison.jsonl", [{"outcome": kind, **outcome} for kind, side in kinds for outcome in side])
-    source = Path(__file__).with_name("comparison.html.j2").read_text(encoding="utf-8")
-    template = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined)
-    file = folder / "comparison.html"
-    write_atomically(file, template.render(comparison=comparison, names=names, kinds=kinds, shown=SHOWN))
-    return file
+    records = [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes]
+    write_jsonl(folder / "comparison.jsonl", records)
+    facts = {"comparison": comparison, "names": names, "kinds": kinds, "shown": SHOWN, "page": folder / "comparison.html"}
+    write_atomically(facts["page"], _filled("comparison.html.j2", **facts))
+    console.print(printable(_filled("comparison.txt.j2", **facts)), markup=False, highlight=False, soft_wrap=True)
+    return facts["page"]
 
 
-def print_comparison(comparison: PairedDifference, names: Sequence[str], console: Console) -> None:
-    """Print the difference with its interval, and the first problem that was won and the first that was lost."""
-    (low, high), won, lost = comparison.interval, comparison.won, comparison.lost
-    difference = f"{names[1]} - {names[0]}: {comparison.difference:+.4f} (95 %: {low:+.4f} .. {high:+.4f})"
-    console.print(f"{difference}; {len(won)} problems won, {len(lost)} lost", style="bold", markup=False)
-    firsts = [(kind, outcome) for kind, side in (("won", won), ("lost", lost)) for outcome in side[:1]]
-    rows = [(f"{kind}: {outcome['question']}", outcome["a_text"], outcome["b_text"]) for kind, outcome in firsts]
-    table = make_table("", ("", *names), [[Text(printable(cell)) for cell in row] for row in rows])
-    table.show_lines = True
-    console.print(table)
+def write_results(folder: Path, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
+    """Write each model's rows of `print_table` in the shapes and places of lm-evaluation-harness and lighteval:
+    lm_eval/MODEL/results_TIME.json and lighteval/results/MODEL/results_TIME.json."""
+    now = datetime.now(UTC)
+    for model, place in itertools.product(dict.fromkeys(row["model"] for row in rows), ("lm_eval", "lighteval/results")):
+        file = folder / place / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"
+        file.parent.mkdir(parents=True)
+        facts = {"model": model, "rows": [row for row in rows if row["model"] == model], "time": now.timestamp(), **settings}
+        write_json(file, json.loads(_filled(f"{place.partition('/')[0]}.json.j2", **facts)))
+
+
+def _filled(template: str, **facts: object) -> str:
+    source, escapes = Path(__file__).with_name(template).read_text(encoding="utf-8"), ".html." in template
+    return jinja2.Template(source, autoescape=escapes, undefined=jinja2.StrictUndefined).render(**facts)
 
 
 @dataclass(frozen=True)

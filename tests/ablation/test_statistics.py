@@ -17,11 +17,11 @@ from alignment.ablation.statistics import (
     holm,
     interquartile_mean,
     power,
-    score_std,
     seed_variances,
     tail,
     variance_of_sides,
 )
+from alignment.core.power import score_std
 
 # --- hand-worked ----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from alignment.evaluation.accuracy import (
     category,
     clustered_interval,
     evaluate_vllm,
+    figures,
     majority_share,
     pass_at_k,
     summarise,
@@ -111,6 +112,42 @@ def test_summary():
     assert found["categories"] == {"format and answer": 2, "format only": 1, "neither": 1}
     assert {name: found[name] for name in found if name.startswith("pass@")} == {"pass@1": 0.5, "pass@2": 1.0}
     assert found["maj@2"] == 0.75
+
+
+def test_figures_by_hand():
+    """Three problems of which all, half and none of four answers are right; z = 1.96, z^2 = 3.8416."""
+    right, wrong = ("5", "right"), ("4", "wrong")
+    found = figures([group(*[right] * 4), group(right, right, wrong, wrong), group(*[wrong] * 4)])
+    assert list(found) == [
+        "avg_format_rewards", "avg_answer_rewards", "avg_all_rewards", "avg@4", "pass@1", "pass@2", "pass@4", "maj@4",
+    ]  # fmt: skip
+    values = {name: figure["value"] for name, figure in found.items() if "@" in name}
+    # pass@2 of the second problem: 1 - C(2, 2) / C(4, 2) = 5 / 6; its majority is a draw.
+    assert values == pytest.approx({"avg@4": 0.5, "pass@1": 0.5, "pass@2": 11 / 18, "pass@4": 2 / 3, "maj@4": 0.5})
+    # The variance of (1, 1/2, 0) is 1/4, of its mean 1/12, as of 0.25 / (1/12) = 3 samples: half a width of
+    # z / (1 + z^2 / 3) * sqrt(0.25 / 3 + z^2 / 36) = 0.859449 * 0.435940.
+    average = found["avg@4"]
+    assert average["interval"] == pytest.approx([0.5 - 0.374668, 0.5 + 0.374668], abs=1e-5)
+    assert average["std_error"] == pytest.approx(math.sqrt(1 / 12))
+    # With z^2 more answers, half of them right: 0.5 / sqrt(6.8416), times (1.959964 + 0.841621) sqrt(2) = 3.962039.
+    assert average["smallest_difference"] == pytest.approx(3.962039 * 0.5 / math.sqrt(6.8416), abs=1e-5)
+    # The variance of (1, 5/6, 0) is 31/108, of its mean 31/324.
+    assert found["pass@2"]["std_error"] == pytest.approx(math.sqrt(31 / 324))
+    assert found["maj@4"] == average and found["pass@1"] == average
+    # Means of 1/2, 1/2, 1/2 and 1/4 differ less than those of 16 independent answers: there are no more than that.
+    found = figures([group(right, right, wrong, wrong)] * 3 + [group(right, wrong, wrong, wrong)])
+    assert found["pass@1"] == found["avg@4"]
+    assert found["avg@4"]["std_error"] == pytest.approx(math.sqrt(7 / 16 * 9 / 16 / 16))
+
+
+def test_more_problems_show_smaller_differences_and_more_samples_of_the_same_outcome_do_not():
+    smallest = lambda groups: figures(groups)["avg@1" if len(groups[0].completions) == 1 else "avg@2"]["smallest_difference"]
+    right, wrong = ("5", "right"), ("4", "wrong")
+    few, many = ([group(right)] * n + [group(wrong)] * n for n in (15, 60))
+    assert smallest(few) / smallest(many) == pytest.approx(2, abs=0.1)
+    twice = [group(right, right)] * 15 + [group(wrong, wrong)] * 15
+    assert smallest(twice) == pytest.approx(smallest(few))
+    assert 0.1 < smallest([group(wrong)] * 30) < 0.2  # none of AIME's 30 right does not mean that all is known
 
 
 def test_nothing_to_evaluate_is_refused():

@@ -6,6 +6,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from alignment.core.records import Completion, Group, Problem
 from alignment.evaluation.accuracy import paired_difference, write_comparison
@@ -73,13 +74,24 @@ def test_the_other_way_round_is_the_same_with_other_signs(pairs):
     assert one.interval[0] <= one.difference <= one.interval[1]
 
 
-def test_the_page_shows_both_sides_and_runs_nothing(tmp_path):
+def test_the_page_shows_both_sides_and_runs_nothing(tmp_path, capsys):
     a, b = groups([[0], [1], [1]], "<script>alert(1)</script>"), groups([[1], [0], [1]], "b")
     found = paired_difference(a, b)
     names = ["checkpoints_" + "first_" * 30 + "final", "second"]
-    page = write_comparison(found, names, tmp_path).read_text()
+    page = write_comparison(found, names, tmp_path, Console()).read_text()
     assert page.count(f"<th>{names[0]}</th>") == 2 and "viewport" in page and "prefers-color-scheme: dark" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;0" in page and "<script>" not in page
     assert "won: 1" in page and "lost: 1" in page and "b1" in page
     rows = [json.loads(line) for line in (tmp_path / "comparison.jsonl").read_text().splitlines()]
     assert [(row["outcome"], row["problem"]) for row in rows] == [("won", "0"), ("lost", "1")]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith(f"second - {names[0]}: +0.0000 (95 %: -0.") and printed[0].endswith("1 problems won, 1 lost")
+    first = ["won: q0", f"  {names[0]}: <script>alert(1)</script>0", "  second: b0"]
+    assert printed[1:] == [*first, "lost: q1", f"  {names[0]}: <script>alert(1)</script>1", "  second: b1", *printed[7:]]
+    assert printed[7].startswith("all of them, side by side: ") and len(printed) == 8
+
+
+def test_what_a_terminal_would_obey_is_written_out(tmp_path, capsys):
+    found = paired_difference(groups([[0], [0]], "\x1b[2J"), groups([[1], [0]], "b"))
+    write_comparison(found, ["a", "b"], tmp_path, Console())
+    assert "  a: \\x1b[2J0\n" in capsys.readouterr().out

@@ -21,9 +21,12 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
+
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import Key, question_text, split_of
+from alignment.system.clock import start_in_background
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
 
@@ -60,7 +63,7 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
     """The pairs of each split. Without test rows, a hash of the question decides."""
     kind, _, source = name.partition(":")
     if kind == "hf":
-        splits = hub_splits(source)
+        splits = hub_splits(f"--task {name}", "hf:FOLDER", *source.split(":", maxsplit=1))
         chosen = "train" if "train" in splits else next(iter(splits)), data.test_split or "test"
         train, test = (numbered(f"{source} {split}", splits[split]) if split in splits else None for split in chosen)
         if data.test_split and not test:
@@ -195,18 +198,24 @@ def parquet_rows(file: Path) -> Rows:
         raise UserError(f"{file}: cannot be read as Parquet ({error})") from None
 
 
-def hub_splits(name: str) -> Mapping[str, Iterable[dict]]:
-    """The splits of NAME or NAME:SUBSET, a data set of the hub or a folder of files. Raises `UserError` where the library
-    `datasets` is not installed or cannot load it."""
+def hub_splits(flag: str, local: str, name: str, *subset: str, **options: str) -> Mapping[str, Iterable[dict]]:
+    """The splits of a data set of the hub, or of a folder of files, that `flag` asks for. Raises `UserError` where the library
+    `datasets` is not installed or cannot load it, and at once where the hub does not answer: then give a `local` folder."""
     if not find_spec("datasets"):
-        raise UserError(f"--task hf:{name} needs the library datasets: run with `uv run --extra datasets ...`")
-    import datasets
+        raise UserError(f"{flag} needs the library datasets: run with `uv run --extra datasets ...`")
+    from huggingface_hub import constants
 
+    remedy = "" if Path(name).exists() else f"; without the hub, give {local}, or HF_HUB_OFFLINE=1 for what is in its cache"
     try:
-        return datasets.load_dataset(*name.split(":", maxsplit=1))
+        # `datasets` asks a silent hub for half a minute. Looking up its name obeys no timeout; any answer will do.
+        if remedy and not constants.HF_HUB_OFFLINE:
+            start_in_background(lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)).result(1.2)
+        import datasets
+
+        return datasets.load_dataset(name, *subset, **options)
     except Exception as error:  # of the network, of the files, or of a missing subset: each of another class
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
-        raise UserError(f"--task hf:{name}: cannot be loaded ({type(error).__name__}: {reason})") from None
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or "no answer"
+        raise UserError(f"{flag}: cannot be loaded ({type(error).__name__}: {reason}){remedy}") from None
 
 
 def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
