@@ -210,7 +210,7 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
             slack = SLACK[kind if phase == "update" else "other phases"]
             kinds["margin"] = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0))) + LIBRARY_BYTES * checkpointing
             if ranked and step.itemsize == 4 and phase in ("update", "old_log_probs"):
-                kinds["margin"] += 3 * embedding  # as measured; with 16 bits it is not there
+                kinds["margin"] += (5 if roles.eval else 3) * embedding  # as measured; with 16 bits it is not there
     return {phase: kept | kinds for phase, kinds in worst.items()}
 
 
