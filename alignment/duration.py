@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from alignment.ablation.study import read_run
+from alignment.ablation.study import Run, read_run
 from alignment.args import RLArgs
 from alignment.checks import visible_gpus
 from alignment.policy.memory import CACHE_BYTES
@@ -101,15 +101,20 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
         prompt, response = fmean(len(row["prompt_ids"]) for row in rows), fmean(s["response_length"] for s in steps)
         trained = fmean(step["rows_with_gradient"] / step["responses"] for step in steps)
         shares.append((prompt / prediction.step.prompt, response / args["max_new_tokens"], trained))
-        names = {"sampling": "seconds_sample", "evaluation": "seconds"}
         for phase, done in work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1]))).items():
-            records, name = run.evals if phase == "evaluation" else steps, names.get(phase, f"seconds_{phase}")
-            measured.append((phase, done, median(record.get(name, 0.0) for record in records)))
+            measured.append((phase, done, phase_seconds(phase, run)))
     measured = [sample for sample in measured if sample[2] > 0.001]
     fit = nnls(np.array([done / seconds for _, done, seconds in measured]), np.ones(len(measured)))[0]
     sizes = [max(float(done @ fit), 1e-9) for _, done, _ in measured]
     samples = [(phase, size, seconds / size) for (phase, _, seconds), size in zip(measured, sizes, strict=True)]
     return Known(fit, samples, {name: (min(of), max(of)) for name, of in zip(Known().shares, zip(*shares))})
+
+
+def phase_seconds(phase: str, run: Run) -> float:
+    """The median seconds that a phase took of a run's step, but for its first, or of an evaluation; 0.0: none is logged."""
+    records = run.evals if phase == "evaluation" else run.metrics[1:]
+    name = {"sampling": "seconds_sample", "evaluation": "seconds"}.get(phase, f"seconds_{phase}")
+    return median(record.get(name, 0.0) for record in records)
 
 
 def seconds_of(phase: str, done: np.ndarray, per_unit: np.ndarray, known: Known) -> tuple[float, float]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 MOST_SAMPLES, MOST_TOKENS = 4, 128  # responses of a prompt, and tokens of each: the plain computation is slow
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 PAGE = "verification.html"
+SHORTEST = 0.01  # seconds of a phase that is compared with a prediction
 TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # prefixes of the names of what differs from run to run
 
 
@@ -69,24 +70,49 @@ def digests(run: Path) -> dict[str, str]:
     return {part: hashlib.sha256(json.dumps(content).encode()).hexdigest() for part, content in parts.items()}
 
 
-def differing_parts(args: VerifyArgs, console: Console) -> int:
-    """Train 2k steps straight; then k, kill, resume, k; delete both; return 0. `RunStopped` names the parts that differ."""
-    from alignment.runs.run_folder import checkpoint_folder
+def run_checks(args: VerifyArgs, console: Console) -> Iterator[Check]:
+    """Train 2k steps straight; then k, kill, resume, k, and check that both end alike, and the first's memory and seconds beside what
+    `plan` predicts. Deletes both runs."""
+    from alignment.verification.checks import Check, checks_of_plan
 
-    k = args.kill_after
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".verify_", dir=args.output_dir) as folder:
-        straight, killed = Path(folder) / "straight", Path(folder) / "killed"
-        rl = configuration(RLArgs, args, num_steps=2 * k, save_interval=k, preview=0, run_name=straight.name, output_dir=folder)
-        rl = dataclasses.replace(rl, trackers=RLArgs.trackers)  # its events are compared below
-        with console.status(f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"):
-            _run(rl)
-            _run(dataclasses.replace(rl, run_name=killed.name), killed_at=checkpoint_folder(killed, k))
-            _run(dataclasses.replace(rl, run_name=killed.name, resume=True))
-        of_straight, of_killed = digests(straight), digests(killed)
+        whole = {"num_steps": 2 * args.kill_after, "save_interval": args.kill_after, "preview": 0, "output_dir": folder}
+        rl = configuration(RLArgs, args, run_name="straight", **whole)
+        rl = dataclasses.replace(rl, trackers=RLArgs.trackers)  # its events are compared
+        yield Check("killed, resumed: parts with other bits", 0.0, lambda: differing_parts(rl, console))
+        if (Path(folder) / rl.run_name / "summary.json").exists():
+            yield from checks_of_plan(*beside_plan(rl))
+
+
+def differing_parts(rl: RLArgs, console: Console) -> int:
+    """Train a run; then again to its first checkpoint, kill it, resume it; return 0. `RunStopped` names parts that differ."""
+    from alignment.runs.run_folder import checkpoint_folder
+
+    k, straight, killed = rl.save_interval, Path(rl.output_dir) / rl.run_name, Path(rl.output_dir) / "killed"
+    with console.status(f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"):
+        _run(rl)
+        _run(dataclasses.replace(rl, run_name=killed.name), killed_at=checkpoint_folder(killed, k))
+        _run(dataclasses.replace(rl, run_name=killed.name, resume=True))
+    of_straight, of_killed = digests(straight), digests(killed)
     if differing := [part for part in of_straight if of_straight[part] != of_killed[part]]:
         raise RunStopped(f"other {', '.join(differing)}")
     return 0
+
+
+def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
+    """(Measured and predicted peak bytes by device and phase, measured seconds and their predicted range by phase) of a run."""
+    from alignment.ablation.study import read_run
+    from alignment.duration import Known, duration, phase_seconds
+    from alignment.policy.speed import hardware_of
+    from alignment.prediction import predict
+
+    path = Path(rl.output_dir) / rl.run_name
+    by_device = read_json(path / "summary.json")["peak_bytes"]
+    peaks = {f"{device}, {phase}": both for device, of in by_device.items() for phase, both in of.items() if both[1]}
+    predicted = duration(predict(rl), hardware_of(""), Known())["phases"]
+    measured = {phase: phase_seconds(phase, read_run(path)) for phase in predicted}
+    return peaks, {phase: (taken, predicted[phase]) for phase, taken in measured.items() if taken > SHORTEST}
 
 
 def _run(args: RLArgs, killed_at: Path | None = None) -> None:
@@ -174,14 +200,13 @@ def main() -> None:
         return
     check_rl(args)
     from alignment.models import warm_start
-    from alignment.verification.checks import Check, checks_without_model
+    from alignment.verification.checks import checks_without_model
 
     console = make_console()
     records = report(checks_without_model(args.update_config), console)
     records += report(training_checks(args, warm_start(args, console)), console)
     if args.kill_after and not PROCESSES:
-        resumed = Check("killed, resumed: parts with other bits", 0.0, lambda: differing_parts(args, console))
-        records += report([resumed], console)
+        records += report(run_checks(args, console), console)
     names = args.output_dir, args.run_name, f"verify_{args.preset}"
     folder = claim_run_folder(*names, dataclasses.asdict(args), args.seeds)
     console.print(f"reproducible: {write_results(folder, records)}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)

@@ -44,7 +44,7 @@ SETTINGS = {
     "SmolLM2, layers computed twice": f"{SMOLLM2} --dtype float32 --micro_batch_tokens 0",
     "SmolLM2, sharded, 2 ranks": f"{SMOLLM2} --dtype float32 {RANKS.format(2)} sharded",
     "SmolLM2, sharded, 2 ranks, bfloat16": f"{SMOLLM2} --dtype bfloat16 {RANKS.format(2)} sharded",
-    "SmolLM2, sharded, 4 ranks": f"{SMOLLM2} --dtype float32 {RANKS.format(4)} sharded",
+    "SmolLM2, sharded, 4 ranks": f"{SMOLLM2} --dtype float32 --train_mini_batch_size 0 {RANKS.format(4)} sharded",
 }
 # Free memory, and all of it, of a pretended machine on which a row does not fit unless its layers are computed twice.
 SHORT = {"SmolLM2, layers computed twice": (1.8e9, 3.14e9)}

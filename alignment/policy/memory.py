@@ -201,7 +201,7 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
     if held or device in (*roles.sample, roles.eval):
         moments["sync"] = [{"transit": embedding * bool(ranked or shape.adapters)}]
     if held:  # where weights are not the policy's own, safetensors gets whole copies on the host
-        copies = 4 * total * (device == "cpu") * bool(ranked or shape.adapters)
+        copies = 4 * total * (device == "cpu") * (2 if ranked else bool(shape.adapters))
         moments["checkpoint"] = [{"transit": max(embedding * ranked, copies)}]
     worst = {phase: max(of, key=lambda moment: sum(moment.values())) for phase, of in moments.items()}
     if device == "cpu":
@@ -209,6 +209,8 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
             kind = "ranks" if ranked else "adapters" if shape.adapters else "layers twice" if checkpointing else "update"
             slack = SLACK[kind if phase == "update" else "other phases"]
             kinds["margin"] = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0))) + LIBRARY_BYTES * checkpointing
+            if ranked and step.itemsize == 4 and phase in ("update", "old_log_probs"):
+                kinds["margin"] += (5 if roles.eval else 3) * embedding  # as measured; with 16 bits it is not there
     return {phase: kept | kinds for phase, kinds in worst.items()}
 
 

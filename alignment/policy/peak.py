@@ -19,12 +19,12 @@ class PeakMeter:
     resident (VmHWM, on Linux), on a GPU those that torch had allocated in this process."""
 
     def __init__(self, policy: Policy, expected: Sequence[DevicePeak]):
-        children = policy.ranks.children if hasattr(policy, "ranks") else ()
-        processes = zip(policy.devices, [os.getpid(), *(child.process.pid for child in children)])
-        names = [f"rank {rank}, {device}" if children else device for rank, device in enumerate(policy.devices)]
-        self.pids = {name: pid for name, (device, pid) in zip(names, processes) if device == "cpu"}
-        own = policy.devices[:1] if children else policy.devices
-        self.devices = {name: device for name, device in zip(names, own) if device != "cpu"}
+        ranks = getattr(policy, "ranks", None)
+        pids = [os.getpid(), *(child.process.pid for child in ranks.children)] if ranks else [os.getpid()]
+        names = [f"rank {rank}, {device}" if ranks else device for rank, device in enumerate(policy.devices)]
+        self.pids = dict(zip(names, pids)) if policy.devices[0] == "cpu" else {}
+        own = zip(names, policy.devices[:1] if ranks else policy.devices)
+        self.devices = {name: device for name, device in own if device != "cpu"}
         self.expected = {peak.name: {phase: sum(kinds.values()) for phase, kinds in peak.phases.items()} for peak in expected}
         self.phase, self.run, self.step = "", Peaks(), Peaks()  # of the whole run, and since `take`
         self.begin("")
@@ -32,7 +32,7 @@ class PeakMeter:
     def begin(self, phase: str) -> None:
         """End the phase before, and start one."""
         for name, pid in self.pids.items():
-            with suppress(OSError):  # the process is lost, or the system is another
+            with suppress(OSError, ValueError):  # the process is lost, or the system is another
                 (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
                 self._note(name, 1024 * int(line.split()[1]))
                 trim_heap()

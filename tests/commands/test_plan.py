@@ -1,11 +1,13 @@
 """`plan` for policies of several processes: what each holds, whether that fits, and the command that trains so."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from alignment import plan, prediction
-from alignment.args import PlanArgs, from_preset
+from alignment.args import PlanArgs, RLArgs, from_preset
 from alignment.duration import span
 from alignment.models import kind_of_policy
 from alignment.system.errors import UserError
@@ -113,3 +115,29 @@ def test_the_best_is_printed_with_its_rank(planned):
     said = planned("--hardware", "3xL4", "--best").splitlines()[-6:]
     assert not said[0][0].isdigit() and [line.split(" ", 1)[0] for line in said[1:]] == ["1.", "2.", "3.", "4.", "5."]
     assert all("GPU-hours: uv run -m alignment.train_rl --preset tiny" in line for line in said[1:]) and len(set(said)) == 6
+
+
+def test_flags_that_would_make_a_run_fit_are_tried(planned):
+    """16 bytes a parameter less with adapters; fewer tokens at a time; a smaller share for the engine. Not: a known optimizer."""
+    flags = ("--preset", "single_gpu_gsm8k_kl", "--model", "Qwen/Qwen2.5-1.5B-Instruct", "--sampler", "vllm", "--num_gpus", "1")
+    said = planned(*flags, "--gpu_memory", "40")
+    assert "does not fit by 2.3 GB" in said and "; sampling " in said
+    assert "with --micro_batch_tokens 1024 it would fit: 36.3 GB on the fullest device" in said
+    assert "with --gpu_memory_utilization 0.1 it would fit: 34.3 GB on the fullest device" in said
+    assert "adamw_cpu_offload it would fit" not in said
+    assert "with --lora_rank 16 --gpu_memory_utilization 0.1 it would fit" in planned(*flags, "--gpu_memory", "24")
+    assert "no flag, and no two of them, would make it fit" in planned(*flags, "--gpu_memory", "6")
+    assert "would fit" not in planned(*flags, "--gpu_memory", "48")
+
+
+def test_a_run_that_will_not_fit_is_warned_of(tiny_folder, monkeypatch):
+    """0.8 GB for Python with its libraries do not fit 0.5; and a run whose model is not there is not predicted."""
+    console = Console(record=True, width=300, file=io.StringIO())
+    args = from_preset(RLArgs, "tiny", sft_base=str(tiny_folder))
+    monkeypatch.setattr(prediction, "total_bytes", lambda device: int(0.5e9))
+    assert prediction.expected_peaks(args, console).keywords["expected"][0].name == "cpu"
+    assert "warning: cpu will lack" in (said := console.export_text()) and said.count("\n") == 1
+    assert (
+        prediction.expected_peaks(from_preset(RLArgs, "tiny", model="/nowhere", sft_base=""), console).keywords["expected"]
+        == []
+    )

@@ -243,12 +243,12 @@ def test_a_step_of_another_size(healthy, monkeypatch):
 
 
 def test_memory_and_seconds_beside_what_plan_said():
-    """The worst device took 11 of 10 GB; the worst phase, which may take 2 to 4 s, took 8."""
-    peaks = {"cuda:0": (9e9, 10e9), "cuda:1": (11e9, 10e9)}
-    seconds = {"sample": (3.0, (2.0, 4.0)), "update": (8.0, (2.0, 4.0))}
+    """The worst device took 12 of 10 GB; the worst phase, which may take 2 to 4 s, took 16."""
+    peaks = {"cuda:0": (9e9, 10e9), "cuda:1": (12e9, 10e9)}
+    seconds = {"sample": (3.0, (2.0, 4.0)), "update": (16.0, (2.0, 4.0))}
     memory, time = checks_of_plan(peaks, seconds)
-    assert (memory.what, time.what) == ("peak memory / plan's: cuda:1", "seconds / plan's range: update")
-    assert memory.quantity() == pytest.approx(1.1) and time.quantity() == 2.0
+    assert (memory.what, time.what) == ("peak / plan's: cuda:1", "seconds / plan's range: update")
+    assert memory.quantity() == pytest.approx(1.2) and time.quantity() == 4.0
     (fast,) = checks_of_plan({}, {"sample": (3.0, (2.0, 4.0)), "update": (0.5, (2.0, 4.0))})
     assert fast.what.endswith("update") and fast.quantity() == 4.0
     within = results_of(checks_of_plan({"cpu": (9e9, 10e9)}, {"sample": (3.0, (2.0, 4.0))}))
