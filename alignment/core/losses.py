@@ -121,13 +121,9 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
 
 
 def compute_grpo_clip_loss(
-    advantages: Tensor,
-    policy_log_probs: Tensor,
-    old_log_probs: Tensor,
-    cliprange: float,
-    cliprange_high: float | None = None,
-    dual_clip: float = 0.0,
-) -> TokenLoss:
+    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float,
+    cliprange_high: float | None = None, dual_clip: float = 0.0,
+) -> TokenLoss:  # fmt: skip
     """-min(rho * A, clip(rho, 1 - c, 1 + c_high) * A) with rho = pi / pi_old, per token.
 
     PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages (arXiv:2402.03300, eq. 3).
@@ -211,16 +207,10 @@ OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.value
 
 
 def compute_policy_gradient_loss(
-    policy_log_probs: Tensor,
-    loss_type: str,
-    raw_rewards: Tensor | None = None,
-    advantages: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    cliprange: float | None = None,
-    response_mask: Tensor | None = None,
-    cliprange_high: float | None = None,
-    dual_clip: float = 0.0,
-) -> TokenLoss:
+    policy_log_probs: Tensor, loss_type: str, raw_rewards: Tensor | None = None, advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None, cliprange: float | None = None, response_mask: Tensor | None = None,
+    cliprange_high: float | None = None, dual_clip: float = 0.0,
+) -> TokenLoss:  # fmt: skip
     """The per-token loss named `loss_type` in `LOSSES`. Raises KeyError for an unknown name, ValueError for a lacking input."""
     config = LossConfig(LOSSES[loss_type], cliprange, cliprange_high, dual_clip)
     inputs = LossInputs(config, policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs)
@@ -300,21 +290,11 @@ def _token_sums(per_token: dict[str, Tensor], response_mask: Tensor) -> Sums:
 
 
 def grpo_microbatch_train_step(
-    policy_log_probs: Tensor,
-    response_mask: Tensor,
-    gradient_accumulation_steps: int,
-    loss_type: str,
-    raw_rewards: Tensor | None = None,
-    advantages: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    cliprange: float | None = None,
-    loss_normalization: str = "sequence_mean",
-    denominator: float | None = None,
-    *,
-    reference_log_probs: Tensor | None = None,
-    sampler_log_probs: Tensor | None = None,
-    **numbers,
-) -> tuple[Tensor, Sums]:
+    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, loss_type: str,
+    raw_rewards: Tensor | None = None, advantages: Tensor | None = None, old_log_probs: Tensor | None = None,
+    cliprange: float | None = None, loss_normalization: str = "sequence_mean", denominator: float | None = None, *,
+    reference_log_probs: Tensor | None = None, sampler_log_probs: Tensor | None = None, **numbers,
+) -> tuple[Tensor, Sums]:  # fmt: skip
     """Loss and backward of one micro-batch (`micro_batch_loss`); gradients add up over those of an optimiser step. Returns the
     scalar loss, detached, and sums over response tokens.
 
@@ -334,10 +314,7 @@ def grpo_microbatch_train_step(
 
 
 def sft_microbatch_train_step(
-    policy_log_probs: Tensor,
-    response_mask: Tensor,
-    gradient_accumulation_steps: int,
-    normalize_constant: float = 1.0,
+    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, normalize_constant: float = 1.0
 ) -> tuple[Tensor, Sums]:
     """Negative log-likelihood of the response tokens and its backward: the sum over a response of -log pi / normalize_constant,
     averaged over the batch and `gradient_accumulation_steps`. Returns the scalar loss, detached, and {"response_tokens"}."""
