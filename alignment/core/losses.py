@@ -1,5 +1,4 @@
-"""Policy-gradient losses, each with its facts in one entry of `LOSSES`; their denominators; KL; importance weights; and the
-loss of one micro-batch, which adds these up.
+"""Policy-gradient losses, the facts of each in one entry of `LOSSES`; denominators; KL; importance weights; and their sum.
 
 Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy that sampled. Each loss returns
 (per-token loss [batch, sequence], per-token metadata). Importing it loads no torch, so arguments are checked at once."""
@@ -38,11 +37,9 @@ class Normalization:
 
 
 NORMALIZATIONS: Mapping[str, Normalization] = {
-    "sequence_mean": Normalization(
-        lambda loss_BT, mask_BT: masked_mean(loss_BT, mask_BT, dim=1).sum(), lambda lengths, longest: len(lengths)
-    ),
-    "token_mean": Normalization(masked_normalize, lambda lengths, longest: sum(lengths)),
-    "constant": Normalization(masked_normalize, lambda lengths, longest: len(lengths) * longest),
+    "sequence_mean": Normalization(lambda loss, mask: masked_mean(loss, mask, dim=1).sum(), lambda lengths, most: len(lengths)),
+    "token_mean": Normalization(masked_normalize, lambda lengths, most: sum(lengths)),
+    "constant": Normalization(masked_normalize, lambda lengths, most: len(lengths) * most),
 }
 """--loss_normalization -> its sum and denominator."""
 
@@ -282,8 +279,8 @@ def _token_sums(per_token: dict[str, Tensor], response_mask: Tensor) -> Sums:
     sums = {"response_tokens": response_mask.sum()}
     if "ratio" in per_token:
         ratio_BT = per_token["ratio"].where(response_mask, 0)
-        sums |= {"ratio_sum": ratio_BT.sum(), "ratio_max": ratio_BT.max()}
-        sums["clipped_tokens"] = (per_token["clipped"] & response_mask).sum()
+        clipped_tokens = (per_token["clipped"] & response_mask).sum()
+        sums |= {"ratio_sum": ratio_BT.sum(), "ratio_max": ratio_BT.max(), "clipped_tokens": clipped_tokens}
     for name in per_token.keys() & {"kl", "weight"}:
         sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)
     return sums
@@ -295,8 +292,7 @@ def grpo_microbatch_train_step(
     cliprange: float | None = None, loss_normalization: str = "sequence_mean", denominator: float | None = None, *,
     reference_log_probs: Tensor | None = None, sampler_log_probs: Tensor | None = None, **numbers,
 ) -> tuple[Tensor, Sums]:  # fmt: skip
-    """Loss and backward of one micro-batch (`micro_batch_loss`); gradients add up over those of an optimiser step. Returns the
-    scalar loss, detached, and sums over response tokens.
+    """Backward of `micro_batch_loss`; gradients add up over micro-batches. Returns the scalar loss, detached, and its sums.
 
     Without `denominator` all `gradient_accumulation_steps` micro-batches are taken to be alike: batch * steps for
     sequence_mean, this micro-batch's tokens * steps for token_mean; "constant" has no such default (ValueError). `numbers` are

@@ -196,8 +196,7 @@ def parquet_rows(file: Path) -> Rows:
 
 
 def hub_splits(name: str) -> Mapping[str, Iterable[dict]]:
-    """The splits of NAME or NAME:SUBSET, a data set of the hub or a folder of files. Raises `UserError` where the library
-    `datasets` is not installed or cannot load it."""
+    """The splits of NAME or NAME:SUBSET, of the hub or a folder. Raises `UserError` where `datasets` is absent or fails."""
     if not find_spec("datasets"):
         raise UserError(f"--task hf:{name} needs the library datasets: run with `uv run --extra datasets ...`")
     import datasets
@@ -215,8 +214,7 @@ def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
 
 
 def cell_text(place: str, row: Mapping[str, object], column: str, remedy: str = "") -> str:
-    """The text or number in a cell, as text. Raises `UserError`, with the place, the columns that there are and the `remedy`,
-    for anything else and for an empty cell."""
+    """A cell's text, or its number as text. Raises `UserError`, with place, the row's columns and `remedy`, for any other."""
     value = row.get(column)
     text = str(value) if type(value) in (str, int) or isinstance(value, float) and math.isfinite(value) else ""
     if not text.strip() or text.encode(errors="ignore").decode() != text:  # half of a surrogate pair is no text
