@@ -81,13 +81,10 @@ class Loss:
     function: LossFunction
     weight: Literal["advantages", "raw_rewards"] | None = "advantages"
     """What multiplies each response's gradient, which is 0 where the weight is 0; None: any response may have a gradient."""
-    uses_ratio: bool = False
-    """Whether the loss takes the ratio to the old policy, and so needs old log-probs."""
+    uses_ratio: bool = False  # Whether the loss takes the ratio to the old policy, and so needs old log-probs.
     ratio_per_response: bool = False
-    arguments: frozenset[str] = ADVANTAGE_ARGUMENTS
-    """The flags that play a part, of those that only some losses use (`OPTIONAL_ARGUMENTS`)."""
-    at_ratio_one: str = ""
-    """The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss itself."""
+    arguments: frozenset[str] = ADVANTAGE_ARGUMENTS  # Of `OPTIONAL_ARGUMENTS`, the flags that play a part.
+    at_ratio_one: str = ""  # The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss itself.
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,7 @@ class LossConfig:
     """A loss and the numbers in it. The other fields are those of the flags of the same names."""
 
     loss: Loss
-    cliprange: float | None = 0.2
-    """None where a caller gives none; a loss that clips then raises ValueError."""
+    cliprange: float | None = 0.2  # None where a caller gives none; a loss that clips then raises ValueError.
     cliprange_high: float | None = None
     dual_clip: float = 0.0
     beta: float = 0.0
@@ -199,8 +195,7 @@ LOSSES: Mapping[str, Loss] = {
     "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED),
 }
 """--loss_type -> the loss."""
-
-OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))
+OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))  # flags that only some losses use
 
 
 def compute_policy_gradient_loss(

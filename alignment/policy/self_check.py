@@ -13,14 +13,11 @@ from alignment.policy.packing import OWN_ATTENTION, attention_named, take_plain_
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
-WINDOW = 4
-"""Attention windows during a check, shorter than its rows. The same code reads a model's own at the same places."""
+WINDOW = 4  # Attention windows during a check, shorter than its rows. The same code reads a model's own at the same places.
 ROWS = ((0, 9), (0, 6), (1, 5), (1, 12), (2, 7))
 """Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of its own."""
 PROMPT_TOKENS = (11, 3, 4)
-TOLERANCE = 1e-3
-"""Mean nats a token. Sums in another order make some 1e-6 in fp32; a feature that is left out makes tenths to several."""
-
+TOLERANCE = 1e-3  # Mean nats a token. Sums in another order make 1e-6 in fp32; a feature left out, tenths to several.
 Ids = list[int]
 
 

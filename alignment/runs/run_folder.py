@@ -65,14 +65,12 @@ class RunFolder:
         self.evaluated.add(record["step"])
 
     def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
-        """Write completions/<kind>_<step>.jsonl: one completion a line, with its score, the
-        sampler's log-probs and, if given, the trainer's `log_probs` (one list for each completion, in order)."""
+        """Write completions/<kind>_<step>.jsonl: a completion a line, its score, and the trainer's `log_probs` if given."""
         records = []
         for group in groups:
             problem = group.problem
             facts = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
-            # `vars`, because `asdict` copies each number of each tuple
-            drawn = zip(map(vars, group.completions), group.scores, strict=True)
+            drawn = zip(map(vars, group.completions), group.scores, strict=True)  # `asdict` would copy each number
             records += [{**facts, **completion, "score": score} for completion, score in drawn]
         if log_probs is not None:
             records = [{**record, "trainer_log_probs": of} for record, of in zip(records, log_probs, strict=True)]

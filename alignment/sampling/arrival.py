@@ -15,8 +15,7 @@ from alignment.system.terminal import say_once
 
 COLUMNS = 8  # of each matrix, other ones for each version
 
-Held = Mapping[str, tuple[list[str], int]]
-"""Of each tensor of an engine, the names of the weights that it is made of, and its checksum."""
+Held = Mapping[str, tuple[list[str], int]]  # Of each of an engine's tensors, the names of the weights in it, and its checksum.
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Checksums = dict[str, tuple[int, int]]  # Name of a weight -> its checksum and that of its transpose.
 
