@@ -129,11 +129,9 @@ def _path_disagreement(model: torch.nn.Module) -> str:
     prompts, responses = random_pieces(model, PROMPT_TOKENS), random_pieces(model, [length for _, length in ROWS])
     rows = [(prompts[prompt], response) for (prompt, _), response in zip(ROWS, responses, strict=True)]
     batch = collate(*zip(*rows, strict=True), pad_token_id=0)
-    mask = batch.response_mask
     own = own_log_probs(model, rows)
     halves = [(prompt, response[: len(response) // 2]) for prompt, response in rows]
     in_half = torch.cat([torch.arange(len(response)) < len(response) // 2 for _, response in rows])
     if (own_log_probs(model, halves) - own[in_half]).abs().mean() > TOLERANCE:
         raise UserError(f"--model: {model.config.model_type} sees later tokens: it is no causal language model")
-    inputs = model, batch.input_ids, batch.labels
-    return disagreement(own, lambda: get_response_log_probs(*inputs, response_mask=mask)["log_probs"].cpu()[mask])
+    return disagreement(own, lambda: get_response_log_probs(model, **vars(batch))["log_probs"].cpu()[batch.response_mask])

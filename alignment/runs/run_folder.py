@@ -206,8 +206,7 @@ def last_whole_step(run: Path) -> tuple[int, list[str]]:
 
 def put_aside(run: Path, after: int) -> None:
     """Rename the checkpoints after a step, which are damaged, so that they are neither used nor in the way."""
-    for step in [step for step in _steps(run) if step > after]:
-        folder = checkpoint_folder(run, step)
+    for folder in [checkpoint_folder(run, step) for step in _steps(run) if step > after]:
         names = itertools.chain([f"damaged_{folder.name}"], (f"damaged_{folder.name}-{n}" for n in itertools.count(2)))
         folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
@@ -237,9 +236,8 @@ def _group(problem: dict, completions: list[dict], scores: list[Score]) -> Group
 
 def drop_old_checkpoints(run: Path, keep: int, spared: int = 0) -> None:
     """Delete all checkpoints but the newest `keep`, and the one of step `spared`; 0 keeps all."""
-    for step in sorted(_steps(run))[: -keep or None] if keep else []:
-        if step != spared:
-            shutil.rmtree(checkpoint_folder(run, step))
+    for step in set(sorted(_steps(run))[:-keep] if keep else ()) - {spared}:
+        shutil.rmtree(checkpoint_folder(run, step))
 
 
 def _steps(run: Path) -> list[int]:
