@@ -29,11 +29,10 @@ def masked_normalize(tensor: Tensor, mask: Tensor, normalize_constant: float = 1
 
 @dataclass(frozen=True)
 class Normalization:
-    """One way to turn per-token losses into a scalar: `total(loss [batch, sequence], mask)` sums over a micro-batch;
-    `denominator(response lengths, max_new_tokens)` divides the sum of an optimiser step."""
+    """One way to turn per-token losses into a scalar."""
 
-    total: Callable[[Tensor, Tensor], Tensor]
-    denominator: Callable[[Sequence[int], int], float]
+    total: Callable[[Tensor, Tensor], Tensor]  # (loss [batch, sequence], mask) -> the sum over a micro-batch
+    denominator: Callable[[Sequence[int], int], float]  # (response lengths, max_new_tokens) -> what divides a whole step's sum
 
 
 NORMALIZATIONS: Mapping[str, Normalization] = {

@@ -131,8 +131,7 @@ def head_log_probs(
 
 
 def logit_scale_and_cap(config) -> tuple[float, float | None]:
-    """Scale s and soft cap c of logits s * z, or s * c * tanh(z / c), of a head's output z: Cohere multiplies by `logit_scale`,
-    Granite divides by `logits_scaling`, Gemma caps at `final_logit_softcapping`."""
+    """Scale s (Cohere, Granite) and soft cap c (Gemma) of logits s * z, or s * c * tanh(z / c), of a head's output z."""
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
     return scale, getattr(config, "final_logit_softcapping", None)
 

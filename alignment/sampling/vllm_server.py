@@ -1,5 +1,4 @@
-"""A `Sampler` that draws from vLLM's own OpenAI-compatible server, on this machine or another (docs/asynchronous.md starts
-one). New weights go through a folder that both machines see under the same name."""
+"""A `Sampler` that draws from vLLM's own OpenAI-compatible server, on any machine (docs/asynchronous.md starts one)."""
 
 import asyncio
 import hmac

@@ -1,7 +1,6 @@
 """Prompt templates with one `{question}`: NAME.prompt, or a user's file, is the whole text; NAME.chat, the turns of a chat.
 
-A chat has the parts `### system`, `### user` and `### assistant`. The model's chat template joins the first two; the last is
-the beginning of the response."""
+A chat has `### system`, `### user` and `### assistant`: the model's chat template joins two, the last begins the response."""
 
 import dataclasses
 import re

@@ -88,8 +88,7 @@ def solution(expression: Expression, by_precedence: bool = True, shows_work: boo
 
 @lru_cache
 def _expressions(split: str) -> tuple[Expression, ...]:
-    """All expressions of a split, in the order of a hash of their text. A hash of their `terms` decides the split, so no
-    expression is in one split and the same one in another order in the other."""
+    """All expressions of a split, ordered by a hash of their text; a hash of their `terms`, in any order, decides the split."""
     by_hash = []
     for count in (2, 3, 4):
         for signs in itertools.product(OPERATIONS, repeat=count - 1):
