@@ -86,8 +86,7 @@ def _say_left_out(number: int, kept: int, noun: str) -> None:
 
 
 def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
-    """The demonstrations of the splits "train" and "test". Raises `UserError` as `check`, and for a folder that exists already,
-    a base model that is not there, and data that cannot be read."""
+    """The demonstrations of "train" and "test". Raises `UserError` as `check`, for a taken folder, no base model, bad data."""
     if Path(args.sft_base).exists() and not args.preview:
         raise UserError(f"--sft_base {args.sft_base} exists already: delete it, or name another folder")
     task = check(args)

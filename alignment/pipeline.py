@@ -172,8 +172,7 @@ def main() -> None:
     evaluations = [stage for stage in stages if stage.command == "evaluate"]
     records = [{"stage": s.name.removeprefix("evaluation_of_"), "model": s.result, **read_json(s.done)} for s in evaluations]
     rows = [[cell.format_map(record) for cell in COLUMNS.values()] for record in records]
-    title = f"{folder.name}: accuracy after each stage"
-    console.print(make_table(title, tuple(COLUMNS), rows, numbers=tuple(COLUMNS)[1:]))
+    console.print(make_table(f"{folder.name}: accuracy after each stage", tuple(COLUMNS), rows, numbers=tuple(COLUMNS)[1:]))
     write_json(folder / "summary.json", records)
 
 

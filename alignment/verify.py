@@ -71,8 +71,8 @@ def digests(run: Path) -> dict[str, str]:
 
 
 def run_checks(args: VerifyArgs, console: Console) -> Iterator[Check]:
-    """Train 2k steps straight; then k, kill, resume, k, and check that both end alike, and the first's memory and seconds beside what
-    `plan` predicts. Deletes both runs."""
+    """Train 2k steps straight; then k, kill, resume, k. Check that both end alike, and compare the memory and the seconds of the
+    first with what `plan` predicts. Deletes both runs."""
     from alignment.verification.checks import Check, checks_of_plan
 
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)

@@ -75,13 +75,9 @@ def group_advantages(raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1
 
 
 def compute_group_normalized_rewards(
-    reward_fn: Callable[[str, str], Score],
-    rollout_responses: Sequence[str],
-    repeated_ground_truths: Sequence[str],
-    group_size: int,
-    advantage_eps: float,
-    normalize_by_std: bool,
-) -> tuple[Tensor, Tensor, dict[str, float]]:
+    reward_fn: Callable[[str, str], Score], rollout_responses: Sequence[str], repeated_ground_truths: Sequence[str],
+    group_size: int, advantage_eps: float, normalize_by_std: bool,
+) -> tuple[Tensor, Tensor, dict[str, float]]:  # fmt: skip
     """Score every response and normalise within its group of `group_size` consecutive responses. Returns (advantages [batch,
     1], raw_rewards [batch, 1], metadata). Raises ValueError like `group_advantages`."""
     import torch

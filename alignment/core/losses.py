@@ -1,5 +1,4 @@
-"""Policy-gradient losses, each with its facts in one entry of `LOSSES`; their denominators; KL; importance weights; and the
-loss of one micro-batch, which adds these up.
+"""Policy-gradient losses, the facts of each in one entry of `LOSSES`; denominators; KL; importance weights; and their sum.
 
 Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy that sampled. Each loss returns
 (per-token loss [batch, sequence], per-token metadata). Importing it loads no torch, so arguments are checked at once."""
@@ -30,19 +29,16 @@ def masked_normalize(tensor: Tensor, mask: Tensor, normalize_constant: float = 1
 
 @dataclass(frozen=True)
 class Normalization:
-    """One way to turn per-token losses into a scalar: `total(loss [batch, sequence], mask)` sums over a micro-batch;
-    `denominator(response lengths, max_new_tokens)` divides the sum of an optimiser step."""
+    """One way to turn per-token losses into a scalar."""
 
-    total: Callable[[Tensor, Tensor], Tensor]
-    denominator: Callable[[Sequence[int], int], float]
+    total: Callable[[Tensor, Tensor], Tensor]  # (loss [batch, sequence], mask) -> the sum over a micro-batch
+    denominator: Callable[[Sequence[int], int], float]  # (response lengths, max_new_tokens) -> what divides a whole step's sum
 
 
 NORMALIZATIONS: Mapping[str, Normalization] = {
-    "sequence_mean": Normalization(
-        lambda loss_BT, mask_BT: masked_mean(loss_BT, mask_BT, dim=1).sum(), lambda lengths, longest: len(lengths)
-    ),
-    "token_mean": Normalization(masked_normalize, lambda lengths, longest: sum(lengths)),
-    "constant": Normalization(masked_normalize, lambda lengths, longest: len(lengths) * longest),
+    "sequence_mean": Normalization(lambda loss, mask: masked_mean(loss, mask, dim=1).sum(), lambda lengths, most: len(lengths)),
+    "token_mean": Normalization(masked_normalize, lambda lengths, most: sum(lengths)),
+    "constant": Normalization(masked_normalize, lambda lengths, most: len(lengths) * most),
 }
 """--loss_normalization -> its sum and denominator."""
 
@@ -84,13 +80,10 @@ class Loss:
     function: LossFunction
     weight: Literal["advantages", "raw_rewards"] | None = "advantages"
     """What multiplies each response's gradient, which is 0 where the weight is 0; None: any response may have a gradient."""
-    uses_ratio: bool = False
-    """Whether the loss takes the ratio to the old policy, and so needs old log-probs."""
+    uses_ratio: bool = False  # Whether the loss takes the ratio to the old policy, and so needs old log-probs.
     ratio_per_response: bool = False
-    arguments: frozenset[str] = ADVANTAGE_ARGUMENTS
-    """The flags that play a part, of those that only some losses use (`OPTIONAL_ARGUMENTS`)."""
-    at_ratio_one: str = ""
-    """The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss itself."""
+    arguments: frozenset[str] = ADVANTAGE_ARGUMENTS  # Of `OPTIONAL_ARGUMENTS`, the flags that play a part.
+    at_ratio_one: str = ""  # The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss itself.
 
 
 @dataclass(frozen=True)
@@ -98,8 +91,7 @@ class LossConfig:
     """A loss and the numbers in it. The other fields are those of the flags of the same names."""
 
     loss: Loss
-    cliprange: float | None = 0.2
-    """None where a caller gives none; a loss that clips then raises ValueError."""
+    cliprange: float | None = 0.2  # None where a caller gives none; a loss that clips then raises ValueError.
     cliprange_high: float | None = None
     dual_clip: float = 0.0
     beta: float = 0.0
@@ -121,13 +113,9 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
 
 
 def compute_grpo_clip_loss(
-    advantages: Tensor,
-    policy_log_probs: Tensor,
-    old_log_probs: Tensor,
-    cliprange: float,
-    cliprange_high: float | None = None,
-    dual_clip: float = 0.0,
-) -> TokenLoss:
+    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float,
+    cliprange_high: float | None = None, dual_clip: float = 0.0,
+) -> TokenLoss:  # fmt: skip
     """-min(rho * A, clip(rho, 1 - c, 1 + c_high) * A) with rho = pi / pi_old, per token.
 
     PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages (arXiv:2402.03300, eq. 3).
@@ -206,21 +194,14 @@ LOSSES: Mapping[str, Loss] = {
     "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED),
 }
 """--loss_type -> the loss."""
-
-OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))
+OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))  # flags that only some losses use
 
 
 def compute_policy_gradient_loss(
-    policy_log_probs: Tensor,
-    loss_type: str,
-    raw_rewards: Tensor | None = None,
-    advantages: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    cliprange: float | None = None,
-    response_mask: Tensor | None = None,
-    cliprange_high: float | None = None,
-    dual_clip: float = 0.0,
-) -> TokenLoss:
+    policy_log_probs: Tensor, loss_type: str, raw_rewards: Tensor | None = None, advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None, cliprange: float | None = None, response_mask: Tensor | None = None,
+    cliprange_high: float | None = None, dual_clip: float = 0.0,
+) -> TokenLoss:  # fmt: skip
     """The per-token loss named `loss_type` in `LOSSES`. Raises KeyError for an unknown name, ValueError for a lacking input."""
     config = LossConfig(LOSSES[loss_type], cliprange, cliprange_high, dual_clip)
     inputs = LossInputs(config, policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs)
@@ -292,31 +273,20 @@ def _token_sums(per_token: dict[str, Tensor], response_mask: Tensor) -> Sums:
     sums = {"response_tokens": response_mask.sum()}
     if "ratio" in per_token:
         ratio_BT = per_token["ratio"].where(response_mask, 0)
-        sums |= {"ratio_sum": ratio_BT.sum(), "ratio_max": ratio_BT.max()}
-        sums["clipped_tokens"] = (per_token["clipped"] & response_mask).sum()
+        clipped_tokens = (per_token["clipped"] & response_mask).sum()
+        sums |= {"ratio_sum": ratio_BT.sum(), "ratio_max": ratio_BT.max(), "clipped_tokens": clipped_tokens}
     for name in per_token.keys() & {"kl", "weight"}:
         sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)
     return sums
 
 
 def grpo_microbatch_train_step(
-    policy_log_probs: Tensor,
-    response_mask: Tensor,
-    gradient_accumulation_steps: int,
-    loss_type: str,
-    raw_rewards: Tensor | None = None,
-    advantages: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    cliprange: float | None = None,
-    loss_normalization: str = "sequence_mean",
-    denominator: float | None = None,
-    *,
-    reference_log_probs: Tensor | None = None,
-    sampler_log_probs: Tensor | None = None,
-    **numbers,
-) -> tuple[Tensor, Sums]:
-    """Loss and backward of one micro-batch (`micro_batch_loss`); gradients add up over those of an optimiser step. Returns the
-    scalar loss, detached, and sums over response tokens.
+    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, loss_type: str,
+    raw_rewards: Tensor | None = None, advantages: Tensor | None = None, old_log_probs: Tensor | None = None,
+    cliprange: float | None = None, loss_normalization: str = "sequence_mean", denominator: float | None = None, *,
+    reference_log_probs: Tensor | None = None, sampler_log_probs: Tensor | None = None, **numbers,
+) -> tuple[Tensor, Sums]:  # fmt: skip
+    """Backward of `micro_batch_loss`; gradients add up over micro-batches. Returns the scalar loss, detached, and its sums.
 
     Without `denominator` all `gradient_accumulation_steps` micro-batches are taken to be alike: batch * steps for
     sequence_mean, this micro-batch's tokens * steps for token_mean; "constant" has no such default (ValueError). `numbers` are
@@ -334,10 +304,7 @@ def grpo_microbatch_train_step(
 
 
 def sft_microbatch_train_step(
-    policy_log_probs: Tensor,
-    response_mask: Tensor,
-    gradient_accumulation_steps: int,
-    normalize_constant: float = 1.0,
+    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, normalize_constant: float = 1.0
 ) -> tuple[Tensor, Sums]:
     """Negative log-likelihood of the response tokens and its backward: the sum over a response of -log pi / normalize_constant,
     averaged over the batch and `gradient_accumulation_steps`. Returns the scalar loss, detached, and {"response_tokens"}."""

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-Score = dict[str, float]
-"""What a reward function returns: {"reward", "format_reward", "answer_reward"}, each in [0, 1]."""
+Score = dict[str, float]  # What a reward function returns: {"reward", "format_reward", "answer_reward"}, each in [0, 1].
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class SamplingConfig:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ("</answer>",)
     seed: int = 0
-    first_prompt: int = 0
-    """The first prompt's number, where others draw those before: `seed` and its number give a prompt's random numbers."""
+    first_prompt: int = 0  # The first prompt's number: `seed` and its number give a prompt's random numbers.
 
     @property
     def distribution(self) -> Distribution:

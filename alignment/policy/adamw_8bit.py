@@ -30,19 +30,17 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     def state_dict(self) -> dict:
         """As torch's, of plain tensors, which safetensors can hold: "exp_avg" is "exp_avg.codes", ".scale" and ".qmap"."""
         whole = super().state_dict()
-        return {**whole, "state": {index: dict(_opened(values)) for index, values in whole["state"].items()}}
+        return {**whole, "state": {index: _opened(values) for index, values in whole["state"].items()}}
 
     def load_state_dict(self, state_dict: dict) -> None:
         state = {index: _closed(values) for index, values in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 
 
-def _opened(values: dict[str, torch.Tensor]):
-    for key, tensor in values.items():
-        if isinstance(tensor, OptimState8bit):
-            yield from ((f"{key}.{part}", getattr(tensor, part)) for part in tensor.tensor_attrs)
-        else:
-            yield key, tensor
+def _opened(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    moments = {key: tensor for key, tensor in values.items() if isinstance(tensor, OptimState8bit)}
+    parts = {f"{key}.{part}": getattr(codes, part) for key, codes in moments.items() for part in codes.tensor_attrs}
+    return {key: tensor for key, tensor in values.items() if key not in moments} | parts
 
 
 def _closed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

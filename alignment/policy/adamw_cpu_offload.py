@@ -8,8 +8,7 @@ class CPUOffloadAdamW(torch.optim.AdamW):
     """AdamW with moments and step on the CPU: a GPU holds 8 bytes a parameter, weight and gradient, not 16 (ZeRO-Offload: Ren
     et al. 2021, arXiv:2101.06840). Weight and gradient come to the CPU one parameter at a time, torch's fused AdamW steps
     there, and the weight goes back: 12 bytes a parameter over the bus; the host holds 8, the moments. Devices may be mixed.
-    torchao's `CPUOffloadOptimizer` copies gradients during backward, before they are clipped or found not to be finite, and
-    serves one GPU only, and no CPU, where a test could compare it with AdamW bit for bit."""
+    torchao's `CPUOffloadOptimizer` copies gradients in backward, before they are clipped or found finite, and needs a GPU."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -57,9 +57,7 @@ class FrozenModel:
         self.model = load_model(model_path, (device,), torch.float32, dtype)
         self.dtype = dtype
 
-    def log_probs(
-        self, batch: Batch, distribution: Distribution, micro_batch_tokens: int, rows: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    def log_probs(self, batch: Batch, distribution: Distribution, micro_batch_tokens: int, rows=None) -> torch.Tensor:
         return MicroBatchedModel(self.model, self.dtype, micro_batch_tokens).log_probs(batch, distribution, rows)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -80,5 +78,4 @@ def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int]) -> 
 def model_log_probs(model: PreTrainedModel, batch: Batch, distribution: Distribution, dtype: torch.dtype) -> torch.Tensor:
     """`get_response_log_probs` of a batch that is still on the CPU, with matrix products in `dtype`."""
     with autocast(first_device(model), dtype):
-        told = {"response_mask": batch.response_mask, **vars(distribution)}
-        return get_response_log_probs(model, batch.input_ids, batch.labels, **told)["log_probs"]
+        return get_response_log_probs(model, **vars(batch), **vars(distribution))["log_probs"]

@@ -76,8 +76,7 @@ def get_response_log_probs(
     plain path, padding and all logits. Raises ValueError for a model that does not hand on what its attention is told."""
     input_ids, labels = input_ids.cpu(), labels.cpu()
     mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
-    hidden_NH = hidden_states(model, input_ids, mask)
-    distribution = Distribution(temperature, top_p, top_k)
+    hidden_NH, distribution = hidden_states(model, input_ids, mask), Distribution(temperature, top_p, top_k)
     return head_log_probs(model, hidden_NH, labels, mask, distribution, return_token_entropy)
 
 
@@ -132,8 +131,7 @@ def head_log_probs(
 
 
 def logit_scale_and_cap(config) -> tuple[float, float | None]:
-    """Scale s and soft cap c of logits s * z, or s * c * tanh(z / c), of a head's output z: Cohere multiplies by `logit_scale`,
-    Granite divides by `logits_scaling`, Gemma caps at `final_logit_softcapping`."""
+    """Scale s (Cohere, Granite) and soft cap c (Gemma) of logits s * z, or s * c * tanh(z / c), of a head's output z."""
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
     return scale, getattr(config, "final_logit_softcapping", None)
 
@@ -234,14 +232,12 @@ def score_in_place(logits_NV, labels_N, distribution, log_probs_N=None, entropie
     temperature, top_p, top_k = distribution
     truncated = top_p < 1 or top_k
     rows = max(1, LOGITS_IN_CACHE.get(logits_NV.device.type, LOGITS_IN_MEMORY) // logits_NV.shape[1])
-    for start in range(0, len(logits_NV), rows):
-        here = slice(start, start + rows)
+    for here in (slice(start, start + rows) for start in range(0, len(logits_NV), rows)):
         z = logits_NV[here]
         if entropies_2N is not None and truncated:
             entropies_2N[0, here] = compute_entropy(z / temperature)
         kept = sampling_logits(z, temperature, top_p, top_k, keep=labels_N[here])
-        normaliser = kept.logsumexp(dim=-1, keepdim=True)
-        log_p = kept.sub_(normaliser)
+        log_p = kept.sub_(kept.logsumexp(dim=-1, keepdim=True))
         if log_probs_N is not None:
             log_probs_N[here] = log_p.gather(-1, labels_N[here][:, None]).squeeze(-1)
         if entropies_2N is not None and not truncated:

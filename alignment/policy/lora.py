@@ -1,5 +1,4 @@
-"""Low-rank adapters, by PEFT: a linear layer computes with W + alpha / rank * B A, and only A and B are trained (LoRA: Hu et
-al. 2021, arXiv:2106.09685, section 4.1). The one module that imports PEFT."""
+"""Low-rank adapters, by PEFT: W + alpha / rank * B A, of which A and B are trained (Hu et al. 2021, arXiv:2106.09685, 4.1)."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

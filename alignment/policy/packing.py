@@ -202,9 +202,8 @@ def _attend(qkv_NHD, queries_RQ, keys_RK, padding_R, rule: AttentionRule, biases
     q_NHD, k_NHD, v_NHD = qkv_NHD
     (rows, width), heads, groups = queries_RQ.shape, k_NHD.shape[1], q_NHD.shape[1] // k_NHD.shape[1]
     q = q_NHD.index_select(0, queries_RQ.flatten()).view(rows, width, heads, groups, -1)
-    keys = keys_RK.shape[1]
-    k, v = (t.index_select(0, keys_RK.flatten()).view(rows, keys, heads, -1).transpose(1, 2) for t in (k_NHD, v_NHD))
-    before = keys - width
+    k, v = (t.index_select(0, keys_RK.flatten()).view(rows, -1, heads, t.shape[2]).transpose(1, 2) for t in (k_NHD, v_NHD))
+    before = keys_RK.shape[1] - width
     if before == 0 and rule.is_plain and (rule.window is None or rule.window >= width):
         q = q.flatten(2, 3).transpose(1, 2)
         grouped = groups > 1

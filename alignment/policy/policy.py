@@ -119,8 +119,7 @@ RANKED = ("replicated", "sharded")  # those of one process a device
 
 
 def policy_kind(parallelism: str, devices: int, fits_each: Callable[[], bool]) -> str:
-    """--policy_parallelism, with "auto" replaced by a key of `POLICIES`. `devices` is their number on all machines;
-    `fits_each()` says whether each could hold all weights, gradients and moments."""
+    """--policy_parallelism, with "auto" decided by how many `devices` there are, and whether each could hold all."""
     if parallelism != "auto":
         return parallelism
     if devices == 1:

@@ -13,14 +13,11 @@ from alignment.policy.packing import OWN_ATTENTION, attention_named, take_plain_
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
-WINDOW = 4
-"""Attention windows during a check, shorter than its rows. The same code reads a model's own at the same places."""
+WINDOW = 4  # Attention windows during a check, shorter than its rows. The same code reads a model's own at the same places.
 ROWS = ((0, 9), (0, 6), (1, 5), (1, 12), (2, 7))
 """Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of its own."""
 PROMPT_TOKENS = (11, 3, 4)
-TOLERANCE = 1e-3
-"""Mean nats a token. Sums in another order make some 1e-6 in fp32; a feature that is left out makes tenths to several."""
-
+TOLERANCE = 1e-3  # Mean nats a token. Sums in another order make 1e-6 in fp32; a feature left out, tenths to several.
 Ids = list[int]
 
 
@@ -132,11 +129,9 @@ def _path_disagreement(model: torch.nn.Module) -> str:
     prompts, responses = random_pieces(model, PROMPT_TOKENS), random_pieces(model, [length for _, length in ROWS])
     rows = [(prompts[prompt], response) for (prompt, _), response in zip(ROWS, responses, strict=True)]
     batch = collate(*zip(*rows, strict=True), pad_token_id=0)
-    mask = batch.response_mask
     own = own_log_probs(model, rows)
     halves = [(prompt, response[: len(response) // 2]) for prompt, response in rows]
     in_half = torch.cat([torch.arange(len(response)) < len(response) // 2 for _, response in rows])
     if (own_log_probs(model, halves) - own[in_half]).abs().mean() > TOLERANCE:
         raise UserError(f"--model: {model.config.model_type} sees later tokens: it is no causal language model")
-    inputs = model, batch.input_ids, batch.labels
-    return disagreement(own, lambda: get_response_log_probs(*inputs, response_mask=mask)["log_probs"].cpu()[mask])
+    return disagreement(own, lambda: get_response_log_probs(model, **vars(batch))["log_probs"].cpu()[batch.response_mask])

@@ -163,8 +163,7 @@ class SingleDevicePolicy(MicroBatchedModel):
 
 
 def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """The tensors in a folder's safetensors files, whose names begin with a parameter's number: this process's part of it, on
-    the CPU. Raises OSError where one is missing."""
+    """This process's part, on the CPU, of the `optimizer_tensors` in a folder. Raises OSError where some are missing."""
     import torch.distributed.checkpoint as dcp  # here, because it takes seconds, and a single process does without
 
     reader, tensors = dcp.HuggingFaceStorageReader(str(folder)), {}

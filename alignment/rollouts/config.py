@@ -25,8 +25,7 @@ class RolloutConfig:
     dataset_path: str = ""
     data: DataConfig = field(default_factory=DataConfig)
     prompts_per_rollout: int = 32
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """`n` is the group size; `stop` and `seed` are those of the task and of the step."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # `n` is the group size; a step sets `stop` and `seed`
     num_problems: int = 0
     max_prompt_tokens: int = 0
     max_refills: int = 0

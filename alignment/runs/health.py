@@ -15,8 +15,7 @@ MOMENTUM = 0.005  # nats a token: a mini-batch without a gradient moves the weig
 
 
 class Health:
-    """The first and the latest steps of a run: all that its warnings need, however long the run is. `max_bad_steps` and
-    `max_grader_failures` are what it bears before it stops; they have the names of their flags."""
+    """The first and latest steps of a run, all that warnings need, and the flags `max_bad_steps` and `max_grader_failures`."""
 
     def __init__(self, steps: Sequence[Record], max_new_tokens: int, max_bad_steps: int, max_grader_failures: float):
         self.max_new_tokens, self.max_bad_steps, self.max_grader_failures = max_new_tokens, max_bad_steps, max_grader_failures

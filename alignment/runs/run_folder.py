@@ -65,14 +65,12 @@ class RunFolder:
         self.evaluated.add(record["step"])
 
     def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
-        """Write completions/<kind>_<step>.jsonl: one completion a line, with its score, the
-        sampler's log-probs and, if given, the trainer's `log_probs` (one list for each completion, in order)."""
+        """Write completions/<kind>_<step>.jsonl: a completion a line, its score, and the trainer's `log_probs` if given."""
         records = []
         for group in groups:
             problem = group.problem
             facts = {"problem": problem.id, "question": problem.question, "ground_truth": problem.ground_truth}
-            # `vars`, because `asdict` copies each number of each tuple
-            drawn = zip(map(vars, group.completions), group.scores, strict=True)
+            drawn = zip(map(vars, group.completions), group.scores, strict=True)  # `asdict` would copy each number
             records += [{**facts, **completion, "score": score} for completion, score in drawn]
         if log_probs is not None:
             records = [{**record, "trainer_log_probs": of} for record, of in zip(records, log_probs, strict=True)]
@@ -208,8 +206,7 @@ def last_whole_step(run: Path) -> tuple[int, list[str]]:
 
 def put_aside(run: Path, after: int) -> None:
     """Rename the checkpoints after a step, which are damaged, so that they are neither used nor in the way."""
-    for step in [step for step in _steps(run) if step > after]:
-        folder = checkpoint_folder(run, step)
+    for folder in [checkpoint_folder(run, step) for step in _steps(run) if step > after]:
         names = itertools.chain([f"damaged_{folder.name}"], (f"damaged_{folder.name}-{n}" for n in itertools.count(2)))
         folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
@@ -239,9 +236,8 @@ def _group(problem: dict, completions: list[dict], scores: list[Score]) -> Group
 
 def drop_old_checkpoints(run: Path, keep: int, spared: int = 0) -> None:
     """Delete all checkpoints but the newest `keep`, and the one of step `spared`; 0 keeps all."""
-    for step in sorted(_steps(run))[: -keep or None] if keep else []:
-        if step != spared:
-            shutil.rmtree(checkpoint_folder(run, step))
+    for step in set(sorted(_steps(run))[:-keep] if keep else ()) - {spared}:
+        shutil.rmtree(checkpoint_folder(run, step))
 
 
 def _steps(run: Path) -> list[int]:

@@ -15,8 +15,7 @@ from alignment.system.terminal import say_once
 
 COLUMNS = 8  # of each matrix, other ones for each version
 
-Held = Mapping[str, tuple[list[str], int]]
-"""Of each tensor of an engine, the names of the weights that it is made of, and its checksum."""
+Held = Mapping[str, tuple[list[str], int]]  # Of each of an engine's tensors, the names of the weights in it, and its checksum.
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Checksums = dict[str, tuple[int, int]]  # Name of a weight -> its checksum and that of its transpose.
 
@@ -63,8 +62,7 @@ def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> 
 def prove_adapters_arrive(
     sampler: Sampler, policy: Policy, prompts: Sequence[str], sampling: SamplingConfig, pad_token_id: int
 ) -> str:
-    """Give a sampler random adapters, draw with them, and give it the policy's own; returns a line on how its log-probs moved.
-    Raises `RunStopped` where they did not follow the trainer's."""
+    """Draw with random adapters, then restore the policy's; says how log-probs moved. `RunStopped` if not as the trainer's."""
     sampling, version = replace(sampling, n=1, max_new_tokens=min(16, sampling.max_new_tokens)), sampler.policy_version
     policy.use_adapters("random")
     load_proven(sampler, policy.weights(), version)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 Completions = list[list[Completion]]  # Of each prompt, its completions.
 OnResponseEnd = Callable[[int, str], object] | None  # Called with the number of a response's prompt, and the response's text.
-SamplerLost = ProcessLost
-"""The engine died, hung, or answered what cannot be a completion. A new one may do better."""
+SamplerLost = ProcessLost  # The engine died, hung, or answered what cannot be a completion. A new one may do better.
 
 
 class Sampler(Protocol):

@@ -78,8 +78,7 @@ class TransformersSampler:
         groups: Completions = [[] for _ in prompts]
         for wave in self._waves(encoded, sampling):
             lines = uniforms[wave].flatten(0, 1).to(self._device)
-            rows = self._decode(encoded, wave, lines, sampling, on_response_end)
-            for position, row in enumerate(rows):
+            for position, row in enumerate(self._decode(encoded, wave, lines, sampling, on_response_end)):
                 index, reason = wave[position // sampling.n], "stop" if row.finished else "length"
                 drawn = (tuple(encoded[index]), tuple(row.token_ids), tuple(row.log_probs), self._text(row, sampling.stop))
                 groups[index].append(Completion(*drawn, reason, self.policy_version))
@@ -270,8 +269,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig)
         log_probs = sampling_logits(logits, sampling.temperature, sampling.top_p, sampling.top_k).log_softmax(dim=-1)
         cdf = cumulative(log_probs.exp())
         # right=True finds the first place where the CDF exceeds the target, which always has some probability.
-        tokens = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(1)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)
+        tokens = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(1).clamp(max=cdf.shape[1] - 1)
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(1)
 
 

@@ -1,6 +1,6 @@
 """vLLM in a process of its own, so that its device, threads and memory are its own and it can be stopped for certain. There the
-engine runs in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Beside vLLM's own engine process, that starts sooner, schedules the
-same requests in the same way, reports errors itself, and leaves one process to end, not a tree."""
+engine runs in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). That schedules as vLLM's own engine process, starts sooner, reports
+errors itself, and leaves one process to end, not a tree."""
 
 import logging
 import os

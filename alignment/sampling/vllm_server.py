@@ -1,5 +1,4 @@
-"""A `Sampler` that draws from vLLM's own OpenAI-compatible server, on this machine or another (docs/asynchronous.md starts
-one). New weights go through a folder that both machines see under the same name."""
+"""A `Sampler` that draws from vLLM's own OpenAI-compatible server, on any machine (docs/asynchronous.md starts one)."""
 
 import asyncio
 import hmac
@@ -35,7 +34,6 @@ KEEPALIVE_OPTIONS += [(socket.IPPROTO_TCP, getattr(socket, name), n) for name, n
 CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
 # What the server else takes from the model's generation_config.json.
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-
 # What must be the same for the server's model to take our weights and tokens.
 SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SHAPE += ("num_key_value_heads", "tie_word_embeddings")

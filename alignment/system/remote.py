@@ -39,8 +39,7 @@ class Machine(NamedTuple):
 
 def forward(descriptor: int) -> None:
     """Pass on what this process's parent and a process on another machine write, until that one closes its end."""
-    machine, *request = json.loads(os.environ["ALIGNMENT_REMOTE_PROCESS"])
-    name, address, port, key, seconds = machine
+    (name, address, port, key, seconds), *request = json.loads(os.environ["ALIGNMENT_REMOTE_PROCESS"])
     pipe = socket.socket(fileno=os.dup(descriptor))  # `descriptor` itself stays open until the exit code is there to be read
     try:
         remote = socket.create_connection((address, port), CONNECT_SECONDS)
@@ -53,8 +52,7 @@ def forward(descriptor: int) -> None:
     except (OSError, EOFError, AuthenticationError) as error:
         sys.exit(f"{name} does not answer at {address}, port {port}: {error}")
     probe = max(1, int(seconds / 3))
-    options = {"NODELAY": 1, "USER_TIMEOUT": int(1000 * seconds), "KEEPIDLE": probe, "KEEPINTVL": probe}
-    for option, value in options.items():
+    for option, value in {"NODELAY": 1, "USER_TIMEOUT": int(1000 * seconds), "KEEPIDLE": probe, "KEEPINTVL": probe}.items():
         remote.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
     remote.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # The end of this process resets the connection: it must not wait behind what a process that hangs has not read.

@@ -8,6 +8,9 @@ from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEAT_SECONDS = 1.0  # `uv run` passes on the signal that its process group has got already: both are one request
+# Whether signals are held back; the number of the first that has arrived, or None, and when it did.
+_state = SimpleNamespace(deferred=False, received=None, received_at=0.0)
 
 
 class Interrupted(BaseException):
@@ -16,12 +19,6 @@ class Interrupted(BaseException):
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
-
-
-REPEAT_SECONDS = 1.0  # `uv run` passes on the signal that its process group has got already: both are one request
-
-# Whether signals are held back; the number of the first that has arrived, or None, and when it did.
-_state = SimpleNamespace(deferred=False, received=None, received_at=0.0)
 
 
 @contextmanager

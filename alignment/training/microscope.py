@@ -96,8 +96,7 @@ def gradient_statistics(policy: Policy, rollout: Rollout, estimator: Estimator, 
 
 def statistics(gradients_PD: torch.Tensor, weights_B1: torch.Tensor) -> Statistics:
     """Summarise the gradients of P prompts, and the weights of their responses."""
-    prompts = gradients_PD.shape[0]
-    total_D = gradients_PD.sum(dim=0)
+    prompts, total_D = gradients_PD.shape[0], gradients_PD.sum(dim=0)
     norms_P, norm = gradients_PD.norm(dim=1), total_D.norm()
     # G is a sum of P independent terms: its covariance is P times theirs.
     variance = prompts * (gradients_PD - total_D / prompts).square().sum() / (prompts - 1)

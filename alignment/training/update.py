@@ -1,5 +1,4 @@
-"""The optimiser updates of one rollout, the old and reference log-probs of its loss, and the comparison of its sampler's
-log-probs with the trainer's, which stops the run for stale or wrong weights."""
+"""The optimiser updates of one rollout, old and reference log-probs, and the check of its sampler against the trainer."""
 
 import dataclasses
 import itertools
@@ -38,9 +37,8 @@ class UpdateResult:
 def update(policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, steps_old: int = 0) -> UpdateResult:
     """Make all optimiser updates of one rollout, with signals deferred from the first change of the weights on.
 
-    It skips the forward pass of responses without a gradient, but counts them in every denominator. `mismatch` compares the
-    first mini-batch that has a gradient with the sampler, whose weights are `steps_old` steps old, and raises `RunStopped` if
-    they differ too much. Inside the loop only `is_finite` waits for the device."""
+    It skips the forward pass of responses without a gradient, but counts them in every denominator. `mismatch` (`RunStopped`)
+    compares the first mini-batch that has one with the sampler, `steps_old` behind. Only `is_finite` waits for the device."""
     torch.manual_seed(derived_seed(config.seed, step))
     compared = dict.fromkeys(("sampler_mismatch", "sampler_mismatch_max"))
     informative = rows_with_gradient(rollout, config)

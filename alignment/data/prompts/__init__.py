@@ -1,8 +1,6 @@
 """Prompt templates with one `{question}`: NAME.prompt, or a user's file, is the whole text; NAME.chat, the turns of a chat.
 
-A chat has the parts `### system`, `### user` and `### assistant`. The model's chat template joins the first two; the last is
-the beginning of the response.
-"""
+A chat has `### system`, `### user` and `### assistant`: the model's chat template joins two, the last begins the response."""
 
 import dataclasses
 import re
@@ -13,20 +11,17 @@ from alignment.core.records import Endless, Problem
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
 
-PROMPTS, CHATS = (
-    {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob(f"*.{kind}"))}
-    for kind in ("prompt", "chat")
-)
+_files = lambda kind: sorted(Path(__file__).parent.glob(f"*.{kind}"))
+PROMPTS, CHATS = ({file.stem: file.read_text(encoding="utf-8") for file in _files(kind)} for kind in ("prompt", "chat"))
 
 
 def read_template(name: str) -> str:
-    """The template `name`, or the text of that file without its last line break. Raises `UserError` where there is neither, and
-    for a file without a place for the question."""
+    """The template `name`, or that file's text less its last line break. Raises `UserError` for neither, or no {question}."""
     if name in PROMPTS | CHATS:
         return (PROMPTS | CHATS)[name]
     if not Path(name).is_file():
-        choices = ", ".join([*sorted(PROMPTS | CHATS), "a file"])
-        raise UserError(f"--prompt {name}: there is no such template; choose one of {choices}")
+        choices = ", ".join(sorted(PROMPTS | CHATS))
+        raise UserError(f"--prompt {name}: there is no such template; choose one of {choices}, a file")
     text = read_text(Path(name)).removesuffix("\n")
     if "{question}" not in text:
         raise UserError(f"--prompt {name}: the file has no place for the question; write {{question}} where it goes")
@@ -34,9 +29,8 @@ def read_template(name: str) -> str:
 
 
 def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
-    """The problems with their prompts filled in from the template `name`, of conversations by the tokenizer's chat template;
-    those without a question have theirs. `Endless` problems stay endless. Raises `UserError` for an unknown template, and for
-    a chat if the tokenizer has no chat template."""
+    """The problems with prompts by the template `name`; of conversations by the tokenizer's chat template; those without a
+    question have theirs. Raises `UserError` for an unknown template, or a chat if the tokenizer has no chat template."""
     if name in CHATS:
         *turns, (_, beginning) = chat_turns(name)
         template = _chat_text(f"--prompt {name}", turns, tokenizer, f"; choose one of {', '.join(PROMPTS)}") + beginning
@@ -60,8 +54,7 @@ def fill_prompt(name: str, question: str) -> str:
 
 
 def chat_turns(name: str, question: str = "{question}") -> tuple[tuple[str, str], ...]:
-    """The (role, text) turns of a question's prompt by the chat `name`, the last the beginning of the response; () for a plain
-    template."""
+    """The (role, text) turns of a question's prompt by the chat `name`, the last beginning the response; () if it is plain."""
     parts = re.split(r"^### (\w+)\n", CHATS.get(name, ""), flags=re.MULTILINE)[1:]
     texts = (text.removesuffix("\n").replace("{question}", question) for text in parts[1::2])
     return tuple(zip(parts[::2], texts, strict=True))

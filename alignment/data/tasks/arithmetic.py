@@ -21,7 +21,6 @@ from alignment.data.questions import distinct, question_text, split_of
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERANDS = range(1, 7)
 LARGEST = 20  # absolute value of any intermediate result
-
 DEMONSTRATIONS = {"train": 60_000, "test": 512}
 CAREFUL_SHARE = 0.6  # of the demonstrations, the first ones
 BAD_HABITS = (0.5, 0.6, 0.5)  # probabilities that the careless teacher ignores precedence, skips work, breaks the format
@@ -89,8 +88,7 @@ def solution(expression: Expression, by_precedence: bool = True, shows_work: boo
 
 @lru_cache
 def _expressions(split: str) -> tuple[Expression, ...]:
-    """All expressions of a split, in the order of a hash of their text. A hash of their `terms` decides the split, so no
-    expression is in one split and the same one in another order in the other."""
+    """All expressions of a split, ordered by a hash of their text; a hash of their `terms`, in any order, decides the split."""
     by_hash = []
     for count in (2, 3, 4):
         for signs in itertools.product(OPERATIONS, repeat=count - 1):

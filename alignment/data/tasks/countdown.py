@@ -31,8 +31,6 @@ DEMONSTRATIONS = {"train": 40_000, "test": 512}
 CAREFUL_SHARE = 0.7  # of the demonstrations, the first ones
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 IGNORES_TARGET = 0.7  # probability that the careless teacher ignores the target
-
-
 Size = NamedTuple("Size", [("counts", tuple[int, ...]), ("largest", int), ("target", int)])
 """The possible counts of numbers, the largest number, and the largest target."""
 FULL, SMALL = Size((3, 4), 99, 100), Size((3,), 9, 30)

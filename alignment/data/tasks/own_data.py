@@ -209,7 +209,7 @@ def hub_splits(flag: str, local: str, name: str, *subset: str, **options: str) -
     try:
         # `datasets` asks a silent hub for half a minute. Looking up its name obeys no timeout; any answer will do.
         if remedy and not constants.HF_HUB_OFFLINE:
-            start_in_background(lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)).result(1.2)
+            start_in_background(lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)).result(5)
         import datasets
 
         return datasets.load_dataset(name, *subset, **options)
@@ -224,8 +224,7 @@ def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
 
 
 def cell_text(place: str, row: Mapping[str, object], column: str, remedy: str = "") -> str:
-    """The text or number in a cell, as text. Raises `UserError`, with the place, the columns that there are and the `remedy`,
-    for anything else and for an empty cell."""
+    """A cell's text, or its number as text. Raises `UserError`, with place, the row's columns and `remedy`, for any other."""
     value = row.get(column)
     text = str(value) if type(value) in (str, int) or isinstance(value, float) and math.isfinite(value) else ""
     if not text.strip() or text.encode(errors="ignore").decode() != text:  # half of a surrogate pair is no text
