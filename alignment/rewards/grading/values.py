@@ -200,11 +200,9 @@ def _binomial(field: type, n: _Value, k: _Value) -> _Value:
 
 
 def _rounded(name: str, field: type, x: _Value) -> _Value:
-    if isinstance(x, fmpq):
-        return fmpq(getattr(x, name)())
-    if field is acb:
+    if field is acb and not isinstance(x, fmpq):
         raise Refused("not real")
-    return getattr(x, name)()
+    return type(x)(getattr(x, name)())
 
 
 _OPERATIONS: dict[str, Callable[..., _Value]] = {
