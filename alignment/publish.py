@@ -27,8 +27,8 @@ def main() -> None:
         raise UserError(f"--run {args.run}: must be the folder of a finished run, with a model in final/")
     if wrong := damage(final):
         raise UserError(f"--run {args.run}: final/ is damaged: {wrong}")
-    files = [final / name for name in (*read_json(final / MANIFEST), MANIFEST)]
-    print(*(f"{file.stat().st_size:15,}  {file.relative_to(final)}" for file in files), sep="\n")
+    names = [*read_json(final / MANIFEST), MANIFEST]
+    print(*(f"{(final / name).stat().st_size:15,}  {name}" for name in names), sep="\n")
 
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
@@ -40,7 +40,6 @@ def main() -> None:
             address = api.create_repo(args.repo, private=args.private, exist_ok=True)
             if args.private and not api.repo_info(args.repo).private:
                 raise UserError(f"--private: {args.repo} exists and is public: make it private on the hub, or name another")
-            names = [str(file.relative_to(final)) for file in files]
             api.upload_folder(repo_id=args.repo, folder_path=final, allow_patterns=names, commit_message="A run of alignment")
             print(f"published: {address}")
     except UserError:

@@ -75,9 +75,8 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
         arm = dataclasses.replace(base, **chosen)
         if hold == "rollouts" and "group_size" in chosen and "prompts_per_rollout" not in chosen:
             if base.rollout_size % arm.group_size:
-                reason = f"{base.rollout_size} responses a step are no whole number of such groups"
-                remedy = "choose sizes that divide it, or --hold prompts"
-                raise UserError(f"--group_size {arm.group_size} --hold rollouts: {reason}; {remedy}")
+                reason = f"{base.rollout_size} responses a step are no whole number of such groups; choose sizes that divide it"
+                raise UserError(f"--group_size {arm.group_size} --hold rollouts: {reason}, or --hold prompts")
             arm = dataclasses.replace(arm, prompts_per_rollout=base.rollout_size // arm.group_size)
         name = "_".join(_label(key, value) for key, value in chosen.items()) or _label("loss_type", base.loss_type)
         if name in arms:
@@ -193,11 +192,10 @@ def _equivalent(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
 
 
 def _why_equivalent(arms: Sequence[RLArgs]) -> str:
-    losses = {args.loss_type for args in arms}
-    if len(losses) > 1:
-        names = " and ".join(sorted(losses - {"reinforce_with_baseline"}))
-        have = "has" if " and " not in names else "have"
-        return f"with one update a rollout the ratio is 1, so {names} {have} the gradient of reinforce_with_baseline"
+    if len(losses := {args.loss_type for args in arms}) > 1:
+        names = sorted(losses - {"reinforce_with_baseline"})
+        have = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
+        return f"with one update a rollout the ratio is 1, so {have} the gradient of reinforce_with_baseline"
     differing = _differing(arms)
     return f"{' and '.join(f'--{name}' for name in differing)} plays no part here" if differing else "equal arguments"
 

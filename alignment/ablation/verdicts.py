@@ -127,8 +127,7 @@ def _level(name: str, value: object) -> str:
 def split_of_gain(run: Run) -> tuple[float, float, float]:
     """(gain, format's part, answers' part) of accuracy from the first to the last evaluation. Accuracy is the format rate f
     times the accuracy c of well-formed responses; the parts, which add up, are f's change at mean c and c's at mean f."""
-    first, last = run.evals[0], run.evals[-1]
-    f, a = zip(*((e["avg_format_rewards"], e["avg_all_rewards"]) for e in (first, last)), strict=True)
+    f, a = ([e[key] for e in (run.evals[0], run.evals[-1])] for key in ("avg_format_rewards", "avg_all_rewards"))
     c = [x / y if y else 0.0 for x, y in zip(a, f, strict=True)]
     by_format, by_answers = (f[1] - f[0]) * (c[0] + c[1]) / 2, (c[1] - c[0]) * (f[0] + f[1]) / 2
     return a[1] - a[0], by_format, by_answers

@@ -223,10 +223,7 @@ def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, f
     pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     parts = dict.fromkeys(name for score in scores for name in score if name.startswith("part_"))
-    applied = {name: [score[name] for score in scores if name in score] for name in parts}
-    by_rule = {name.replace(":", "."): [find_rule(name)(*pair)["reward"] for pair in pairs] for name in rules}
-    return {
-        **{f"reward_{name}": sum(rewards) / len(rewards) for name, rewards in by_rule.items()},
-        **{name: sum(rewards) / len(rewards) for name, rewards in applied.items()},
-        "grading_failed": sum("grading_failed" in score for score in scores),
-    }
+    rewards = {f"reward_{name.replace(':', '.')}": [find_rule(name)(*pair)["reward"] for pair in pairs] for name in rules}
+    rewards |= {name: [score[name] for score in scores if name in score] for name in parts}
+    means = {name: sum(values) / len(values) for name, values in rewards.items()}
+    return {**means, "grading_failed": sum("grading_failed" in score for score in scores)}

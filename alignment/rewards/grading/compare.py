@@ -163,7 +163,9 @@ class Comparison:
         if kind_a is None or kind_t is None:
             return self._single(a, t)
         if kind_a == kind_t == ":":
-            return self._ratios(a.parts, t.parts)
+            (a_1, *rest_a), (t_1, *rest_t) = ([part.value for part in x.parts] for x in (a, t))
+            products = ((("*", x, t_1), ("*", y, a_1)) for x, y in zip(rest_a, rest_t, strict=False))
+            return len(rest_a) == len(rest_t) and _all(self.values(*pair) for pair in products)
         if kind_a == "=" or kind_t == "=":
             return self._assignments(a, t)
         if {kind_a, kind_t} <= {"{}", "or", ""} and not (kind_a == kind_t == "" and len(t.parts) > 2):
@@ -179,10 +181,6 @@ class Comparison:
         if listing.kind == ":" and len(listing.parts) == 2 and isinstance(other, Quantity) and not other.unit:
             return self.values(("/", listing.parts[0].value, listing.parts[1].value), other.value)
         return False
-
-    def _ratios(self, a: Sequence[Quantity], t: Sequence[Quantity]) -> bool | None:
-        products = ((("*", x.value, t[0].value), ("*", y.value, a[0].value)) for x, y in zip(a[1:], t[1:], strict=False))
-        return len(a) == len(t) and _all(self.values(*pair) for pair in products)
 
     def _assignments(self, a: Listing, t: Listing) -> bool | None:
         """`x = 1, y = 2` is itself in any order, and (1, 2), the values in the order of the names."""

@@ -117,15 +117,13 @@ class _Parser:
         if self.advance() != token:
             raise Refused(f"expected {token!r}")
 
-    def nested(self, rule: Callable[[], Node], closing: str = "") -> Node:
-        """What a rule reads, up to the token `closing` where there is one."""
+    def nested(self, rule: Callable[[], Node]) -> Node:
+        """What a rule reads, one level deeper."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Refused("too deep")
         node = rule()
         self.depth -= 1
-        if closing:
-            self.expect(closing)
         return node
 
     def advance(self) -> str:
@@ -221,7 +219,8 @@ class _Parser:
         opening, bars = self.advance(), self.bars
         closing, function = _CLOSING[opening]
         self.bars = opening == "|"
-        node = self.nested(self.sum, closing)
+        node = self.nested(self.sum)
+        self.expect(closing)
         self.bars = bars
         return (function, node) if function else node
 

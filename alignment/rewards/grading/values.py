@@ -35,7 +35,7 @@ def equal_values(a: Node, b: Node) -> bool | None:
     if gammas > MAX_GAMMAS:
         return None
     names = sorted(variables(a) | variables(b))
-    field = acb if mentions_i(a) or mentions_i(b) else arb
+    field = acb if "i" in subtrees(("=", a, b)) else arb
     agreed = 0
     for point in _points(names, seed=repr((a, b))) if names else ({},):
         verdict = _equal_at(a, b, point, field)
@@ -55,7 +55,7 @@ def rational(node: Node) -> Fraction:
 
 def real_value(node: Node) -> arb:
     """The value of a constant tree. Raises `Refused` where it is not a real number within bounds."""
-    if variables(node) or mentions_i(node):
+    if variables(node) or "i" in subtrees(node):
         raise Refused("not a real constant")
     value = _evaluate(node, {}, arb)
     if value is None:
@@ -86,8 +86,9 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     if not names:
         return False
     ratio = substitute(("/", a, b), next(_points(names, seed=repr((a, b)))))
-    if positive or not mentions_i(ratio):
-        factor = None if mentions_i(ratio) else _evaluate(ratio, {}, arb)
+    imaginary = "i" in subtrees(ratio)
+    if positive or not imaginary:
+        factor = None if imaginary else _evaluate(ratio, {}, arb)
         if factor is None or not (factor > 0 if positive else abs(factor) > 0):
             return False
     return equal_values(a, ("*", b, ratio)) is True
@@ -98,11 +99,6 @@ def substitute(node: Node, point: dict[str, Node]) -> Node:
     if isinstance(node, str):
         return point.get(node, node)
     return (node[0], *(substitute(part, point) for part in node[1:])) if isinstance(node, tuple) else node
-
-
-def mentions_i(node: Node) -> bool:
-    """Whether the tree contains the imaginary unit."""
-    return "i" in subtrees(node)
 
 
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
@@ -204,11 +200,9 @@ def _binomial(field: type, n: _Value, k: _Value) -> _Value:
 
 
 def _rounded(name: str, field: type, x: _Value) -> _Value:
-    if isinstance(x, fmpq):
-        return fmpq(getattr(x, name)())
-    if field is acb:
+    if field is acb and not isinstance(x, fmpq):
         raise Refused("not real")
-    return getattr(x, name)()
+    return type(x)(getattr(x, name)())
 
 
 _OPERATIONS: dict[str, Callable[..., _Value]] = {
