@@ -18,10 +18,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment.data.tasks.gsm8k import problems
+from alignment.data.tasks.published import problems
 from alignment.rewards.grading import cascade
 from alignment.rewards.grading.cascade import grade
-from alignment.rewards.grading.reference import reference_verdict
+from benchmarks.reference_grader import reference_verdict
 
 PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "grading" / "pairs.jsonl"
 
@@ -98,7 +98,7 @@ def main(gsm8k: str = "", golds: int = 500) -> None:
     compare("labelled pairs", labelled, console)
     if not gsm8k:
         return
-    truths = [problem.ground_truth for split in ("train", "test") for problem in problems(split, gsm8k)]
+    truths = [problem.ground_truth for split in ("train", "test") for problem in problems("gsm8k", split, gsm8k)]
     compare("GSM8K, every answer against itself", [Pair(truth, truth, True) for truth in truths], console)
     drawn = random.Random(0).sample(truths, min(golds, len(truths)))
     pairs = [Pair(text, truth, True) for truth in drawn for text in spellings(truth)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from alignment import audit_grader
+from benchmarks import audit_grader
 from alignment.ablation.design import named_arms
 from alignment.ablation.study import read_run, read_study
 from alignment.data.tasks import published

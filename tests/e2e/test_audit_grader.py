@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from alignment.audit_grader import AuditArgs, audit, completion_files, error_rates, grade_all, read_completions
+from benchmarks.audit_grader import AuditArgs, audit, completion_files, error_rates, grade_all, read_completions
 from alignment.system.errors import UserError
 
 

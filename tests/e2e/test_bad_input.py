@@ -10,7 +10,6 @@ from transformers import AutoTokenizer, Gemma3Config, XLNetConfig
 
 from alignment import __main__ as alignment_main
 from alignment import (
-    audit_grader,
     download,
     evaluate,
     gradients,
@@ -25,11 +24,11 @@ from alignment import (
 )
 from alignment.checks import check_model_path
 from alignment.system.errors import UserError, run_command
+from benchmarks import audit_grader
 
 MAIN = {
     module.__name__.removeprefix("alignment."): module.main
     for module in (
-        audit_grader,
         download,
         evaluate,
         gradients,
@@ -42,7 +41,7 @@ MAIN = {
         train_rl,
         verify,
     )
-}
+} | {"audit_grader": audit_grader.main}
 
 TWO_CPUS = ["--sampler", "transformers", "--sample_device", "cpu", "cpu"]
 ROW = '{"question": "Two and three?", "answer": "5 eggs. #### 5"}\n'
@@ -266,7 +265,7 @@ CASES = [
     ("sft", ["--model", "{world}/a_run", "--sft_base", "x"], "--model {world}/a_run: is a run's folder; name the model in it, {world}/a_run/final"),
     ("evaluate", ["--compare", "{world}/a_run", "tiny"], "--model {world}/a_run: is a run's folder; name the model in it"),
     ("evaluate", ["--model", "{world}/a_run"], "{world}/a_run/final: cannot be loaded"),
-    ("evaluate", ["--eval_tasks", "math5000"], "--eval_tasks math5000: there is no such eval tasks; choose one of gsm8k, math500,"),
+    ("evaluate", ["--eval_tasks", "math5000"], "--eval_tasks math5000: there is no such benchmark; choose one of gsm8k, math500,"),
     ("evaluate", ["--eval_tasks", "aime24", "--dataset_path", "{world}"], "--dataset_path {world}: has no folder aime24"),
     ("evaluate", ["--run_name", "a_run", "--output_dir", "{world}"], "--run_name a_run: it exists in {world}; name another"),
     ("evaluate", ["--model", "{world}/no_eos"], "its tokenizer has no EOS token"),

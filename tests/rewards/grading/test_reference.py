@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignment.rewards.grading.reference import reference_verdict
+from benchmarks.reference_grader import reference_verdict
 
 
 @pytest.mark.parametrize(

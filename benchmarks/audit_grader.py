@@ -1,6 +1,6 @@
 """Audit the grading of a run: grade its completions again with three graders and list their disagreements.
 
-uv run -m alignment.audit_grader --completions checkpoints/tiny_grpo_clip_seed0"""
+uv run -m benchmarks.audit_grader --completions checkpoints/tiny_grpo_clip_seed0"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ def read_completions(file: Path) -> list[Pair]:
 def grade_all(pairs: Sequence[Pair], ended: Callable[[], None] = lambda: None) -> list[dict]:
     """Each distinct pair, after which `ended` is called: how often it occurs, and verdict and reason of each of `GRADERS`."""
     from alignment.rewards.grading.cascade import WORKERS, grade_detail, math_verify_detail
-    from alignment.rewards.grading.reference import reference_verdict
+    from benchmarks.reference_grader import reference_verdict
 
     graders = (grade_detail, math_verify_detail, reference_verdict)
     counts, graded = Counter(pairs), []
