@@ -22,7 +22,7 @@ def loaded():
     return sorted({HEAVY} & set(sys.modules))
 
 command, mistakes = sys.argv[1], literal_eval(sys.argv[2])
-main = importlib.import_module("alignment." + command).main
+main = importlib.import_module(command).main
 print("imported", loaded())
 for flags in mistakes:
     sys.argv = [command, *flags]
@@ -38,7 +38,7 @@ def test_a_mistake_is_said_before_anything_heavy_is_loaded(command, tmp_path):
     """In a fresh interpreter: nothing heavy after the import of the command, nor after any of its mistakes."""
     mistakes = [(flags, message) for name, flags, message in NEEDS_NO_FILE if name == command]
     assert mistakes
-    arguments = [sys.executable, "-c", SCRIPT, command, repr([flags for flags, _ in mistakes])]
+    arguments = [sys.executable, "-c", SCRIPT, MAIN[command].__module__, repr([flags for flags, _ in mistakes])]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
     reports = [line for line in done.stdout.splitlines() if line.startswith(("imported", "exit code"))]

@@ -21,7 +21,7 @@ def find(flag: str, name: str, table: Mapping[str, Entry], wrap: Callable[[Calla
     takes_functions = wrap is not None or kind is FunctionType
     if not name.rpartition(":")[0]:
         own = "a function as package.module:function" if takes_functions else "one of your own as package.module:name"
-        noun, hint = flag.lstrip("-").replace("_", " "), did_you_mean(name, table)
+        noun, hint = flag.strip("-").removesuffix("s").replace("_", " "), did_you_mean(name, table)
         raise UserError(f"{flag} {name}: there is no such {noun}; choose one of {', '.join(table)}, or name {own}{hint}")
     found = import_object(flag, name)
     if isinstance(found, kind):

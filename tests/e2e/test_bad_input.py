@@ -265,7 +265,7 @@ CASES = [
     ("sft", ["--model", "{world}/a_run", "--sft_base", "x"], "--model {world}/a_run: is a run's folder; name the model in it, {world}/a_run/final"),
     ("evaluate", ["--compare", "{world}/a_run", "tiny"], "--model {world}/a_run: is a run's folder; name the model in it"),
     ("evaluate", ["--model", "{world}/a_run"], "{world}/a_run/final: cannot be loaded"),
-    ("evaluate", ["--eval_tasks", "math5000"], "--eval_tasks math5000: there is no such benchmark; choose one of gsm8k, math500,"),
+    ("evaluate", ["--eval_tasks", "math5000"], "--eval_tasks math5000: there is no such eval task; choose one of gsm8k, math500,"),
     ("evaluate", ["--eval_tasks", "aime24", "--dataset_path", "{world}"], "--dataset_path {world}: has no folder aime24"),
     ("evaluate", ["--run_name", "a_run", "--output_dir", "{world}"], "--run_name a_run: it exists in {world}; name another"),
     ("evaluate", ["--model", "{world}/no_eos"], "its tokenizer has no EOS token"),

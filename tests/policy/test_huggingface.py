@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-LEFT_OUT = ("scipy", "torchao", "torch._inductor", "torch.distributed.tensor")
+LEFT_OUT = ("scipy", "torchao")
 
 
 def result(code: str) -> str:
