@@ -21,7 +21,8 @@ from scipy import stats
 
 from alignment.ablation.design import ALPHA
 from alignment.ablation.schedule import State, next_runs
-from alignment.ablation.statistics import Comparison, Contrast, Scores, area_under_curve, compare, holm, pairs, power, score_std
+from alignment.ablation.statistics import Comparison, Contrast, Scores, area_under_curve, compare, holm, pairs, power
+from alignment.core.power import score_std
 
 TIE = 0.03
 DRAWS = 300  # of the usual bootstrap

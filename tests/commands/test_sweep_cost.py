@@ -5,7 +5,8 @@ import re
 import pytest
 
 from alignment import sweep
-from alignment.ablation.statistics import power, score_std
+from alignment.ablation.statistics import power
+from alignment.core.power import score_std
 from alignment.args import RLArgs, from_preset
 from alignment.duration import Known, duration, span
 from alignment.policy.speed import hardware_of

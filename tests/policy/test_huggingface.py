@@ -1,9 +1,11 @@
-"""transformers as this package loads it: without the libraries that only quantised or sharded models need."""
+"""transformers as this package loads it: without the compiler of torch, which is there as soon as it is used."""
 
 import subprocess
 import sys
 
-LEFT_OUT = ("scipy", "torchao")
+import pytest
+
+LEFT_OUT = ("scipy", "torchao", "torch._inductor", "torch.distributed.tensor")
 
 
 def result(code: str) -> str:
@@ -12,7 +14,7 @@ def result(code: str) -> str:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_a_model_is_loaded_and_an_optimizer_steps_without_other_uses_libraries(tiny_folder):
+def test_a_model_is_loaded_and_an_optimizer_steps_without_the_compiler(tiny_folder):
     code = f"""
 from alignment.policy.loading import load_model
 from alignment.policy.optimizers import make_optimizer
@@ -25,3 +27,16 @@ print([name for name in {LEFT_OUT} if name in sys.modules], bool((before != mode
 """
     assert result(code) == "[] True"
 
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(torch.compile(lambda x: 2 * x + 1, backend='eager')(torch.ones(1)).item())",
+        "import torch._dynamo.config as config; print(3.0 * (torch._dynamo.config is config))",
+        "from torch._dynamo import optimize; print(3.0 * optimize('eager')(lambda x: x)(1))",
+        "from transformers.masking_utils import TransformGetItemToIndex as masks\nwith masks(): print(3.0)",
+    ],
+    ids=["compiles", "module", "name", "masks"],
+)
+def test_the_compiler_is_loaded_where_it_is_used(code):
+    assert result(f"{code}\nassert '_inductor' in dir(torch)") == "3.0"
