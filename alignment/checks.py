@@ -77,10 +77,9 @@ def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
 
 
 def _say_left_out(number: int, kept: int, noun: str) -> None:
-    if not number:
-        raise UserError(f"the task's data hold no {noun}")
     if not kept:
-        raise UserError(f"every one of {number} {noun} asks what a test problem asks: none is left to train on")
+        tested = f"every one of {number} {noun} asks what a test problem asks: none is left to train on"
+        raise UserError(tested if number else f"the task's data hold no {noun}")
     if kept < number:
         print(f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out", file=sys.stderr)
 

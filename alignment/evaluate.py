@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from alignment.args import EvaluateArgs, parse
+from alignment.args import Args, EvaluateArgs, parse
 from alignment.checks import check, check_model_path, check_test_split, resolve_model, roles_of
 from alignment.evaluation import benchmarks
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
@@ -99,9 +99,7 @@ def label(model: str) -> str:
     return f"{path.parent.name}_{path.name}" if path.parent.name else path.name
 
 
-def report(
-    args: EvaluateArgs, tasks: Mapping[str, EvaluateArgs], path: Path, rows: list, groups: list, console: Console
-) -> None:
+def report(args: EvaluateArgs, tasks: Mapping[str, Args], path: Path, rows: list, groups: list, console: Console) -> None:
     """Print one table of all evaluations, and write summary.json: of two models that are compared their difference, else all
     records, which are also written in the shapes of other programs."""
     from alignment.evaluation import accuracy

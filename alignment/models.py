@@ -85,9 +85,9 @@ def sampler_config(args: Args, base: str, devices: tuple[str, ...], **facts) -> 
     return SamplerConfig(base, devices[0], dtype, tensor_parallel=parallel, **facts)
 
 
-def make_sampler(args: Args, base: str, devices: tuple[str, ...], tokenizer, policy: Policy | None = None) -> Sampler:
+def make_sampler(args: Args, base: str, devices: tuple[str, ...], tokenizer, policy: Policy | None = None, **facts) -> Sampler:
     """The sampler that --sampler names, with the weights of the folder `base`; it may read `policy` in place."""
-    return open_sampler(find_engine(args.sampler), sampler_config(args, base, devices), tokenizer, policy)
+    return open_sampler(find_engine(args.sampler), sampler_config(args, base, devices, **facts), tokenizer, policy)
 
 
 def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
@@ -102,8 +102,7 @@ def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Ca
     rules, with or without an `OnResponseEnd`."""
     task, sampling = find_task(args.task, args.data), eval_sampling(args, n)
     rule = find_rule(args.evaluation_rule, args.reward_timeout)
-    problems = task.test_problems(args.dataset_path, args.max_problems)
-    problems = prompted(problems, args.prompt or task.prompt, tokenizer)
+    problems = prompted(task.test_problems(args.dataset_path, args.max_problems), args.prompt or task.prompt, tokenizer)
     return problems, lambda sampler, ended=None: evaluate_vllm(sampler, rule, problems, sampling, task.rules, ended)
 
 
@@ -236,14 +235,12 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     if len(machines) > 1:
         run.console.print(f"engines sample on {len(machines)} machines, each of which has {' '.join(roles.sample)}")
     facts = {"policy_version": run.step, "sleeps": True, "machines": machines if shared else (None,)}
-    config = sampler_config(args, base, roles.sample if shared else (roles.eval,), **facts)
-    eval_sampler = run.open(open_sampler(find_engine(args.sampler), config, tokenizer, policy))
+    eval_sampler = run.open(make_sampler(args, base, roles.sample if shared else (roles.eval,), tokenizer, policy, **facts))
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):
         run.console.print(message)
-    server = {"url": args.sampler_url, "weights_folder": args.output_dir}
-    facts |= {"sleeps": between_updates, "machines": machines}
-    config = sampler_config(args, base, roles.sample, **facts, **server)
+    facts |= {"sleeps": between_updates, "machines": machines, "url": args.sampler_url, "weights_folder": args.output_dir}
+    config = sampler_config(args, base, roles.sample, **facts)
     start_sampler = partial(open_sampler, find_engine(engine), config, load_tokenizer(base), policy)
     sampler = eval_sampler if shared else run.open(start_sampler(in_process=between_updates))
     pad_id = pad_token_id(tokenizer)

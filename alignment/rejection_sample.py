@@ -70,11 +70,10 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     template = args.prompt or task.prompt
     chosen = training_problems(task.training_problems(args.dataset_path), 0, args.num_problems, tokenizer)
     chosen = with_examples(prompted(chosen, template, tokenizer), examples, template, tokenizer)
-    sampling = eval_sampling(args, args.num_samples)
     sampler = make_sampler(args, path, roles_of(args).sample, tokenizer)
     status = f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
     with closing(sampler), count_parts(status, len(chosen) * args.num_samples, console, "response") as ended:
-        completions = sampler.sample([problem.prompt for problem in chosen], sampling, ended)
+        completions = sampler.sample([problem.prompt for problem in chosen], eval_sampling(args, args.num_samples), ended)
         return score_groups(chosen, completions, find_rule(args.evaluation_rule, args.reward_timeout))
 
 
@@ -115,18 +114,12 @@ def select(groups: Sequence[Group], keep: str, min_consistency: float) -> tuple[
 
 def rejection_reason(completion: Completion, score: dict[str, float], problem: Problem, min_consistency: float) -> str | None:
     """The first of `REASONS` that rejects an answer by itself, None where none does."""
-    if completion.finish_reason != "stop":
-        return "unfinished"
-    if not score["answer_reward"]:
-        return "wrong"
-    if score["format_reward"] < 1:
-        return "badly formatted"
-    text = completion.text
-    paragraphs = re.split(r"\n\s*\n", text)
+    text, paragraphs = completion.text, re.split(r"\n\s*\n", completion.text)
     printable = all(letter.isprintable() or letter in "\n\t" for letter in text) and "\ufffd" not in text
-    if not printable or "```" in text or max(map(len, paragraphs)) > LONGEST_PARAGRAPH:
-        return "unreadable"
-    return "in several languages" if language_consistency(problem, text) < min_consistency else None
+    readable = printable and "```" not in text and max(map(len, paragraphs)) <= LONGEST_PARAGRAPH
+    finished, consistency = completion.finish_reason == "stop", language_consistency(problem, text)
+    passed = finished, score["answer_reward"], score["format_reward"] >= 1, readable, consistency >= min_consistency
+    return next((reason for reason, holds in zip(REASONS, passed, strict=False) if not holds), None)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 uv run -m alignment.verify --preset tiny
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -15,9 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import jinja2
 from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
@@ -25,13 +21,10 @@ from alignment.checks import check_rl, roles_of
 from alignment.runs.run_folder import claim_run_folder
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import RunStopped, UserError, run_command
-from alignment.system.files import read_json, read_jsonl, sha256, write_atomically, write_json
+from alignment.system.files import fill_template, read_json, read_jsonl, sha256, write_atomically, write_json
 from alignment.system.processes import end_command, last_line, start_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import PROCESSES, followed
-
-if TYPE_CHECKING:
-    from alignment.verification.checks import Check
 
 MOST_SAMPLES, MOST_TOKENS = 4, 128  # responses of a prompt, and tokens of each: the plain computation is slow
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
@@ -48,12 +41,8 @@ def digests(run: Path) -> dict[str, str]:
 
     from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
 
-    def contents(files: Iterable[Path]) -> list[tuple[str, str]]:
-        return [(file.name, sha256(file)) for file in sorted(files)]
-
-    def untimed(record: dict) -> dict:
-        return {key: value for key, value in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)}
-
+    contents = lambda files: [(file.name, sha256(file)) for file in sorted(files)]
+    untimed = lambda record: {key: of for key, of in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)}
     trainer = checkpoint_folder(run, last_whole_step(run)[0]) / TRAINER
     states = (sorted(load_file(file).items()) for file in sorted(trainer.glob("*.safetensors")))
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
@@ -70,16 +59,15 @@ def digests(run: Path) -> dict[str, str]:
     return {part: hashlib.sha256(json.dumps(content).encode()).hexdigest() for part, content in parts.items()}
 
 
-def run_checks(args: VerifyArgs, console: Console) -> Iterator[Check]:
-    """Train 2k steps straight; then k, kill, resume, k. Check that both end alike, and compare the memory and the seconds of the
-    first with what `plan` predicts. Deletes both runs."""
+def run_checks(args: VerifyArgs, console: Console) -> Iterator:
+    """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that both end alike, and of the memory and seconds
+    of the first beside what `plan` predicts. Deletes both runs."""
     from alignment.verification.checks import Check, checks_of_plan
 
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".verify_", dir=args.output_dir) as folder:
         whole = {"num_steps": 2 * args.kill_after, "save_interval": args.kill_after, "preview": 0, "output_dir": folder}
-        rl = configuration(RLArgs, args, run_name="straight", **whole)
-        rl = dataclasses.replace(rl, trackers=RLArgs.trackers)  # its events are compared
+        rl = configuration(RLArgs, args, run_name="straight", trackers=RLArgs.trackers, **whole)  # its events are compared
         yield Check("killed, resumed: parts with other bits", 0.0, lambda: differing_parts(rl, console))
         if (Path(folder) / rl.run_name / "summary.json").exists():
             yield from checks_of_plan(*beside_plan(rl))
@@ -131,8 +119,8 @@ def _run(args: RLArgs, killed_at: Path | None = None) -> None:
         raise RunStopped(f"a run ended with exit code {code}: {last_line(log)}")
 
 
-def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
-    """Check policy and sampler, on this run's devices, with the responses to its first prompts."""
+def training_checks(args: VerifyArgs, base: str) -> Iterator:
+    """Yields the `Check`s of policy and sampler, on this run's devices, with the responses to its first prompts."""
     from alignment.models import make_policy, make_sampler
     from alignment.policy.loading import load_tokenizer, make_deterministic
     from alignment.policy.policy import PolicyConfig
@@ -159,8 +147,8 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
                 policy.use_adapters("trained")
 
 
-def report(checks: Iterable[Check], console: Console) -> list[dict]:
-    """Measure and print one check after another; returns them as records. One where a run would stop has failed."""
+def report(checks: Iterable, console: Console) -> list[dict]:
+    """Measure and print one `Check` after another; returns them as records. One where a run would stop has failed."""
     records, start = [], time.monotonic()
     for check in checks:
         measured, error = math.nan, ""
@@ -184,9 +172,8 @@ def write_results(folder: Path, records: Sequence[dict]) -> str:
     words = (record["at_best"] for record in records if record["measured"] and record["at_best"])
     word = next(words, "bitwise") if all(record["passed"] for record in records) else "not verified"
     write_json(folder / "summary.json", summary := {"reproducibility": word, "checks": records})
-    source = Path(__file__).with_name("verification") / f"{PAGE}.j2"
-    template = jinja2.Template(source.read_text(encoding="utf-8"), autoescape=True, undefined=jinja2.StrictUndefined)
-    write_atomically(folder / PAGE, template.render(summary, **read_json(folder / "args.json")))
+    template = Path(__file__).with_name("verification") / f"{PAGE}.j2"
+    write_atomically(folder / PAGE, fill_template(template, **summary, **read_json(folder / "args.json")))
     return word
 
 

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from rich.console import Console
 
@@ -22,11 +21,12 @@ from alignment.rewards.rules import grading_report, score_groups
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import OnResponseEnd, Sampler
 from alignment.system.errors import UserError
-from alignment.system.files import write_atomically, write_json, write_jsonl
+from alignment.system.files import fill_template, write_atomically, write_json, write_jsonl
 from alignment.system.terminal import printable
 
 AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
 CATEGORIES = ("format and answer", "format only", "neither")
+HERE = Path(__file__).parent  # of the templates
 SHOWN = 200  # problems of each kind on the page of a comparison
 Interval = tuple[float, float]
 
@@ -134,7 +134,7 @@ def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) ->
 
 def print_table(rows: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Mapping], console: Console) -> None:
     """Print one table of all evaluations, `rows` being records with their model and task."""
-    text = _filled("evaluations.txt.j2", rows=rows, categories=CATEGORIES, benchmarks=benchmarks)
+    text = fill_template(HERE / "evaluations.txt.j2", rows=rows, categories=CATEGORIES, benchmarks=benchmarks)
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -180,10 +180,11 @@ def write_comparison(comparison: PairedDifference, names: Sequence[str], folder:
     kinds = (("won", comparison.won), ("lost", comparison.lost))
     records = [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes]
     write_jsonl(folder / "comparison.jsonl", records)
-    facts = {"comparison": comparison, "names": names, "kinds": kinds, "shown": SHOWN, "page": folder / "comparison.html"}
-    write_atomically(facts["page"], _filled("comparison.html.j2", **facts))
-    console.print(printable(_filled("comparison.txt.j2", **facts)), markup=False, highlight=False, soft_wrap=True)
-    return facts["page"]
+    page, facts = folder / "comparison.html", {"comparison": comparison, "names": names, "kinds": kinds}
+    write_atomically(page, fill_template(HERE / "comparison.html.j2", shown=SHOWN, **facts))
+    text = fill_template(HERE / "comparison.txt.j2", page=page, **facts)
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+    return page
 
 
 def write_results(folder: Path, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
@@ -194,12 +195,7 @@ def write_results(folder: Path, rows: Sequence[Mapping[str, Any]], settings: Map
         file = folder / place / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"
         file.parent.mkdir(parents=True)
         facts = {"model": model, "rows": [row for row in rows if row["model"] == model], "time": now.timestamp(), **settings}
-        write_json(file, json.loads(_filled(f"{place.partition('/')[0]}.json.j2", **facts)))
-
-
-def _filled(template: str, **facts: object) -> str:
-    source, escapes = Path(__file__).with_name(template).read_text(encoding="utf-8"), ".html." in template
-    return jinja2.Template(source, autoescape=escapes, undefined=jinja2.StrictUndefined).render(**facts)
+        write_json(file, json.loads(fill_template(HERE / f"{place.partition('/')[0]}.json.j2", **facts)))
 
 
 @dataclass(frozen=True)
@@ -211,8 +207,7 @@ class Evaluator:
     sampler: Sampler
     run: Any
     policy: Any
-    check: Callable[[Sequence[Group]], object] | None
-    """Compares the sampler's log-probs with the trainer's, where no rollout of this sampler is compared with them already."""
+    check: Callable[[Sequence[Group]], object] | None  # Compares log-probs with the trainer's, where no rollout's are compared.
 
     def run_if_due(self, step: int) -> None:
         """Evaluate after `step` steps, unless that is logged already: a run may stop between a step and its evaluation."""

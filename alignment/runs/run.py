@@ -47,8 +47,7 @@ class RunConfig:
     max_grader_failures: float
     trackers: tuple[str, ...]
     arguments: Mapping[str, object]  # All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`.
-    defaults: Mapping[str, object]
-    """Values of arguments that are missing from the args.json of a run that an older version started."""
+    defaults: Mapping[str, object]  # Of arguments that are missing from the args.json of a run that an older version started.
     seeds: Mapping[str, int]
     command: str  # The command that trains, "train_rl" or "sft".
     changeable: frozenset[str] = CHANGEABLE_ON_RESUME
@@ -179,11 +178,9 @@ class Run:
             self._policy.save(building, self._tokenizer)
             write_card(building, self.path, word)
         self.clock.begin("")
-        facts = {
-            "seconds_beside_steps": time.time() - psutil.Process().create_time() - self._step_seconds,
-            "reproducibility": word,
-            "peak_bytes": self.clock.meter.run if self.clock.meter else {},
-        }
+        peaks = self.clock.meter.run if self.clock.meter else {}
+        seconds = time.time() - psutil.Process().create_time() - self._step_seconds
+        facts = {"seconds_beside_steps": seconds, "reproducibility": word, "peak_bytes": peaks}
         write_summary(self.path, title, self.console, facts)
 
     def save_when_stopped(self, stop: BaseException) -> None:

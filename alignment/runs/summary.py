@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich.console import Console
 
 from alignment.runs.run_folder import Record
-from alignment.system.files import read_json, read_jsonl, write_json
+from alignment.system.files import fill_template, read_json, read_jsonl, write_json
 from alignment.system.terminal import make_table, printable
 
 
@@ -31,8 +30,7 @@ def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, 
     heading, sides = f"{path.name}: {after['problems']} held-out problems, {title}", ("before", "after")
     console.print(make_table(heading, ("", *sides), rows, numbers=sides))
     gigabytes = lambda size: "" if size is None else f"{size / 1e9:.2f}"
-    peaks = ((place, phase, sizes) for place, phases in facts["peak_bytes"].items() for phase, sizes in phases.items())
-    memory = [(place, phase, *map(gigabytes, sizes)) for place, phase, sizes in peaks]
+    memory = [(place, phase, *map(gigabytes, both)) for place, of in facts["peak_bytes"].items() for phase, both in of.items()]
     columns = ("measured", "predicted")
     console.print(make_table("peak memory in GB", ("device", "phase", *columns), memory, numbers=columns))
     phases = sorted({key for m in metrics for key in m if key.startswith("seconds_")})
@@ -63,12 +61,10 @@ def write_card(folder: Path, run: Path, reproducibility: str) -> None:
     record, evals, metrics = read_json(run / "args.json"), *(read_jsonl(run / f"{log}.jsonl") for log in ("evals", "metrics"))
     model = Path(record["args"]["model"])
     stated = (model / "README.md").read_text(errors="ignore") if (model / "README.md").is_file() else ""
-    facts = {"licence": re.findall(r"(?m)^license: *(\S+)$", stated), "is_local": model.exists(), "run": run.name}
-    source = Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8")
-    template = jinja2.Template(source, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    (folder / "README.md").write_text(
-        template.render(record | facts, evals=evals, metrics=metrics, reproducibility=reproducibility), encoding="utf-8"
-    )
+    record |= {"licence": re.findall(r"(?m)^license: *(\S+)$", stated), "is_local": model.exists(), "run": run.name}
+    record |= {"evals": evals, "metrics": metrics, "reproducibility": reproducibility}
+    template = Path(__file__).with_name("model_card.md.j2")
+    (folder / "README.md").write_text(fill_template(template, **record), encoding="utf-8")
 
 
 def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str) -> None:

@@ -187,6 +187,14 @@ def read_text(file: Path) -> str:
         raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
+def fill_template(file: Path, **facts: object) -> str:
+    """The text of a Jinja template, which must get every fact. HTML is escaped; lines of Markdown's blocks leave no break."""
+    import jinja2  # here, because few commands fill one
+
+    options = {"autoescape": ".html." in file.name, "trim_blocks": ".md." in file.name}
+    return jinja2.Template(file.read_text(encoding="utf-8"), undefined=jinja2.StrictUndefined, **options).render(facts)
+
+
 def flush(path: Path) -> None:
     """Write a file, or a folder's list of files, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

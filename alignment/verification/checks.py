@@ -156,7 +156,8 @@ class Verified:
         rollout, completions = self.made_up(groups), [completion for group in groups for completion in group.completions]
         batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id=0)
         plain_BT, sampler_BT = self.plain_log_probs(rollout, batch), rollout.sampler_log_probs_BT
-        policy_BT, synced = functools.cache(lambda: self.log_probs(rollout)), functools.cache(self.synced)
+        log_probs = lambda: self.policy.log_probs(rollout.batch, self.config.distribution)
+        policy_BT, synced = functools.cache(log_probs), functools.cache(self.synced)
         from_plain = lambda log_probs_BT: (log_probs_BT - plain_BT).abs().sum() / batch.response_mask.sum()  # masks count, too
         yield Check("policy's log-probs: nats from plain", nats, lambda: from_plain(policy_BT()))
         yield Check("sampler's log-probs: nats from plain", nats, lambda: from_plain(sampler_BT))
@@ -198,9 +199,6 @@ class Verified:
         old_BT, reference_BT = sampler_BT + noise
         rollout = dataclasses.replace(rollout, old_log_probs_BT=old_BT, reference_log_probs_BT=reference_BT)
         return with_advantages(rollout, self.config.advantage)
-
-    def log_probs(self, rollout: Rollout) -> torch.Tensor:
-        return self.policy.log_probs(rollout.batch, self.config.distribution)
 
     def plain_log_probs(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
         """The plain policy's log-probs [B, T]. All rows' gradient of the run's loss is kept, for a step."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from alignment import download
 from alignment.data.tasks import TASKS, published
-from alignment.data.tasks.svamp import calculate, svamp_row
+from alignment.data.tasks.published import calculate, svamp_row
 from alignment.rewards.r1_zero import r1_zero_reward_fn
 from alignment.system.errors import UserError
 

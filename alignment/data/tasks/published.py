@@ -1,22 +1,23 @@
 """Data sets of published files, GSM8K and SVAMP: reading them, and downloading them by the table `published.toml`."""
 
 import random
+import re
 import ssl
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
 from alignment.core.records import Problem
-from alignment.data.tasks.own_data import DataConfig, read_rows, worked_problems
-from alignment.data.tasks.svamp import svamp_row
+from alignment.data.tasks.countdown import OPERATIONS
+from alignment.data.tasks.own_data import DataConfig, cell_text, read_rows, worked_problems
 from alignment.system.errors import UserError, os_error
 from alignment.system.files import sha256
 from alignment.system.terminal import make_console, progress_line
 
 FOLDER = "dataset/{}"
-READERS = {"gsm8k": lambda place, row: row, "svamp": svamp_row}  # Make a row of question, answer and, perhaps, solution.
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
@@ -37,13 +38,50 @@ def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]
     files = PUBLISHED[name]
     path = Path(dataset_path or FOLDER.format(name)) / files[split]["file"]
     if not path.is_file():
-        raise UserError(
-            f"{path} does not exist: download {files['title']} with `uv run -m alignment.download --task {name}`,"
-            f" or point --dataset_path at a folder with {files['train']['file']} and {files['test']['file']}"
-        )
-    rows = ((place, READERS[name](place, row)) for place, row in read_rows(path))
+        command = f"`uv run -m alignment.download --task {name}`, or point --dataset_path at a folder"
+        wanted = f"{files['train']['file']} and {files['test']['file']}"
+        raise UserError(f"{path} does not exist: download {files['title']} with {command} with {wanted}")
+    rows = ((place, svamp_row(place, row) if "equation" in files else row) for place, row in read_rows(path))
     pairs = worked_problems(rows, DataConfig(answer_pattern=files["answer_pattern"]))
     return [(replace(problem, id=f"{name}/{split}/{index}"), response) for index, (problem, response) in enumerate(pairs)]
+
+
+def svamp_row(place: str, cells: dict) -> dict[str, str]:
+    """A row's question, answer and solution, which is "" where the equation has another value than the answer; published.toml
+    shows rows. Numbers have four decimals at most. Raises `UserError`, naming the place, for a malformed row."""
+    question, equation, answer = (cell_text(place, cells, column).strip() for column in ("Question", "Equation", "Answer"))
+    steps: list[str] = []
+    try:
+        if "Numbers" in cells:
+            numbers = [number(text) for text in cell_text(place, cells, "Numbers").split()]
+            question, equation = (re.sub(r"number(\d+)", lambda m: numbers[int(m[1])], text) for text in (question, equation))
+            question = re.sub(r" (?=[.,?])", "", question)
+        else:
+            body = cell_text(place, cells, "Body").strip()
+            question = f"{body} {question}" if body[-1] in ".,?!" else f"{body}, {question[0].lower()}{question[1:]}"
+        answer, value = number(answer), calculate(iter(equation.split()), steps)
+    except (ValueError, LookupError, StopIteration, ArithmeticError, RecursionError) as error:
+        reason = str(error) or "it breaks off"
+        raise UserError(f"{place}: Numbers, Equation and Answer make no calculation ({reason})") from None
+    return {"question": question, "answer": answer, "solution": " ; ".join(steps) if value == answer else ""}
+
+
+def calculate(tokens: Iterator[str], steps: list[str]) -> str:
+    """The value of the equation that `tokens` begin, in prefix form or in parentheses; appends its calculations to `steps`."""
+    if (token := next(tokens)) == "(":
+        left, sign, right, _ = calculate(tokens, steps), next(tokens), calculate(tokens, steps), next(tokens)
+    elif token in OPERATIONS:
+        left, sign, right = calculate(tokens, steps), token, calculate(tokens, steps)
+    else:
+        return number(token)
+    result = number(OPERATIONS[sign](float(left), float(right)))
+    steps.append(f"{left} {sign} {right} = {result}")
+    return result
+
+
+def number(value: float | str) -> str:
+    """A number as people write it: 504, not 504.0; at most four decimals."""
+    return f"{round(float(value), 4):.12g}"
 
 
 def download(name: str, folder: Path, source: str = "") -> None:
