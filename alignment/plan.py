@@ -33,8 +33,6 @@ def main() -> None:
     where = args.hardware or ("this machine" if hardware.gpus is None else f"{hardware.gpus} GPUs")
     several = f", on each of {hardware.machines} machines" * (hardware.machines > 1 and not args.hardware)
     print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
-    for peak in prediction.peaks:
-        print_peak(prediction, peak, console)
     fits = all(prediction.excess(peak.device) <= 0 for peak in prediction.peaks)
     seconds, best = duration(prediction, hardware, known), ranked(run, hardware, known) if args.best else []
     facts = {
@@ -44,27 +42,24 @@ def main() -> None:
         "fits": fits, "remedies": [] if fits else remedies(prediction, *hardware[:3]), "off": known.samples,
         "best": [{"seconds": of, "command": command_of(other, hardware)} for of, other in best],
     }  # fmt: skip
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
-    environment.filters["span"] = span
-    template = environment.from_string(Path(__file__).with_name("plan.txt.j2").read_text(encoding="utf-8"))
-    console.print(template.render(facts), soft_wrap=True, markup=False)
+    source = Path(__file__).with_name("plan.txt.j2").read_text(encoding="utf-8")
+    template = jinja2.Template(source, undefined=jinja2.StrictUndefined)
+    console.print(template.render(facts, prediction=prediction, span=span), soft_wrap=True, markup=False)
     if args.json:
         write_json(Path(args.json), facts)
 
 
 def command_of(prediction, hardware: Hardware) -> str:
     """The command line that trains so; on several machines, of each."""
-    torchrun = f"torchrun --nnodes {hardware.machines} --nproc_per_node {prediction.ranks} --rdzv_backend c10d"
+    torchrun = f"torchrun --nnodes {hardware.machines} --nproc_per_node {len(prediction.roles.policy)} --rdzv_backend c10d"
     start = f"{torchrun} --rdzv_endpoint HOST:29500" if hardware.machines > 1 else "uv run"
     return f"{start} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
 
 
 def print_placement(prediction, title: str, console) -> None:
     """Print which role and layers each device has, and the bytes of weights, gradients and moments."""
-    shape, run, rows = prediction.shape, prediction.run, []
-    placed = place(
-        shape, prediction.roles, run.optimizer, prediction.step.itemsize, prediction.kind, run.sampler_tensor_parallel
-    )
+    shape, run, itemsize, rows = prediction.shape, prediction.run, prediction.step.itemsize, []
+    placed = place(shape, prediction.roles, run.optimizer, itemsize, prediction.kind, run.sampler_tensor_parallel)
     for share in sorted(placed, key=lambda share: share.device):
         first = next(name for name, parameters in shape.parameters.items() if parameters)
         ends = ("embeddings",) * (first in share.modules) + ("head",) * (shape.head in share.modules)
@@ -74,16 +69,6 @@ def print_placement(prediction, title: str, console) -> None:
     console.print(make_table(title, ("device", "role", "layers", "GB"), rows, numbers=("GB",)))
     kept = f"weights, and for the policy gradients and the moments of {run.optimizer}"
     console.print(f"GB: {kept}; activations and caches come on top")
-
-
-def print_peak(prediction, peak, console) -> None:
-    """Print the worst phase's bytes of a device, by kind, and whether they fit."""
-    card, excess, kinds = prediction.capacity(peak.device), prediction.excess(peak.device), peak.phases[peak.worst]
-    verdict = "fits" if excess <= 0 else f"does not fit by {excess / 1e9:.1f} GB"
-    listed = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items() if size)
-    line = f"{peak.name}, peak of a step: {peak.total / 1e9:.1f} of {card / 1e9:.3g} GB, {verdict} ({peak.worst}: {listed})"
-    others = ((phase, sum(peak.phases[phase].values())) for phase in peak.phases if phase != peak.worst)
-    console.print(line + "".join(f"; {phase} {size / 1e9:.1f}" for phase, size in others), soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

@@ -35,18 +35,12 @@ class Prediction:
     """What is known of a run from its arguments and its model's configuration."""
 
     run: RLArgs  # With the kind of policy, and for one machine its number of ranks.
-    base: str  # Folder or hub name of the model.
     shape: ModelShape
     config: Any  # The model's.
     roles: Roles  # `policy` has an entry for each rank.
     kind: str  # Of policy: a key of `POLICIES`.
     step: StepShape
     peaks: list[DevicePeak]  # Of the ranks or devices of the policy, in order, then of others; none without `step.card`.
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the policy on a machine; 0 where it is in the command's own."""
-        return len(self.roles.policy) * (self.kind in RANKED)
 
     def capacity(self, device: str) -> int:
         """Bytes of a device. Ranks on a CPU share the host's memory."""
@@ -69,14 +63,14 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
     published = PUBLISHED / model.replace("/", "--")
     base = str(published) if published.is_dir() else resolve_model(model, args.output_dir)
     devices, kind = kind_of_policy(args, base, num_gpus, memory, machines)
-    roles, ranks = dataclasses.replace(roles, policy=devices), len(devices) * (kind in RANKED)
-    run = dataclasses.replace(args, policy_parallelism=kind, policy_ranks=ranks if machines == 1 else 0)
+    roles, ranks = dataclasses.replace(roles, policy=devices), len(devices) * (kind in RANKED and machines == 1)
+    run = dataclasses.replace(args, policy_parallelism=kind, policy_ranks=ranks)
     config = load_config(base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
     # Ranks on a CPU share the host's memory.
     step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm")
     peaks = peak_bytes(shape, config, roles, step) if memory else []
-    return Prediction(run, base, shape, config, roles, kind, step, peaks)
+    return Prediction(run, shape, config, roles, kind, step, peaks)
 
 
 def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
@@ -91,9 +85,9 @@ def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
     groups += [[{"gpu_memory_utilization": share / 10} for share in (4, 3, 2, 1)]] * vllm
     pairs = [[one[-1] | other[-1]] for one, other in itertools.combinations(groups, 2)]
     for alternatives in (groups, pairs):
-        found = [next(filter(None, (_if_it_fits(run, change, *machine) for change in group)), None) for group in alternatives]
-        if any(found):
-            return [each for each in found if each]
+        tried = (next(filter(None, (_if_it_fits(run, change, *machine) for change in group)), None) for group in alternatives)
+        if found := [*filter(None, tried)]:
+            return found
     return []
 
 
@@ -110,8 +104,7 @@ def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMet
     """What measures a run's peaks beside those predicted, if they can be. Prints a warning where they do not fit here."""
     peaks: list[DevicePeak] = []
     with suppress(UserError):  # what is wrong is said where it is loaded
-        prediction = predict(args)
-        peaks = prediction.peaks
+        peaks = (prediction := predict(args)).peaks
         for device in dict.fromkeys(peak.device for peak in peaks):
             if (excess := prediction.excess(device)) > 0:
                 missing = f"{device} will lack {excess / 1e9:.1f} of {prediction.capacity(device) / 1e9:.1f} GB"

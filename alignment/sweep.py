@@ -15,6 +15,7 @@ from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, ref
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse, refuse_missing_warm_start, swept_values
 from alignment.data.tasks import find_task
 from alignment.policy.speed import hardware_of
+from alignment.rewards.rules import find_reward
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import lock_run_folder
 from alignment.system.signals import Interrupted
@@ -48,8 +49,6 @@ def main() -> None:
 
 def make_design(args: SweepOptions) -> Design:
     """The design of the command line. Raises `UserError` where an arm cannot work, and with --strict where it has warnings."""
-    from alignment.rewards.rules import find_reward
-
     values = swept_values(args)
     arms = named_arms(args.sweep_file, args.preset, values) if args.sweep_file else grid(args.preset, values, args.hold)
     arms = with_controls(arms) if args.controls else arms
@@ -178,8 +177,7 @@ def train(design: Design, executor: schedule.Executor, args: SweepOptions, conso
         if added := schedule.next_runs(states, comparisons, args.max_seeds):
             console.print(f"undecided: adding {', '.join(state.name for state in added)}", markup=False, soft_wrap=True)
     report(read_study([design.folder]), design.folder, console)
-    failed = [state.name for state in states if state.status == "failed"]
-    if failed:
+    if failed := [state.name for state in states if state.status == "failed"]:
         raise UserError(f"{len(failed)} of {len(states)} runs failed and are missing from the verdicts: {', '.join(failed)}")
 
 

@@ -26,6 +26,8 @@ from rich.table import Table
 
 from alignment.ablation.design import Design
 from alignment.args import RLArgs, SFTArgs, as_command, command_line
+from alignment.runs.run import CHANGEABLE_ON_RESUME
+from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
 from alignment.system.files import LOCK, read_json, read_jsonl, write_json
@@ -66,8 +68,6 @@ def refuse_other_folder(folder: Path) -> None:
 
 def claim_folder(design: Design, command: Sequence[str]) -> None:
     """Write sweep.json, with the seeds of earlier commands added. Raises `UserError` where it holds another design."""
-    from alignment.runs.run_folder import versions  # loads torch
-
     file, seeds = design.folder / "sweep.json", set(design.seeds)
     if file.exists():
         if _fixed(before := read_json(file)) != _fixed(design.facts()):
@@ -79,8 +79,6 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
 
 def _fixed(facts: Mapping[str, Any]) -> dict[str, object]:
     """What must stay the same when a sweep is continued. Arms may change what resumed runs may; new arguments get defaults."""
-    from alignment.runs.run import CHANGEABLE_ON_RESUME  # loads torch
-
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
     defaults = json.loads(json.dumps({name: value for name, value in vars(RLArgs()).items() if name not in free}))
     arms = {arm: {name: args.get(name, defaults[name]) for name in defaults} for arm, args in facts.get("arms", {}).items()}
@@ -155,10 +153,9 @@ def settle(design: Design, executor: Executor, state: State, code: int, console:
     """Note the end of a run's process, and try a failed run again, once."""
     if is_done(design, state):  # whatever the exit code: what follows the summary changes no result
         return
-    cause = "its worker or machine is gone" if code == LOST else f"exit code {code}"
     retry = state.attempts < ATTEMPTS and code != 2  # 2 is a mistake in the arguments, which a second attempt repeats
-    state.status, state.note = "failed", cause
-    message = f"{state.name}: {cause}{'; trying again' if retry else ''} ({design.folder / 'logs' / state.name}.log)"
+    state.status, state.note = "failed", "its worker or machine is gone" if code == LOST else f"exit code {code}"
+    message = f"{state.name}: {state.note}{'; trying again' if retry else ''} ({design.folder / 'logs' / state.name}.log)"
     console.print(message, style="red", markup=False, soft_wrap=True)
     if retry:
         submit(design, executor, state)
@@ -192,9 +189,8 @@ def _progress(design: Design, state: State) -> str:
 
 
 def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_seeds: int) -> list[State]:
-    """The runs that bring the arms of every undecided comparison to one seed more than any arm has. So a sweep from S seeds is
-    looked at at most `max_seeds` - S + 1 times, which share the chance of a false verdict. [] at `max_seeds`, and where every
-    comparison is decided, has an arm with a failed run, or needs questions rather than seeds."""
+    """The runs that bring the arms of every undecided comparison to one seed more than any arm has. [] at `max_seeds`, and
+    where every comparison is decided, has an arm with a failed run, or needs questions rather than seeds."""
     seeds = sorted({state.seed for state in states})
     if len(seeds) >= max_seeds:
         return []
@@ -269,7 +265,7 @@ class RayExecutor:
         with suppress(ValueError):  # only the main thread may; Ray has put a handler of its own in its place
             signal.signal(signal.SIGTERM, handler)
         gpus = gpus if gpus is not None else int(ray.cluster_resources().get("GPU", 0) > 0)
-        self.cpus = cpus or 1
+        self.cpus, self.under_way = cpus or 1, {}
         # A task is not repeated by Ray: the sweep counts the attempts, and continues the run from its last checkpoint. It
         # returns the command's exit code; a command ends with the process that has started it.
         task = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_retries=0)
@@ -279,7 +275,6 @@ class RayExecutor:
             ray.shutdown()
             has = ", ".join(f"{node.get('CPU', 0):g} cores and {node.get('GPU', 0):g} GPUs" for node in nodes)
             raise UserError(f"--cpus_per_run {self.cpus} --gpus_per_run {gpus}: no machine has them (there are: {has})")
-        self.under_way: dict[object, str] = {}
 
     @signals.deferred_signals()
     def submit(self, name: str, command: Command) -> None:

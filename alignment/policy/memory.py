@@ -91,9 +91,8 @@ def choose_micro_batch_tokens(
     """`tokens_that_fit` beside weights, gradients, moments and `whole` bytes of copies, where `processes` share a device."""
     devices = [str(device) for device in devices_of(model)]
     parameters = sum(own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad) // len(devices)
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    moments = [value for value in states if torch.is_tensor(value) and value.ndim and str(value.device) in devices]
-    moment_bytes = sum(own_part(moment).nbytes for moment in moments) // len(devices)
+    moments = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value) and value.ndim]
+    moment_bytes = sum(own_part(moment).nbytes for moment in moments if str(moment.device) in devices) // len(devices)
     # The weights are allocated already. (A device of a split policy needs fewer activations than all layers do.)
     to_allocate = parameters * (OPTIMIZERS[config.optimizer].device_bytes - 4) - moment_bytes + whole
     release_memory()
@@ -107,10 +106,8 @@ def tokens_that_fit(config, itemsize: int, free: int, longest: int, limit: int) 
     checkpointing, which computes layers twice: where the longest row, of `longest` tokens, does not fit otherwise). Tokens are
     rounded down to a power of two, so that slightly less free memory does not change a repeated run."""
     available = int(ACTIVATION_SHARE * max(free, 0))
-    per_token = activation_bytes(config, itemsize)
-    checkpointing = available < longest * per_token
-    if checkpointing:
-        per_token = checkpointed_activation_bytes(config, itemsize)
+    checkpointing = available < longest * activation_bytes(config, itemsize)
+    per_token = (checkpointed_activation_bytes if checkpointing else activation_bytes)(config, itemsize)
     tokens = min(max(min(available, limit) // per_token, 1), MAX_TOKENS)
     return 2 ** (tokens.bit_length() - 1), checkpointing
 
@@ -216,17 +213,15 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
 
 def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen: int) -> dict[str, int]:
     """What a share of the policy, and other roles on its device, keep through all phases."""
-    device, samples = share.device, share.device in (*roles.sample, roles.eval)
-    engines, vllm = step.engines if roles.eval in roles.sample else 1, step.vllm
+    device, ranked, vllm = share.device, step.policy_parallelism in RANKED, step.vllm
+    samples, engines = device in (*roles.sample, roles.eval), step.engines if roles.eval in roles.sample else 1
     memory_share = step.gpu_memory_utilization or engine_share(roles, device, engines)
     entry, trained = OPTIMIZERS[step.optimizer], shape.trained(share.modules) // share.parts
     # Our own decoding reads the policy's weights where these are of the type of its products.
     reads = device == "cpu" and step.itemsize == 4 and share.parts == 1 and share.modules and not shape.adapters
-    libraries = BFLOAT16_BYTES * step.max_new_tokens * (step.itemsize == 2) + LIBRARY_BYTES * (
-        step.policy_parallelism in RANKED or bool(shape.adapters)
-    )
-    own = CONTEXT_BYTES + libraries * (device == "cpu")
-    copy = 0 if reads and step.policy_parallelism not in RANKED else step.itemsize * sum(shape.parameters.values())
+    kernels, libraries = BFLOAT16_BYTES * step.max_new_tokens * (step.itemsize == 2), ranked or bool(shape.adapters)
+    own = CONTEXT_BYTES + (kernels + LIBRARY_BYTES * libraries) * (device == "cpu")
+    copy = 0 if reads and not ranked else step.itemsize * sum(shape.parameters.values())
     return {
         "weights": shape.state_bytes(share.modules, 4) // share.parts,
         "moments": (entry.device_bytes - 8 + entry.host_bytes * (device == "cpu")) * trained,
@@ -280,9 +275,8 @@ def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held:
     head = parallel * head_bytes(config, step, tokens // parallel, device, use) * (shape.head in share.modules)
     # A layer's forward and backward pass makes some three quarters of what it keeps again.
     layer = {"activations": update["activations"] + 3 * tokens * activation_bytes(config, step.itemsize) // (4 * len(layers))}
-    moments = (
-        [*_rank_moments(shape, config, update | {"logits": head})] if ranked else [update | {"logits": head}, update | layer]
-    )
+    at_head = update | {"logits": head}
+    moments = [*_rank_moments(shape, config, at_head)] if ranked else [at_head, update | layer]
     if tokens >= step.update_tokens:
         embedding = min(trained, 4 * config.vocab_size * config.hidden_size)
         moments = [moment | {"gradients": embedding * (shape.head in share.modules)} for moment in moments]
@@ -349,9 +343,8 @@ def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str)
     multiplies in bf16 first."""
     head, cast_too = config.vocab_size * config.hidden_size, step.itemsize == 2
     piece = 4 * row_pieces(max(tokens - step.prompt, step.max_new_tokens), config.vocab_size)[0].stop * config.vocab_size
-    with_entropies, without = (5, 5) if step.truncated else (4, 3)
-    if device == "cpu":
-        with_entropies = without = 1.5 if cast_too else 1
+    of_cpu, of_gpu = (1.5, 1.5) if cast_too else (1, 1), (5, 5) if step.truncated else (4, 3)
+    with_entropies, without = of_cpu if device == "cpu" else of_gpu
     cast = 2 * head * cast_too
     rounded = cast + piece + piece // 2 * (cast_too or device != "cpu")
     backward = 4 * head + max(int(without * piece), rounded)
