@@ -1,8 +1,6 @@
 """A run's seconds before it starts: the work of its shapes at a machine's rates, or at those that finished runs show."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -18,7 +16,7 @@ from alignment.checks import visible_gpus
 from alignment.policy.memory import CACHE_BYTES
 from alignment.policy.policy import POLICIES, RANKED
 from alignment.policy.speed import Hardware, decoding, forward, rates, work
-from alignment.prediction import Prediction, predict
+from alignment.prediction import Prediction, if_it_fits, predict
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl
 
@@ -162,10 +160,7 @@ def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[dict, Pr
     gpus, kinds = tuple(f"cuda:{gpu}" for gpu in range(number)), RANKED if hardware.machines > 1 else POLICIES
     for kind, engines in product(kinds, {0, 1, 2, 4, 8, number - 1} & {*range(max(1, number))}):
         split = {"policy_devices": gpus[:-engines], "sample_device": gpus[-engines:]} if engines else {}
-        with suppress(UserError):
-            other = replace(run, policy_parallelism=kind, policy_ranks=0, **split)
-            prediction = predict(other, *hardware[:3])
-            fits = all(prediction.excess(peak.device) <= 0 for peak in prediction.peaks)
-            if fits and (kind == "single") == (len(prediction.roles.policy) == 1):
-                found[kind, prediction.roles] = duration(prediction, hardware, known), prediction
+        prediction = if_it_fits(run, {"policy_parallelism": kind, **split}, *hardware[:3])
+        if prediction and (kind == "single") == (len(prediction.roles.policy) == 1):
+            found[kind, prediction.roles] = duration(prediction, hardware, known), prediction
     return sorted(found.values(), key=lambda pair: np.prod(pair[0]["hours"]))

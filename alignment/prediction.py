@@ -1,10 +1,9 @@
 """A run's memory before it starts: its devices, and the peak bytes of each in each phase of a step, from shapes alone."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,8 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
     published = PUBLISHED / model.replace("/", "--")
     base = str(published) if published.is_dir() else resolve_model(model, args.output_dir)
     devices, kind = kind_of_policy(args, base, num_gpus, memory, machines)
-    roles, ranks = dataclasses.replace(roles, policy=devices), len(devices) * (kind in RANKED and machines == 1)
-    run = dataclasses.replace(args, policy_parallelism=kind, policy_ranks=ranks)
+    roles, ranks = replace(roles, policy=devices), len(devices) * (kind in RANKED and machines == 1)
+    run = replace(args, policy_parallelism=kind, policy_ranks=ranks)
     config = load_config(base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
     # Ranks on a CPU share the host's memory.
@@ -81,22 +80,23 @@ def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
     groups: list[list[dict]] = [[{"micro_batch_tokens": number} for number in (*tokens, 0)]]
     groups += [[{"optimizer": name}] for name in OPTIMIZERS if name not in ("adamw", run.optimizer)]
     groups += [[{"lora_rank": 16}]] * (not run.lora_rank)
-    groups += [[{"policy_parallelism": kind, "policy_ranks": 0}] for kind in ("sharded", "layer_split")]
+    groups += [[{"policy_parallelism": kind}] for kind in ("sharded", "layer_split")]
     groups += [[{"gpu_memory_utilization": share / 10} for share in (4, 3, 2, 1)]] * vllm
     pairs = [[one[-1] | other[-1]] for one, other in itertools.combinations(groups, 2)]
     for alternatives in (groups, pairs):
-        tried = (next(filter(None, (_if_it_fits(run, change, *machine) for change in group)), None) for group in alternatives)
-        if found := [*filter(None, tried)]:
-            return found
+        fitting = (((c, other) for c in group if (other := if_it_fits(run, c, *machine))) for group in alternatives)
+        if found := [pair for group in fitting for pair in itertools.islice(group, 1)]:
+            return [(" ".join(flags_of(change)), max(peak.total for peak in other.peaks)) for change, other in found]
     return []
 
 
-def _if_it_fits(run: RLArgs, change: Mapping[str, object], *machine) -> tuple[str, int] | None:
+def if_it_fits(run: RLArgs, change: Mapping[str, object], *machine) -> Prediction | None:
+    """The prediction for a run with other arguments, where it fits; another kind of policy takes all ranks that it can."""
     with suppress(UserError):  # the flags clash, or need a package that is not here
-        other = predict(dataclasses.replace(run, **change), *machine)
+        ranks = 0 if "policy_parallelism" in change else run.policy_ranks
+        other = predict(replace(run, policy_ranks=ranks, **change), *machine)
         if all(other.excess(peak.device) <= 0 for peak in other.peaks):
-            flags = flags_of({name: value for name, value in change.items() if name != "policy_ranks"})
-            return " ".join(flags), max(peak.total for peak in other.peaks)
+            return other
     return None
 
 

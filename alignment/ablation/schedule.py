@@ -3,7 +3,6 @@ which run them one after another on this machine, or side by side on a Ray clust
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,7 +109,7 @@ def warm_up(design: Design, executor: Executor, output_dir: str, console: Consol
         if Path(base).exists():
             continue
         console.print(f"{base} is not there yet: warming up by SFT, once", markup=False)
-        args = dataclasses.replace(as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir)
+        args = replace(as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir)
         log = design.folder / "logs" / "sft.log"
         executor.submit("sft", partial(start_command, "alignment.sft", command_line(args), Path.cwd() / log, Path.cwd()))
         with console.status("warming up"):
@@ -138,7 +137,7 @@ def submit(design: Design, executor: Executor, state: State) -> None:
     """Give a run to the executor."""
     state.status = "running"
     state.attempts += 1
-    flags = command_line(dataclasses.replace(design.arms[state.arm], seed=state.seed, run_name=state.name))
+    flags = command_line(replace(design.arms[state.arm], seed=state.seed, run_name=state.name))
     run, log = (Path.cwd() / design.folder / name for name in (state.name, f"logs/{state.name}.log"))
     executor.submit(state.name, partial(start_run, flags, run, log, Path.cwd()))
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 from alignment.system.registry import did_you_mean
 
-CARDS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
+CARDS = read_toml(Path(__file__).with_name("cards.toml"), "--hardware")
 REACHED, COUNTED, CORE = (CARDS.pop(table) for table in ("reached", "counted", "CPU"))
 NUMBERS = ("memory", "bfloat16", "float32", "bandwidth", "link", "network")  # of a card: GB, TFLOP/s and GB/s
 KINDS = ("operations", "bytes", "launches", "link", "network", "disk")
