@@ -333,7 +333,7 @@ class PlanArgs(RLArgs):
     num_gpus: int | None = None  # GPUs of a machine to plan for; by default those of this one.
     machines: int = 1  # Machines to plan for, all alike; several start the processes of a replicated or sharded policy.
     gpu_memory: float | None = None
-    """GB (1e9 bytes) of each GPU, or of a host without; by default this machine's, where it has as many GPUs."""
+    """GB (1e9 bytes) of each GPU, or of a host without; by default this machine's, where --num_gpus says nothing."""
     hardware: str = ""  # Instead of these: machines x GPUs x card, as 8xA100-40GB, 2x8xH100, or 8xFILE.toml of your own card.
     price: float = 0.0  # Dollars that an hour of one GPU costs, or of a machine without; adds the run's price. 0: unknown.
     calibrate: tuple[str, ...] = ()  # Folders of finished runs on such a machine, whose seconds tell its rates.

@@ -47,7 +47,7 @@ def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, f
 
     def computed(share: float, times: int) -> np.ndarray:
         # Of several stages the first is idle while the last micro-batches pass the others (Huang et al. 2019, section 2).
-        pieces = ceil(share * tokens / times / (most or 4096))
+        pieces = max(1, ceil(share * tokens / times / (most or 4096)))
         busy = np.array([(pieces + stages - 1) / (pieces * stages)] * 2 + [1] * 4)
         counts = (share * tokens / times, seen, share * drawn / times)
         passed = busy * forward(shape, config, step.itemsize, counts, pieces)
@@ -82,20 +82,24 @@ def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, f
 
 
 def calibrate(folders: Sequence[str], itemsize: int) -> Known:
-    """What finished runs of a machine show. Raises `UserError` for a folder that is no finished run's of two steps or more, or
-    one's with products of numbers of another size than `itemsize` bytes."""
+    """What finished runs of a machine show, if there are any. Raises `UserError` for a folder that is no finished run's of two
+    steps or more, or one's with products of numbers of another size than `itemsize` bytes."""
+    if not folders:
+        return Known()
     measured, shares = [], []
     for path in map(Path, folders):
         run = read_run(path)
-        if len(run.metrics) < 2 or not run.finished:
-            raise UserError(f"--calibrate {path}: must be a finished run of train_rl, of two steps or more")
-        steps = run.metrics[1:]  # the first one also warms up
+        steps = run.metrics[1:] if run.finished else ()  # the first one also warms up
+        of_rl = any("rows_with_gradient" in step for step in steps)
+        if not of_rl or not (rows := read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")):
+            raise UserError(
+                f"--calibrate {path}: must be a finished run of train_rl, of two steps or more, with its completions"
+            )
         args = {key: tuple(v) if isinstance(v, list) else v for key, v in run.args.items() if hasattr(RLArgs, key)}
         args |= {"sft_base": str(path / "final"), "micro_batch_tokens": steps[0]["micro_batch_tokens"]}
         prediction = predict(RLArgs(**args))
         if prediction.step.itemsize != itemsize:
             raise UserError(f"--calibrate {path}: has products of another --dtype than what is planned")
-        rows = read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")
         prompt, response = fmean(len(row["prompt_ids"]) for row in rows), fmean(s["response_length"] for s in steps)
         trained = fmean(step["rows_with_gradient"] / step["responses"] for step in steps)
         shares.append((prompt / prediction.step.prompt, response / args["max_new_tokens"], trained))

@@ -8,14 +8,12 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-import jinja2
-
 from alignment.args import PlanArgs, RLArgs, command_line, parse
 from alignment.checks import check_processes, roles_of
 from alignment.policy.placement import place
 from alignment.policy.speed import Hardware, hardware_of
 from alignment.system.errors import run_command
-from alignment.system.files import write_json
+from alignment.system.files import fill_template, write_json
 from alignment.system.terminal import make_console, make_table
 
 
@@ -24,27 +22,25 @@ def main() -> None:
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     roles_of(args, hardware.gpus)
-    from alignment.duration import Known, calibrate, duration, ranked, span  # which load torch: mistakes are reported first
+    from alignment.duration import calibrate, duration, ranked, span  # which load torch: mistakes are reported first
     from alignment.prediction import predict, remedies
 
     run = RLArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLArgs)})
     prediction, console = predict(run, *hardware[:3]), make_console()
-    known = calibrate(args.calibrate, prediction.step.itemsize) if args.calibrate else Known()
+    known = calibrate(args.calibrate, prediction.step.itemsize)
     where = args.hardware or ("this machine" if hardware.gpus is None else f"{hardware.gpus} GPUs")
     several = f", on each of {hardware.machines} machines" * (hardware.machines > 1 and not args.hardware)
     print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
-    fits = all(prediction.excess(peak.device) <= 0 for peak in prediction.peaks)
     seconds, best = duration(prediction, hardware, known), ranked(run, hardware, known) if args.best else []
     facts = {
         "run": vars(prediction.run), "machine": hardware._asdict(), "command": command_of(prediction, hardware),
         "peaks": [dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)} for peak in prediction.peaks],
         "seconds": seconds, "dollars": [args.price * hours for hours in seconds["gpu_hours"]] if args.price else None,
-        "fits": fits, "remedies": [] if fits else remedies(prediction, *hardware[:3]), "off": known.samples,
+        "fits": prediction.fits, "remedies": remedies(prediction, *hardware[:3]), "off": known.samples,
         "best": [{"seconds": of, "command": command_of(other, hardware)} for of, other in best],
     }  # fmt: skip
-    source = Path(__file__).with_name("plan.txt.j2").read_text(encoding="utf-8")
-    template = jinja2.Template(source, undefined=jinja2.StrictUndefined)
-    console.print(template.render(facts, prediction=prediction, span=span), soft_wrap=True, markup=False)
+    text = fill_template(Path(__file__).with_name("plan.txt.j2"), **facts, prediction=prediction, span=span)
+    console.print(text, soft_wrap=True, markup=False)
     if args.json:
         write_json(Path(args.json), facts)
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from alignment.args import RLArgs, configuration, flags_of
-from alignment.checks import check_processes, engines_on_shared_gpu, resolve_model, roles_of
+from alignment.checks import EMBEDDED, check_model_path, check_processes, engines_on_shared_gpu, resolve_model, roles_of
 from alignment.models import kind_of_policy
 from alignment.policy.loading import compute_dtype, load_config
 from alignment.policy.memory import SPARE, DevicePeak, StepShape, peak_bytes, total_bytes
@@ -45,6 +45,11 @@ class Prediction:
         """Bytes of a device. Ranks on a CPU share the host's memory."""
         return self.step.card * max(self.roles.policy.count(device), 1)
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether all devices hold what is on them; None where their memory is not known."""
+        return all(self.excess(peak.device) <= 0 for peak in self.peaks) if self.peaks else None
+
     def excess(self, device: str) -> int:
         """Bytes that all on a device take beyond what it has, less `SPARE`; below 0: they fit."""
         held = sum(peak.total for peak in self.peaks if peak.device == device)
@@ -60,21 +65,28 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
         memory = min(map(total_bytes, roles.policy))
     model = args.sft_base if Path(args.sft_base or "-").exists() else args.model
     published = PUBLISHED / model.replace("/", "--")
-    base = str(published) if published.is_dir() else resolve_model(model, args.output_dir)
+    if model in EMBEDDED:
+        base = resolve_model(model, args.output_dir)
+    elif (published / "config.json").is_file():
+        base = str(published)
+    else:  # that a folder's weights are whole is checked where they are loaded: it takes reading all of them
+        base = check_model_path(model, "--model") or model
     devices, kind = kind_of_policy(args, base, num_gpus, memory, machines)
     roles, ranks = replace(roles, policy=devices), len(devices) * (kind in RANKED and machines == 1)
     run = replace(args, policy_parallelism=kind, policy_ranks=ranks)
     config = load_config(base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
     # Ranks on a CPU share the host's memory.
-    step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm")
+    step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm", machines)
     peaks = peak_bytes(shape, config, roles, step) if memory else []
     return Prediction(run, shape, config, roles, kind, step, peaks)
 
 
 def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
     """The flags that would each make a run fit that does not, or else pairs of them, and the bytes of the fullest device then;
-    `machine` is what `predict` was told beside the run's arguments."""
+    `machine` is what `predict` was told beside the run's arguments. [] for a run that fits, or of unknown memory."""
+    if prediction.fits in (True, None):
+        return []
     run, vllm = prediction.run, prediction.step.vllm
     tokens = [2**power for power in range(13, 8, -1) if not 0 < run.micro_batch_tokens <= 2**power]
     groups: list[list[dict]] = [[{"micro_batch_tokens": number} for number in (*tokens, 0)]]
@@ -91,12 +103,11 @@ def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
 
 
 def if_it_fits(run: RLArgs, change: Mapping[str, object], *machine) -> Prediction | None:
-    """The prediction for a run with other arguments, where it fits; another kind of policy takes all ranks that it can."""
+    """The prediction for a run with other arguments, unless it does not fit; another kind of policy gets all ranks."""
     with suppress(UserError):  # the flags clash, or need a package that is not here
         ranks = 0 if "policy_parallelism" in change else run.policy_ranks
         other = predict(replace(run, policy_ranks=ranks, **change), *machine)
-        if all(other.excess(peak.device) <= 0 for peak in other.peaks):
-            return other
+        return other if other.fits in (True, None) else None
     return None
 
 
@@ -112,7 +123,7 @@ def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMet
     return partial(PeakMeter, expected=peaks)
 
 
-def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool) -> StepShape:
+def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool, machines: int = 1) -> StepShape:
     """The `StepShape` of a run on devices of `card` bytes."""
     prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
     old_policy = args.needs_old_policy and args.policy_parallelism not in RANKED and roles.policy != (roles.reference,)
@@ -123,7 +134,7 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool) -> StepShape
     return configuration(
         StepShape, args, card=int(card), prompt=prompt, vllm=vllm, parallel=max(1, min(threads, PARALLEL)),
         itemsize=4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2,
-        update_tokens=-(-rows // args.group_size // ranks) * (prompt + args.group_size * args.max_new_tokens),
+        update_tokens=-(-rows // args.group_size // (ranks * machines)) * (prompt + args.group_size * args.max_new_tokens),
         sampled={"sampling": drawn, "evaluation": (problems, 1, args.eval_max_new_tokens or args.max_new_tokens)},
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(["old_log_probs"] * args.needs_old_policy + ["reference"] * (args.beta > 0)),

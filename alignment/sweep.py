@@ -93,7 +93,7 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
     known = f"{seconds / 3600:.1f} h" if (seconds or 0) > 5400 else f"{(seconds or 0) / 60:.0f} min"
     console.print("time: unknown before a first run" if seconds is None else f"time, one run after another: {known}")
     print_power(design, args, console)
-    if args.hardware or args.calibrate or args.show_difference:
+    if args.hardware or args.calibrate or args.price or args.show_difference:
         print_cost(design, args, console)
     for warning in design.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
@@ -132,12 +132,12 @@ def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     hardware = hardware_of(args.hardware)
     import numpy as np
 
-    from alignment.duration import Known, calibrate, duration, span
+    from alignment.duration import calibrate, duration, span
     from alignment.prediction import predict
 
     predictions = [predict(arm, *hardware[:3]) for arm in design.arms.values()]
     arm, step = predictions[0].run, predictions[0].step
-    known = calibrate(args.calibrate, step.itemsize) if args.calibrate else Known()
+    known = calibrate(args.calibrate, step.itemsize)
     spent = [duration(prediction, hardware, known) for prediction in predictions]
     for name, hours in zip(design.arms, spent, strict=True):
         console.print(f"- {name}: {span(hours['gpu_hours'])} GPU-hours a seed", soft_wrap=True)

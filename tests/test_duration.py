@@ -187,3 +187,22 @@ def test_the_best_placements_come_first_with_commands_that_parse(text, arguments
 def test_ranges_in_words():
     assert span((0.0123, 4567.8)) == "0.012 to 4,568" and span([3.0]) == "3"
     assert rates(EIGHT, 4)[0][0] == pytest.approx(1 / (0.7 * 19.5e12))
+
+
+def test_runs_without_a_gradient_take_the_time_of_a_micro_batch_and_sft_is_no_run(arguments, tmp_path):
+    """A step whose groups are all flat makes no update; a folder of SFT has no rollouts."""
+    assert np.isfinite([*works(arguments(), trained=0.0)["update"].values()]).all()
+    facts = {"args": {"seed": 0}, "command": [], "versions": {}}
+    (tmp_path / "args.json").write_text(json.dumps(facts))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "seconds": 1.0}) + "\n" for step in (1, 2, 3)))
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(UserError, match="must be a finished run of train_rl, of two steps or more, with its completions"):
+        calibrate([str(tmp_path)], 4)
+    assert calibrate([], 4) == Known()
+
+
+def test_machines_share_an_updates_rows(arguments):
+    """256 rows in 32 groups are 7 groups a rank of five, and 4 of ten."""
+    policy = {"policy_parallelism": "sharded", "train_mini_batch_size": 0}
+    one, two = (predict(arguments(**policy), *hardware_of(f"{n}x8xH100")[:3]).step.update_tokens for n in (1, 2))
+    assert one / 7 == two / 4 == 300 + 8 * 48

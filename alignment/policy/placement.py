@@ -204,13 +204,16 @@ class ModelShape:
 
 
 def empty_model(config: Any) -> PreTrainedModel:
-    """A model that has no weights."""
+    """A model that has no weights. Raises `UserError` where transformers makes none of the configuration."""
     import torch  # here, as transformers below: both take seconds, and arguments are checked before
 
     from alignment.policy.huggingface import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of many kinds
+        raise UserError(f"--model: transformers makes no {config.model_type} of its config.json ({error!r})") from None
 
 
 def adapted_layers(model: PreTrainedModel, targets: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def hardware_of(text: str, gpus: int | None = None, machines: int = 1, memory: f
         raise UserError(f"--hardware {text}: says all that --num_gpus, --machines and --gpu_memory do; leave these out")
     *counts, name = re.fullmatch(r"(?:(\d+)x(?=\d+x))?(?:(\d+)x)?(.*)", text, re.DOTALL).groups("1")
     cards = [*read_toml(Path(name), "--hardware").values()] if name.endswith(".toml") else [CARDS.get(name.upper())]
-    if cards == [None] or "0" in counts:
+    if cards == [None] or 0 in map(int, counts):
         listed = f"write {', '.join(CARDS)}, or a TOML file of such numbers, and 8x or 2x8x before it"
         alike = did_you_mean(name, [card for card in CARDS if card[0] == name[:1].upper()])
         raise UserError(f"--hardware {text}: there is no such machine{alike}; {listed}")

@@ -141,3 +141,21 @@ def test_a_run_that_will_not_fit_is_warned_of(tiny_folder, monkeypatch):
         prediction.expected_peaks(from_preset(RLArgs, "tiny", model="/nowhere", sft_base=""), console).keywords["expected"]
         == []
     )
+
+
+def test_what_was_not_counted_neither_fits_nor_lacks_memory(planned, tmp_path):
+    """GPUs of unknown memory."""
+    said = planned("--num_gpus", "8", "--policy_parallelism", "layer_split", "--json", "plan.json")
+    facts = json.loads((tmp_path / "plan.json").read_text())
+    assert facts["fits"] is None and facts["peaks"] == facts["remedies"] == [] and "fit" not in said
+
+
+def test_a_model_that_transformers_cannot_make_is_one_clear_line(planned, tiny_folder, tmp_path, monkeypatch):
+    """A configuration whose attention heads do not divide its width, say: the class itself raises."""
+
+    def fail(config):
+        raise AssertionError("no such layers")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", fail)
+    with pytest.raises(UserError, match="--model: transformers makes no qwen2 of its config.json .*no such layers"):
+        planned("--num_gpus", "0")
