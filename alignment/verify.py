@@ -162,15 +162,16 @@ def report(checks: Iterable, console: Console) -> list[dict]:
         console.print(line, markup=False, soft_wrap=True)
         numbers = {"measured": measured, "limit": check.limit, "seconds": seconds}
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
-        records.append({"what": check.what, **finite, "passed": passed, "error": error, "at_best": check.at_best})
+        records.append({"what": check.what, **finite, "passed": passed, "error": error})
+        records[-1] |= {"at_best": check.at_best, "of_results": check.of_results}
     return records
 
 
 def write_results(folder: Path, records: Sequence[dict]) -> str:
     """Write summary.json and verification.html, a self-contained page. Returns how far the same command repeats its results:
-    "bitwise", "to rounding", or in their distribution only ("statistical"); "not verified" where a check failed."""
+    "bitwise", "to rounding", or in their distribution only ("statistical"); "not verified" where a check of results failed."""
     words = (record["at_best"] for record in records if record["measured"] and record["at_best"])
-    word = next(words, "bitwise") if all(record["passed"] for record in records) else "not verified"
+    word = next(words, "bitwise") if all(record["passed"] or not record["of_results"] for record in records) else "not verified"
     write_json(folder / "summary.json", summary := {"reproducibility": word, "checks": records})
     template = Path(__file__).with_name("verification") / f"{PAGE}.j2"
     write_atomically(folder / PAGE, fill_template(template, **summary, **read_json(folder / "args.json")))

@@ -256,6 +256,13 @@ def test_memory_and_seconds_beside_what_plan_said():
     assert not any(record["passed"] for record in results_of(checks_of_plan(peaks, seconds)))
 
 
+def test_a_plan_that_is_wrong_says_nothing_of_results(tmp_path):
+    write_args(tmp_path, {"preset": "tiny", "model": "tiny", "seed": 0}, {})
+    records = results_of([Check("the same", 0.0, lambda: 0.0), *checks_of_plan({"cpu": (2e9, 1e9)}, {})])
+    assert [record["passed"] for record in records] == [True, False] and write_results(tmp_path, records) == "bitwise"
+    assert write_results(tmp_path, results_of([Check("the same", 0.0, lambda: 1.0)])) == "not verified"
+
+
 def test_a_quantity_that_is_no_number_fails():
     (record,) = results_of([Check("", 1.0, lambda: math.nan)])
     assert not record["passed"] and record["measured"] is None
