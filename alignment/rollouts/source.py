@@ -201,6 +201,7 @@ class AheadRollouts(SyncRollouts):
 
     def next(self, step: int) -> SampledStep:
         """See `SyncRollouts.next`. The rollout is kept until its step is done (`syncing`)."""
+        self.clock.begin("wait")
         sampled = self._sampled[step].result()
         check_staleness(sampled, self._schedule.max_staleness)
         self.clock.seconds |= {"wait": self.clock.elapsed()}

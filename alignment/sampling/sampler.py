@@ -132,7 +132,7 @@ def check_sampler_url(url: str, token: str) -> None:
 
 def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int) -> list[list[int]]:
     """Token ids of each prompt. Raises `UserError` where prompt and `max_new_tokens` do not fit in `context` tokens."""
-    encoded = tokenizer(list(prompts), add_special_tokens=True)["input_ids"]
+    encoded = tokenizer(list(prompts), add_special_tokens=True)["input_ids"] if prompts else []
     for prompt, ids in zip(prompts, encoded, strict=True):
         if len(ids) + max_new_tokens > context:
             both = f"a prompt of {len(ids)} tokens and --max_new_tokens {max_new_tokens}"

@@ -115,4 +115,5 @@ def test_a_real_run_takes_no_more_than_was_predicted(setting, tmp_path):
     for place, of in run(flags, tmp_path).items():
         peak = largest(of, place)
         assert {"evaluation", "sampling", "update", "sync", "checkpoint"} <= set(of)
-        assert peak.measured - 0.1e9 <= peak.predicted <= 1.2 * peak.measured, (place, of)
+        more_pages = max(0, of["sync"][0] - of["sync"][1])  # a phase that adds next to nothing
+        assert peak.measured - more_pages <= peak.predicted <= 1.2 * peak.measured, (place, of)

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from alignment.core.records import SamplingConfig
 from alignment.policy import log_probs
 from alignment.sampling import transformers as module
+from alignment.sampling.sampler import encode_prompts
 from alignment.sampling.transformers import TransformersSampler, draw
 from alignment.system.errors import UserError
 
@@ -219,3 +220,8 @@ def test_log_probs_in_bfloat16_are_the_trainers_for_the_same_hidden_states(model
     mask_LT = torch.ones_like(tokens_LT, dtype=torch.bool)
     trainers_LT = log_probs.head_log_probs(model, hidden_LTH.flatten(0, 1), tokens_LT, mask_LT)["log_probs"]
     torch.testing.assert_close(torch.tensor([c.log_probs for c in drawn]), trainers_LT, rtol=0, atol=1e-5)
+
+
+def test_no_prompts_are_no_tokens():
+    """So that what asks for none says so itself."""
+    assert encode_prompts(None, [], context=8, max_new_tokens=4) == []

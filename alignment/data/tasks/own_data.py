@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import math
+import os
 import random
 import re
 from collections.abc import Iterable, Mapping
@@ -208,7 +209,7 @@ def hub_splits(flag: str, local: str, name: str, *subset: str, **options: str) -
     remedy = "" if Path(name).exists() else f"; without the hub, give {local}, or HF_HUB_OFFLINE=1 for what is in its cache"
     try:
         # `datasets` asks a silent hub for half a minute. Looking up its name obeys no timeout; any answer will do.
-        if remedy and not constants.HF_HUB_OFFLINE:
+        if remedy and not (constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE")):
             start_in_background(lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)).result(5)
         import datasets
 
