@@ -35,6 +35,7 @@ from alignment.system.registry import did_you_mean, find
 from alignment.system.terminal import make_console
 
 PRESETS = Path(__file__).parent / "presets"
+CLAIMS = {file.stem: file for file in sorted((PRESETS.parent / "claims").glob("*.toml"))}
 OTHER_NAMES = Path(__file__).parent / "other_names.toml"
 FLAGS = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 
@@ -390,18 +391,30 @@ class SweepOptions:
         return {name: int(value) if str(value).isdigit() else value for name, value in given.items() if value is not None}
 
 
+@dataclass(frozen=True)
+class ClaimsOptions(SweepOptions):
+    """List published claims, a sweep file each in alignment/claims, with what the runs here say of them; train what is missing;
+    write it as a page. Every argument of train_rl may be given, for all arms alike, and --seed with several values."""
+
+    run: tuple[Literal["all", *CLAIMS], ...] = ()  # Claims whose missing runs are trained first; all: every one.
+    report: str = ""  # Folder to write the page to, as claims.md and claims.html; empty: none.
+    preset: tuple[str, ...] = ("tiny", "countdown_tiny")  # Named sets of arguments, a task each, that all arms start from.
+
+
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
 NOT_SWEPT = frozenset(
     """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device
     eval_device gpu_memory_utilization sampler_tensor_parallel""".split()
 )
-SweepArgs = dataclasses.make_dataclass(
-    "SweepOptions",  # tyro reads descriptions of fields from the source of the class of this name
-    [
-        (name, Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")], ())
-        for name, hint in get_type_hints(RLArgs).items() if name not in NOT_SWEPT
-    ],
-    bases=(SweepOptions,), frozen=True, namespace={"__module__": __name__, "__doc__": SweepOptions.__doc__},
+SweepArgs, ClaimsArgs = (
+    dataclasses.make_dataclass(
+        options.__name__,  # tyro reads descriptions of fields from the source of the class of this name
+        [
+            (name, Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")], ())
+            for name, hint in get_type_hints(RLArgs).items() if name not in NOT_SWEPT
+        ],
+        bases=(options,), frozen=True, namespace={"__module__": __name__, "__doc__": options.__doc__},
+    ) for options in (SweepOptions, ClaimsOptions)
 )  # fmt: skip
 
 
@@ -476,7 +489,7 @@ def parse(cls: type[Config], argv: list[str] | None = None) -> Config:
 
 def _print_help(cls: type, options: Mapping[str, object]) -> None:
     """Print the flags of a command in the groups of flags.toml, without those that play no part in it."""
-    command = (_tables(cls) or ["sweep"])[-1]
+    command = (_tables(cls) or [Path(sys.argv[0]).stem])[-1]
     first, unused = (FLAGS[of].get(command, []) for of in ("first", "unused"))
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         actions = tyro.extras.get_parser(cls, **options)._actions
