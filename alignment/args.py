@@ -391,31 +391,29 @@ class SweepOptions:
         return {name: int(value) if str(value).isdigit() else value for name, value in given.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class ClaimsOptions(SweepOptions):
-    """List published claims, a sweep file each in alignment/claims, with what the runs here say of them; train what is missing;
-    write it as a page. Every argument of train_rl may be given, for all arms alike, and --seed with several values."""
-
-    run: tuple[Literal["all", *CLAIMS], ...] = ()  # Claims whose missing runs are trained first; all: every one.
-    report: str = ""  # Folder to write the page to, as claims.md and claims.html; empty: none.
-    preset: tuple[str, ...] = ("tiny", "countdown_tiny")  # Named sets of arguments, a task each, that all arms start from.
-
-
 # Those that the sweep sets itself, or that a run places anew on the devices it is given.
 NOT_SWEPT = frozenset(
     """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device
     eval_device gpu_memory_utilization sampler_tensor_parallel""".split()
 )
-SweepArgs, ClaimsArgs = (
-    dataclasses.make_dataclass(
-        options.__name__,  # tyro reads descriptions of fields from the source of the class of this name
-        [
-            (name, Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")], ())
-            for name, hint in get_type_hints(RLArgs).items() if name not in NOT_SWEPT
-        ],
-        bases=(options,), frozen=True, namespace={"__module__": __name__, "__doc__": options.__doc__},
-    ) for options in (SweepOptions, ClaimsOptions)
+SweepArgs = dataclasses.make_dataclass(
+    "SweepOptions",  # tyro reads descriptions of fields from the source of the class of this name
+    [
+        (name, Annotated[tuple[hint, ...], tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")], ())
+        for name, hint in get_type_hints(RLArgs).items() if name not in NOT_SWEPT
+    ],
+    bases=(SweepOptions,), frozen=True, namespace={"__module__": __name__, "__doc__": SweepOptions.__doc__},
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ClaimsArgs(SweepArgs):
+    """List published claims, a sweep file each in alignment/claims, with what the runs here say of them; train what is missing;
+    write it as a page. Every argument of train_rl may be given, for all arms alike, and --seed with several values."""
+
+    preset: tuple[str, ...] = ("tiny", "countdown_tiny")  # Named sets of arguments, a task each, that all arms start from.
+    run: tuple[Literal["all", *CLAIMS], ...] = ()  # Claims whose missing runs are trained first; all: every one.
+    report: str = ""  # Folder to write the page to, as claims.md and claims.html; empty: none.
 
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:

@@ -2,9 +2,9 @@
 
 uv run -m alignment.claims --run clip_higher --report docs
 
-A claim is a file of alignment/claims (docs/ablations.md says what it holds). Its trial on a preset compares the arm expected
-above with every other one, or all pairs where no difference is expected. The comparisons of a trial share a chance of 5 % of any
-false verdict (`compare`). Trials stand by themselves, but for a second verdict: there, all of a page share 5 % (Bonferroni)."""
+A claim's trial on a preset compares the arm expected above with every other one, or all pairs where no difference is expected.
+The comparisons of a trial share a chance of 5 % of any false verdict (`compare`). Trials stand by themselves, but for a second
+verdict, for which all trials that have runs share these 5 % (Bonferroni)."""
 
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +17,14 @@ from rich.console import Console
 
 from alignment.ablation import schedule, study
 from alignment.ablation.design import ALPHA, Design, lint, name_of, named_arms
-from alignment.args import (
-    CLAIMS,
-    ClaimsArgs,
-    ClaimsOptions,
-    RLArgs,
-    from_preset,
-    parse,
-    refuse_missing_warm_start,
-    swept_values,
-)
+from alignment.args import CLAIMS, ClaimsArgs, parse, refuse_missing_warm_start, swept_values
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import fill_template, read_jsonl, read_toml, write_atomically
 from alignment.system.terminal import make_console, make_table
 
-Trial = namedtuple("Trial", "name about preset design names runs")
-"""A claim on a preset: what its file says, and its design, whose arms are named by what differs from the preset, so that claims
-share the runs of equal arms; by arm of the claim, that name and the finished runs by seed."""
+Trial = namedtuple("Trial", "name file preset design runs")
+"""A claim on a preset: its name, what its file says, the design, whose arms are named by what differs from the preset, so that
+claims share the runs of equal arms, and the finished runs by arm of the claim and seed."""
 read_run = cache(study.read_run)
 
 
@@ -55,26 +46,26 @@ MEASURES: Mapping[str, Callable[[study.Run], np.ndarray | float]] = {
 def main() -> None:
     args, console = parse(ClaimsArgs), make_console()
     read = lambda: [read_trial(name, preset, args) for name in CLAIMS for preset in args.preset]
-    failed = [run for trial in read() if {trial.name, "all"} & set(args.run) for run in train(trial.design, args, console)]
+    chosen = [trial.design for trial in read() if {trial.name, "all"} & set(args.run) and trial.runs]
+    failed = [run for design in chosen for run in train(design, args, console)]
     show(read(), args.report, console)
     if failed:
         raise UserError(f"{len(failed)} runs failed and are missing from the verdicts: {', '.join(failed)}")
 
 
-def read_trial(name: str, preset: str, args: ClaimsOptions) -> Trial:
+def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
     """A claim's trial on a preset, with the runs that there are. Raises `UserError` where an arm cannot work."""
-    about, folder = read_toml(CLAIMS[name], "--run")["about"], Path(args.output_dir) / "claims" / preset
-    arms = {} if "cannot" in about else named_arms(str(CLAIMS[name]), preset, swept_values(args))
-    names = {arm: name_of(own, from_preset(RLArgs, preset)) for arm, own in arms.items()}
+    file, folder = read_toml(CLAIMS[name], "--run"), Path(args.output_dir) / "claims" / preset
+    about, arms = file["about"], named_arms(str(CLAIMS[name]), preset, swept_values(args)) if "arms" in file else {}
     seeds = tuple(dict.fromkeys(args.seed or about.get("seeds", ())))
-    paths = {arm: {seed: folder / schedule.State(names[arm], seed).name for seed in seeds} for arm in arms}
+    paths = {arm: {seed: folder / schedule.State(name_of(own), seed).name for seed in seeds} for arm, own in arms.items()}
     finished = lambda of: {seed: read_run(path) for seed, path in of.items() if (path / "summary.json").exists()}
-    placed = {names[arm]: replace(own, output_dir=str(folder), trackers=args.trackers) for arm, own in arms.items()}
+    placed = {name_of(own): replace(own, output_dir=str(folder), trackers=args.trackers) for own in arms.values()}
     design = Design(folder, placed, seeds, "", about.get("tie", 0.0), ALPHA, tuple(lint(arms, seeds)))
-    return Trial(name, about, preset, design, names, {arm: finished(of) for arm, of in paths.items()})
+    return Trial(name, file, preset, design, {arm: finished(of) for arm, of in paths.items()})
 
 
-def train(design: Design, args: ClaimsOptions, console: Console) -> list[str]:
+def train(design: Design, args: ClaimsArgs, console: Console) -> list[str]:
     """Train the runs that a trial lacks. Returns the names of those that failed."""
     for arm in design.arms.values():
         refuse_missing_warm_start(arm)
@@ -91,35 +82,31 @@ def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
     run" or "cannot be shown here"; and the comparisons, the arm that is expected above first."""
     from alignment.ablation.statistics import compare, pairs  # loads scipy
 
-    above, measure = trial.about.get("above"), MEASURES.get(trial.about.get("measure"))
-    values = {arm: {seed: measure(run) for seed, run in of.items()} for arm, of in trial.runs.items()}
-    # A run's own value counts as that of so many questions that `compare` takes it for no rounded share of a few.
-    whole = lambda x: np.broadcast_to(x, np.shape(x) or (10_000,))
-    scores = {arm: {seed: whole(x) for seed, x in of.items() if not np.isnan(x).any()} for arm, of in values.items()}
+    above, measure = (trial.file["about"].get(key) for key in ("above", "measure"))
+    values = {arm: {s: np.atleast_1d(MEASURES[measure](run)) for s, run in of.items()} for arm, of in trial.runs.items()}
+    scores = {arm: {seed: x for seed, x in of.items() if not np.isnan(x).any()} for arm, of in values.items()}
     contrasts = [c for c in pairs(sorted(scores, key=lambda arm: arm != above)) if above in (c.a, None)]
     found = compare(scores, trial.design.tie, contrasts, alpha) if any(scores.values()) else []
-    names = {"greater": "holds" if above else "fails", "tie": "tie" if above else "holds", "undecided": "undecided"}
-    said = {"fails" if c.kind == "greater" and c.difference < 0 else names[c.kind] for c in found}
-    none = "not run" if trial.names else "cannot be shown here"
-    return next((verdict for verdict in ("fails", "undecided", "tie", "holds") if verdict in said), none), found
+    verdicts = {"greater": "holds" if above else "fails", "tie": "tie" if above else "holds", "undecided": "undecided"}
+    said = {"fails" if c.kind == "greater" and c.difference < 0 else verdicts[c.kind] for c in found}
+    said.add("not run" if trial.runs else "cannot be shown here")
+    return next(filter(said.__contains__, ("fails", "undecided", "tie", "holds", *said))), found
 
 
 def show(trials: Sequence[Trial], report: str, console: Console) -> None:
     """Print each claim with its verdicts and, where there is a folder for it, write the page."""
-    told, spent, family = {name: [] for name in CLAIMS}, {}, max(1, sum(any(trial.runs.values()) for trial in trials))
+    family = max(1, sum(any(trial.runs.values()) for trial in trials))
+    hours = lambda runs: sum(record["seconds"] for run in runs.values() for record in (*run.metrics, *run.evals)) / 3600
+    told, runs, presets = {name: [] for name in CLAIMS}, {}, list(dict.fromkeys(trial.preset for trial in trials))
     for trial in trials:
-        runs = [run for of in trial.runs.values() for run in of.values()]
-        hours = {run.path: sum(record["seconds"] for record in (*run.metrics, *run.evals)) / 3600 for run in runs}
-        spent |= hours
-        told[trial.name].append((trial, *decide(trial), decide(trial, ALPHA / family)[0], sum(hours.values())))
-    rows = [(name, of[0][0].about["claim"], *(verdict for _, verdict, *_ in of)) for name, of in told.items()]
-    presets = dict.fromkeys(trial.preset for trial in trials)
+        own = {run.path: run for of in trial.runs.values() for run in of.values()}
+        told[trial.name].append((trial, *decide(trial), decide(trial, ALPHA / family)[0], hours(own)))
+        runs |= own
+    rows = [(name, of[0][0].file["about"]["claim"], *(verdict for _, verdict, *_ in of)) for name, of in told.items()]
     console.print(make_table("published claims", ("claim", "what it says", *presets), rows))
     for page in ("claims.md", "claims.html") if report else ():
-        text = fill_template(
-            Path(__file__).parent / "ablation" / f"{page}.j2", told=told, presets=presets, hours=sum(spent.values())
-        )
-        write_atomically(Path(report) / page, text)
+        template = Path(__file__).parent / "ablation" / f"{page}.j2"
+        write_atomically(Path(report) / page, fill_template(template, told=told, presets=presets, hours=hours(runs)))
 
 
 if __name__ == "__main__":
