@@ -7,7 +7,6 @@ The comparisons of a trial share a chance of 5 % of any false verdict (`compare`
 verdict, for which all trials that have runs share these 5 % (Bonferroni)."""
 
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,7 +32,7 @@ def _wrong_length(run: study.Run) -> float:
     return np.mean([len(answer["token_ids"]) for answer in answers if not answer["score"]["reward"]])
 
 
-MEASURES: Mapping[str, Callable[[study.Run], np.ndarray | float]] = {
+MEASURES = {
     "final accuracy": lambda run: run.scores.rewards_EQ[-1],
     "mean accuracy of all evaluations": lambda run: run.scores.rewards_EQ.mean(axis=0),
     "entropy of the last 10 steps": lambda run: np.nanmean(np.array([m["entropy"] for m in run.metrics[-10:]], dtype=float)),
@@ -46,9 +45,17 @@ MEASURES: Mapping[str, Callable[[study.Run], np.ndarray | float]] = {
 def main() -> None:
     args, console = parse(ClaimsArgs), make_console()
     read = lambda: [read_trial(name, preset, args) for name in CLAIMS for preset in args.preset]
-    chosen = [trial.design for trial in read() if {trial.name, "all"} & set(args.run) and trial.runs]
-    failed = [run for design in chosen for run in train(design, args, console)]
-    show(read(), args.report, console)
+    resources = args.executor, args.ray_address, args.cpus_per_run, args.gpus_per_run, args.slurm_parameters
+    failed = []
+    for design in [trial.design for trial in read() if {trial.name, "all"} & set(args.run) and trial.runs]:
+        for arm in design.arms.values():
+            refuse_missing_warm_start(arm)
+        states = [schedule.State(arm, seed) for seed in design.seeds for arm in design.arms]
+        with schedule.working_in(design.folder, resources, console) as executor:
+            schedule.warm_up(design, executor, args.output_dir, console)
+            schedule.run_all(design, executor, states, console)
+        failed += [state.name for state in states if state.status == "failed"]
+    show(read(), args, console)
     if failed:
         raise UserError(f"{len(failed)} runs failed and are missing from the verdicts: {', '.join(failed)}")
 
@@ -65,48 +72,37 @@ def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
     return Trial(name, file, preset, design, {arm: finished(of) for arm, of in paths.items()})
 
 
-def train(design: Design, args: ClaimsArgs, console: Console) -> list[str]:
-    """Train the runs that a trial lacks. Returns the names of those that failed."""
-    for arm in design.arms.values():
-        refuse_missing_warm_start(arm)
-    states = [schedule.State(arm, seed) for seed in design.seeds for arm in design.arms]
-    resources = args.executor, args.ray_address, args.cpus_per_run, args.gpus_per_run, args.slurm_parameters
-    with schedule.working_in(design.folder, resources, console) as executor:
-        schedule.warm_up(design, executor, args.output_dir, console)
-        schedule.run_all(design, executor, states, console)
-    return [state.name for state in states if state.status == "failed"]
-
-
 def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
     """The trial's verdict, which is the first of "fails", "undecided", "tie" and "holds" that a comparison gives, or else "not
     run" or "cannot be shown here"; and the comparisons, the arm that is expected above first."""
     from alignment.ablation.statistics import compare, pairs  # loads scipy
 
     above, measure = (trial.file["about"].get(key) for key in ("above", "measure"))
-    values = {arm: {s: np.atleast_1d(MEASURES[measure](run)) for s, run in of.items()} for arm, of in trial.runs.items()}
-    scores = {arm: {seed: x for seed, x in of.items() if not np.isnan(x).any()} for arm, of in values.items()}
+    values = {arm: {seed: MEASURES[measure](run) for seed, run in of.items()} for arm, of in trial.runs.items()}
+    whole = lambda x: np.broadcast_to(x, np.shape(x) or 10_000)  # as of many questions: `compare` takes it for no rounded share
+    scores = {arm: {seed: whole(x) for seed, x in of.items() if not np.isnan(x).any()} for arm, of in values.items()}
     contrasts = [c for c in pairs(sorted(scores, key=lambda arm: arm != above)) if above in (c.a, None)]
     found = compare(scores, trial.design.tie, contrasts, alpha) if any(scores.values()) else []
     verdicts = {"greater": "holds" if above else "fails", "tie": "tie" if above else "holds", "undecided": "undecided"}
     said = {"fails" if c.kind == "greater" and c.difference < 0 else verdicts[c.kind] for c in found}
-    said.add("not run" if trial.runs else "cannot be shown here")
-    return next(filter(said.__contains__, ("fails", "undecided", "tie", "holds", *said))), found
+    none = "not run" if trial.runs else "cannot be shown here"
+    return next((verdict for verdict in ("fails", "undecided", "tie", "holds") if verdict in said), none), found
 
 
-def show(trials: Sequence[Trial], report: str, console: Console) -> None:
-    """Print each claim with its verdicts and, where there is a folder for it, write the page."""
+def show(trials: list[Trial], args: ClaimsArgs, console: Console) -> None:
+    """Print each claim with its verdicts and, with --report, write the page."""
     family = max(1, sum(any(trial.runs.values()) for trial in trials))
     hours = lambda runs: sum(record["seconds"] for run in runs.values() for record in (*run.metrics, *run.evals)) / 3600
-    told, runs, presets = {name: [] for name in CLAIMS}, {}, list(dict.fromkeys(trial.preset for trial in trials))
+    told, runs = {name: [] for name in CLAIMS}, {}
     for trial in trials:
         own = {run.path: run for of in trial.runs.values() for run in of.values()}
         told[trial.name].append((trial, *decide(trial), decide(trial, ALPHA / family)[0], hours(own)))
         runs |= own
     rows = [(name, of[0][0].file["about"]["claim"], *(verdict for _, verdict, *_ in of)) for name, of in told.items()]
-    console.print(make_table("published claims", ("claim", "what it says", *presets), rows))
-    for page in ("claims.md", "claims.html") if report else ():
+    console.print(make_table("published claims", ("claim", "what it says", *args.preset), rows))
+    for page in ("claims.md", "claims.html") if args.report else ():
         template = Path(__file__).parent / "ablation" / f"{page}.j2"
-        write_atomically(Path(report) / page, fill_template(template, told=told, presets=presets, hours=hours(runs)))
+        write_atomically(Path(args.report) / page, fill_template(template, told=told, presets=args.preset, hours=hours(runs)))
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequenc
     choice of questions adds to the covariance of their means over seeds and questions. The spread between questions has the
     sampling noise of S answers a question, which the spread between seeds has already: it is subtracted. A mean of Q right or
     wrong answers moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding error's variance, 1 / 12 of a squared
-    step for the difference of two arms, is added, but not to a single number a run, which is no such mean."""
+    step for the difference of two arms, is added."""
     names = [name for name, by_seed in arms.items() if set(seeds) <= set(by_seed)]
     answers_ASQ = np.array([[arms[name][seed] for seed in seeds] for name in names], dtype=float)
     y_ASQ = _group_means(answers_ASQ, groups)
@@ -202,7 +202,7 @@ def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequenc
     mean_A, by_seed_AS, by_question_AQ = y_ASQ.mean((1, 2)), y_ASQ.mean(2), y_ASQ.mean(1)
     centred_AQ = by_question_AQ - mean_A[:, None]
     residuals = (y_ASQ - by_seed_AS[:, :, None] - centred_AQ[:, None, :]).reshape(len(names), -1)
-    rounding_AA = np.eye(len(names)) / (24 * answers_ASQ.shape[2] ** 2) * (answers_ASQ.shape[2] > 1)
+    rounding_AA = np.eye(len(names)) / (24 * answers_ASQ.shape[2] ** 2)
     between_seeds_AA = np.cov(by_seed_AS).reshape(len(names), -1) + rounding_AA
     freedom = max(1, questions - 1)
     noise_AA = residuals @ residuals.T / ((count - 1) * freedom)
