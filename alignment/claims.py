@@ -82,7 +82,7 @@ def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
     whole = lambda x: np.broadcast_to(x, np.shape(x) or 10_000)  # as of many questions: `compare` takes it for no rounded share
     scores = {arm: {seed: whole(x) for seed, x in of.items() if not np.isnan(x).any()} for arm, of in values.items()}
     contrasts = [c for c in pairs(sorted(scores, key=lambda arm: arm != above)) if above in (c.a, None)]
-    found = compare(scores, trial.design.tie, contrasts, alpha) if any(scores.values()) else []
+    found = compare(scores, trial.design.tie, contrasts, alpha) if scores and all(scores.values()) else []
     verdicts = {"greater": "holds" if above else "fails", "tie": "tie" if above else "holds", "undecided": "undecided"}
     said = {"fails" if c.kind == "greater" and c.difference < 0 else verdicts[c.kind] for c in found}
     none = "not run" if trial.runs else "cannot be shown here"
@@ -91,12 +91,13 @@ def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
 
 def show(trials: list[Trial], args: ClaimsArgs, console: Console) -> None:
     """Print each claim with its verdicts and, with --report, write the page."""
-    family = max(1, sum(any(trial.runs.values()) for trial in trials))
+    decided = [decide(trial) for trial in trials]
+    alpha = ALPHA / max(1, sum(bool(found) for _, found in decided))
     hours = lambda runs: sum(record["seconds"] for run in runs.values() for record in (*run.metrics, *run.evals)) / 3600
     told, runs = {name: [] for name in CLAIMS}, {}
-    for trial in trials:
+    for trial, (verdict, comparisons) in zip(trials, decided, strict=True):
         own = {run.path: run for of in trial.runs.values() for run in of.values()}
-        told[trial.name].append((trial, *decide(trial), decide(trial, ALPHA / family)[0], hours(own)))
+        told[trial.name].append((trial, verdict, comparisons, decide(trial, alpha)[0], hours(own)))
         runs |= own
     rows = [(name, of[0][0].file["about"]["claim"], *(verdict for _, verdict, *_ in of)) for name, of in told.items()]
     console.print(make_table("published claims", ("claim", "what it says", *args.preset), rows))

@@ -132,7 +132,7 @@ def _label(key: str, value) -> str:
 def name_of(arm: RLArgs) -> str:
     """A name, fit for a folder, by the arguments in which an arm differs from its preset; "baseline" where it does in none."""
     own = _differing((arm, from_preset(RLArgs, arm.preset)))
-    return "_".join(_label(name, getattr(arm, name)) for name in own) or "baseline"
+    return "_".join(_label(name, getattr(arm, name)) for name in own).lstrip("-") or "baseline"
 
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
