@@ -2,29 +2,24 @@
 
 uv run -m alignment.claims --run clip_higher --report docs
 
-A claim's trial on a preset compares the arm expected above with every other one, or all pairs where no difference is expected.
-The comparisons of a trial share a chance of 5 % of any false verdict (`compare`). Trials stand by themselves, but for a second
-verdict, for which all trials that have runs share these 5 % (Bonferroni)."""
+A claim's trial on a preset compares the arm expected above with every other one, or all pairs where none is. Its comparisons
+share a chance of 5 % of any false verdict (`compare`). Trials stand each by itself, but in a second verdict share it (Bonferroni)."""
 
 from collections import namedtuple
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from alignment.ablation import schedule, study
-from alignment.ablation.design import ALPHA, Design, lint, name_of, named_arms
-from alignment.args import CLAIMS, ClaimsArgs, parse, refuse_missing_warm_start, swept_values
+from alignment.ablation.design import ALPHA, Design, grid, lint, name_of, named_arms
+from alignment.args import CLAIMS, ClaimsArgs, RLArgs, flags_of, from_preset, parse, refuse_missing_warm_start, swept_values
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import fill_template, read_jsonl, read_toml, write_atomically
 from alignment.system.terminal import make_console, make_table
 
 Trial = namedtuple("Trial", "name file preset design runs")
-"""A claim on a preset: its name, what its file says, the design, whose arms are named by what differs from the preset, so that
-claims share the runs of equal arms, and the finished runs by arm of the claim and seed."""
-read_run = cache(study.read_run)
+"""A claim on a preset: the content of its file, the design with arms by `name_of`, and the finished runs by arm and seed."""
 
 
 def _wrong_length(run: study.Run) -> float:
@@ -55,32 +50,38 @@ def main() -> None:
             schedule.warm_up(design, executor, args.output_dir, console)
             schedule.run_all(design, executor, states, console)
         failed += [state.name for state in states if state.status == "failed"]
-    show(read(), args, console)
+    facts = contents(read()) | {"presets": args.preset, "given": flags_of(swept_values(args))}
+    rows = [(name, of[0][0].file["about"]["claim"], *(row[1] for row in of)) for name, of in facts["told"].items()]
+    console.print(make_table("published claims", ("claim", "what it says", *args.preset), rows))
+    for page in ("claims.md", "claims.html") if args.report else ():
+        write_atomically(Path(args.report) / page, fill_template(Path(__file__).parent / f"ablation/{page}.j2", **facts))
     if failed:
         raise UserError(f"{len(failed)} runs failed and are missing from the verdicts: {', '.join(failed)}")
 
 
 def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
     """A claim's trial on a preset, with the runs that there are. Raises `UserError` where an arm cannot work."""
-    file, folder = read_toml(CLAIMS[name], "--run"), Path(args.output_dir) / "claims" / preset
-    about, arms = file["about"], named_arms(str(CLAIMS[name]), preset, swept_values(args)) if "arms" in file else {}
+    file, given = read_toml(CLAIMS[name], "--run"), swept_values(args)
+    about, arms = file["about"], named_arms(str(CLAIMS[name]), preset, given) if "arms" in file else {}
+    base, *_ = grid(preset, given, hold="").values()
+    folder = Path(args.output_dir) / "claims" / f"{preset}_{name_of(base, from_preset(RLArgs, preset))}".strip("_")
+    names = {arm: name_of(own, base) or "baseline" for arm, own in arms.items()}
     seeds = tuple(dict.fromkeys(args.seed or about.get("seeds", ())))
-    paths = {arm: {seed: folder / schedule.State(name_of(own), seed).name for seed in seeds} for arm, own in arms.items()}
-    finished = lambda of: {seed: read_run(path) for seed, path in of.items() if (path / "summary.json").exists()}
-    placed = {name_of(own): replace(own, output_dir=str(folder), trackers=args.trackers) for own in arms.values()}
+    paths = {arm: {seed: folder / schedule.State(names[arm], seed).name for seed in seeds} for arm in arms}
+    finished = lambda of: {seed: study.read_run(path) for seed, path in of.items() if (path / "summary.json").exists()}
+    placed = {names[arm]: replace(own, output_dir=str(folder), trackers=args.trackers) for arm, own in arms.items()}
     design = Design(folder, placed, seeds, "", about.get("tie", 0.0), ALPHA, tuple(lint(arms, seeds)))
     return Trial(name, file, preset, design, {arm: finished(of) for arm, of in paths.items()})
 
 
 def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
-    """The trial's verdict, which is the first of "fails", "undecided", "tie" and "holds" that a comparison gives, or else "not
-    run" or "cannot be shown here"; and the comparisons, the arm that is expected above first."""
+    """The trial's verdict and its comparisons, of which it is the first "fails", "undecided", "tie" or "holds"; [] before runs."""
     from alignment.ablation.statistics import compare, pairs  # loads scipy
 
-    above, measure = (trial.file["about"].get(key) for key in ("above", "measure"))
-    values = {arm: {seed: MEASURES[measure](run) for seed, run in of.items()} for arm, of in trial.runs.items()}
+    above, measure = trial.file["about"].get("above"), MEASURES.get(trial.file["about"].get("measure"))
     whole = lambda x: np.broadcast_to(x, np.shape(x) or 10_000)  # as of many questions: `compare` takes it for no rounded share
-    scores = {arm: {seed: whole(x) for seed, x in of.items() if not np.isnan(x).any()} for arm, of in values.items()}
+    known = lambda of: {seed: whole(x) for seed, run in of.items() if not np.isnan(x := measure(run)).any()}
+    scores = {arm: known(of) for arm, of in trial.runs.items()}
     contrasts = [c for c in pairs(sorted(scores, key=lambda arm: arm != above)) if above in (c.a, None)]
     found = compare(scores, trial.design.tie, contrasts, alpha) if scores and all(scores.values()) else []
     verdicts = {"greater": "holds" if above else "fails", "tie": "tie" if above else "holds", "undecided": "undecided"}
@@ -89,21 +90,16 @@ def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
     return next((verdict for verdict in ("fails", "undecided", "tie", "holds") if verdict in said), none), found
 
 
-def show(trials: list[Trial], args: ClaimsArgs, console: Console) -> None:
-    """Print each claim with its verdicts and, with --report, write the page."""
-    decided = [decide(trial) for trial in trials]
-    alpha = ALPHA / max(1, sum(bool(found) for _, found in decided))
+def contents(trials: list[Trial]) -> dict[str, object]:
+    """What a page tells: by claim its trials, each with verdict, comparisons, verdict with all, and hours; and all hours."""
+    decided, told, runs = [decide(trial) for trial in trials], {name: [] for name in CLAIMS}, {}
+    alpha = ALPHA / max(1, sum(bool(comparisons) for _, comparisons in decided))
     hours = lambda runs: sum(record["seconds"] for run in runs.values() for record in (*run.metrics, *run.evals)) / 3600
-    told, runs = {name: [] for name in CLAIMS}, {}
     for trial, (verdict, comparisons) in zip(trials, decided, strict=True):
         own = {run.path: run for of in trial.runs.values() for run in of.values()}
         told[trial.name].append((trial, verdict, comparisons, decide(trial, alpha)[0], hours(own)))
         runs |= own
-    rows = [(name, of[0][0].file["about"]["claim"], *(verdict for _, verdict, *_ in of)) for name, of in told.items()]
-    console.print(make_table("published claims", ("claim", "what it says", *args.preset), rows))
-    for page in ("claims.md", "claims.html") if args.report else ():
-        template = Path(__file__).parent / "ablation" / f"{page}.j2"
-        write_atomically(Path(args.report) / page, fill_template(template, told=told, presets=args.preset, hours=hours(runs)))
+    return {"told": told, "hours": hours(runs)}
 
 
 if __name__ == "__main__":

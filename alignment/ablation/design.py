@@ -129,10 +129,9 @@ def _label(key: str, value) -> str:
     return text if isinstance(value, str) and value else f"{key}{text}"
 
 
-def name_of(arm: RLArgs) -> str:
-    """A name, fit for a folder, by the arguments in which an arm differs from its preset; "baseline" where it does in none."""
-    own = _differing((arm, from_preset(RLArgs, arm.preset)))
-    return "_".join(_label(name, getattr(arm, name)) for name in own).lstrip("-") or "baseline"
+def name_of(arm: RLArgs, base: RLArgs) -> str:
+    """A name, fit for a folder, by the arguments in which an arm differs from `base`; "" where it does in none."""
+    return "_".join(_label(name, getattr(arm, name)) for name in _differing((arm, base)))
 
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:

@@ -78,9 +78,11 @@ def test_equal_arms_of_different_claims_have_one_name_and_others_have_others(pre
     assert sum("baseline" in trial(name, preset).design.arms for name in TRIED) >= 5
 
 
-def test_other_arguments_have_another_name():
-    assert "baseline" in trial("kl_penalty").design.arms
-    assert set(trial("kl_penalty", "tiny", "--num_steps", "2").design.arms) == {"num_steps2", "num_steps2_beta0.04"}
+def test_runs_of_other_arguments_are_in_another_folder():
+    plain, short = trial("kl_penalty").design, trial("kl_penalty", "tiny", "--num_steps", "2", "--max_problems", "16").design
+    assert set(plain.arms) == set(short.arms) == {"baseline", "beta0.04"}
+    assert (plain.folder.name, short.folder.name) == ("tiny", "tiny_max_problems16_num_steps2")
+    assert trial("dynamic_sampling", "tiny", "--num_steps", "2").design.arms["num_steps80"].num_steps == 80
 
 
 def test_a_claims_file_is_a_sweeps(monkeypatch, capsys):
@@ -148,7 +150,6 @@ def test_the_arm_expected_above_is_compared_with_every_other_one(tmp_path):
             folder = tmp_path / "claims/tiny" / f"{name}_seed{seed}"
             folder.rename(tmp_path / f"old_{name}_{seed}")
         make_runs(tmp_path, {name: 0.8})
-    claims.read_run.cache_clear()
     assert decide(trial("sampler_mismatch", "tiny", "--output_dir", str(tmp_path)))[0] == "tie"
 
 
@@ -177,7 +178,9 @@ def test_the_page_has_every_claim_and_its_verdicts(tmp_path, monkeypatch, capsys
     assert "kl_penalty" in capsys.readouterr().out
     text = (tmp_path / "claims.md").read_text()
     assert set(re.findall(r"^## (\w+)$", text, re.M)) == set(CLAIMS)
-    assert re.search(r"\| \[The KL penalty can go.*\]\(#kl_penalty\) \| DAPO, .* \| holds \+0\.2 \(.* to .*\) \| not run \|", text)
+    assert re.search(
+        r"\| \[The KL penalty can go.*\]\(#kl_penalty\) \| DAPO, .* \| holds \+0\.2 \(.* to .*\) \| not run \|", text
+    )
     assert "| tiny | none - k3 | +0.2 | +" in text and "- k3: `--beta 0.04 --kl_estimator k3`" in text
     assert "- dr_grpo: `--no_normalize_by_std --loss_normalization constant`" in text
     assert "Cannot be shown here: the models of these tasks are dense." in text
