@@ -3,7 +3,7 @@
 uv run -m alignment.claims --run clip_higher --report docs
 
 A claim's trial on a preset compares the arm expected above with every other one, or all pairs where none is. Its comparisons
-share a chance of 5 % of any false verdict (`compare`). Trials stand each by itself, but in a second verdict share it (Bonferroni)."""
+share a chance of 5 % of any false verdict (`compare`). Trials stand by themselves; a second verdict shares it (Bonferroni)."""
 
 from collections import namedtuple
 from dataclasses import replace
@@ -67,15 +67,14 @@ def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
     folder = Path(args.output_dir) / "claims" / f"{preset}_{name_of(base, from_preset(RLArgs, preset))}".strip("_")
     names = {arm: name_of(own, base) or "baseline" for arm, own in arms.items()}
     seeds = tuple(dict.fromkeys(args.seed or about.get("seeds", ())))
-    paths = {arm: {seed: folder / schedule.State(names[arm], seed).name for seed in seeds} for arm in arms}
-    finished = lambda of: {seed: study.read_run(path) for seed, path in of.items() if (path / "summary.json").exists()}
+    finished = lambda run: {s: study.read_run(p) for s in seeds if ((p := folder / f"{run}_seed{s}") / "summary.json").exists()}
     placed = {names[arm]: replace(own, output_dir=str(folder), trackers=args.trackers) for arm, own in arms.items()}
     design = Design(folder, placed, seeds, "", about.get("tie", 0.0), ALPHA, tuple(lint(arms, seeds)))
-    return Trial(name, file, preset, design, {arm: finished(of) for arm, of in paths.items()})
+    return Trial(name, file, preset, design, {arm: finished(run) for arm, run in names.items()})
 
 
 def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
-    """The trial's verdict and its comparisons, of which it is the first "fails", "undecided", "tie" or "holds"; [] before runs."""
+    """The trial's verdict, the first of "fails", "undecided", "tie" and "holds" that a comparison gives; and the comparisons."""
     from alignment.ablation.statistics import compare, pairs  # loads scipy
 
     above, measure = trial.file["about"].get("above"), MEASURES.get(trial.file["about"].get("measure"))

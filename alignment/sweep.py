@@ -23,8 +23,7 @@ SEED_STD = 0.02  # assumed standard deviation of an arm's accuracy between seeds
 
 
 def main() -> None:
-    args = parse(SweepArgs)
-    console = make_console()
+    args, console = parse(SweepArgs), make_console()
     from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
     design = make_design(args)
     print_design(design, args, console)

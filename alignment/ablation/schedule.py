@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -214,16 +214,14 @@ def make_executor(kind: str, address: str, cpus: int | None, gpus: int | None, s
 @contextmanager
 def working_in(folder: Path, resources: tuple, console: Console) -> Iterator[Executor]:
     """Hold the folder's lock, with an executor of these `resources`, the first arguments of `make_executor`."""
-    executor = make_executor(*resources, folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with lock_run_folder(folder):
-            yield executor
+        with closing(make_executor(*resources, folder)) as executor:
+            folder.mkdir(parents=True, exist_ok=True)
+            with lock_run_folder(folder):
+                yield executor
     except signals.Interrupted:
         console.print("stopped; the same command goes on")
         raise
-    finally:
-        executor.close()
 
 
 class LocalExecutor:
