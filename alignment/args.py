@@ -408,8 +408,7 @@ SweepArgs = dataclasses.make_dataclass(
 
 @dataclass(frozen=True)
 class ClaimsArgs(SweepArgs):
-    """List published claims, a sweep file each in alignment/claims, with what the runs here say of them; train what is missing;
-    write it as a page. Every argument of train_rl may be given, for all arms alike, and --seed with several values."""
+    """List claims of papers with what runs here say of them, and train what is missing. All arms share train_rl's arguments."""
 
     preset: tuple[str, ...] = ("tiny", "countdown_tiny")  # Named sets of arguments, a task each, that all arms start from.
     run: tuple[Literal["all", *CLAIMS], ...] = ()  # Claims whose missing runs are trained first; all: every one.

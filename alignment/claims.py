@@ -74,19 +74,21 @@ def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
 
 
 def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
-    """The trial's verdict, the first of "fails", "undecided", "tie" and "holds" that a comparison gives; and the comparisons."""
+    """The trial's verdict, the first of "fails", "undecided", "tie", "holds" that a comparison gives; and the comparisons."""
     from alignment.ablation.statistics import compare, pairs  # loads scipy
 
     above, measure = trial.file["about"].get("above"), MEASURES.get(trial.file["about"].get("measure"))
     whole = lambda x: np.broadcast_to(x, np.shape(x) or 10_000)  # as of many questions: `compare` takes it for no rounded share
-    known = lambda of: {seed: whole(x) for seed, run in of.items() if not np.isnan(x := measure(run)).any()}
-    scores = {arm: known(of) for arm, of in trial.runs.items()}
+    scores = {
+        arm: {s: whole(x) for s, r in of.items() if not np.isnan(x := measure(r)).any()} for arm, of in trial.runs.items()
+    }
     contrasts = [c for c in pairs(sorted(scores, key=lambda arm: arm != above)) if above in (c.a, None)]
     found = compare(scores, trial.design.tie, contrasts, alpha) if scores and all(scores.values()) else []
     verdicts = {"greater": "holds" if above else "fails", "tie": "tie" if above else "holds", "undecided": "undecided"}
     said = {"fails" if c.kind == "greater" and c.difference < 0 else verdicts[c.kind] for c in found}
-    none = "not run" if trial.runs else "cannot be shown here"
-    return next((verdict for verdict in ("fails", "undecided", "tie", "holds") if verdict in said), none), found
+    return next(
+        (v for v in ("fails", "undecided", "tie", "holds") if v in said), trial.file["about"].get("cannot", "not run")
+    ), found
 
 
 def contents(trials: list[Trial]) -> dict[str, object]:

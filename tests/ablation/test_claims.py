@@ -50,6 +50,7 @@ def test_a_claim_states_what_a_trial_needs(name):
         assert re.fullmatch(r"\d{4}\.\d{5}", number)
     if name not in TRIED:
         assert set(about) == {"claim", "paper", "cannot"} and not arms
+        assert about["cannot"].startswith("cannot be shown here: ")
         return
     assert {"claim", "paper", "equal", "measure", "tie", "seeds", "hours"} == set(about) - {"above"}
     assert about["measure"] in MEASURES and about["tie"] > 0 and about["hours"] > 0 and len(about["seeds"]) >= 2
@@ -137,7 +138,8 @@ def test_without_runs_or_arms_nothing_is_said(tmp_path):
     assert decide(trial("kl_penalty", "tiny", "--output_dir", str(tmp_path))) == ("not run", [])
     make_runs(tmp_path, {"baseline": 0.7})  # one arm of two
     assert decide(trial("kl_penalty", "tiny", "--output_dir", str(tmp_path))) == ("not run", [])
-    assert decide(trial("mixture_of_experts")) == ("cannot be shown here", [])
+    reason = "cannot be shown here: the models of these tasks are dense"
+    assert decide(trial("mixture_of_experts")) == (reason, [])
 
 
 def test_the_arm_expected_above_is_compared_with_every_other_one(tmp_path):
@@ -183,7 +185,7 @@ def test_the_page_has_every_claim_and_its_verdicts(tmp_path, monkeypatch, capsys
     )
     assert "| tiny | none - k3 | +0.2 | +" in text and "- k3: `--beta 0.04 --kl_estimator k3`" in text
     assert "- dr_grpo: `--no_normalize_by_std --loss_normalization constant`" in text
-    assert "Cannot be shown here: the models of these tasks are dense." in text
+    assert "This cannot be shown here: the models of these tasks are dense." in text
     seconds = 3 * 5 * (4 * 2.0 + 2)  # three arms of five seeds: four steps and two evaluations
     assert f"took {seconds / 3600:.1f}" in text and "\n\n\n\n" not in text
     html, links = (tmp_path / "claims.html").read_text(), []
