@@ -77,18 +77,15 @@ def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
     """The trial's verdict, the first of "fails", "undecided", "tie", "holds" that a comparison gives; and the comparisons."""
     from alignment.ablation.statistics import compare, pairs  # loads scipy
 
-    above, measure = trial.file["about"].get("above"), MEASURES.get(trial.file["about"].get("measure"))
+    about, above = trial.file["about"], trial.file["about"].get("above")
     whole = lambda x: np.broadcast_to(x, np.shape(x) or 10_000)  # as of many questions: `compare` takes it for no rounded share
-    scores = {
-        arm: {s: whole(x) for s, r in of.items() if not np.isnan(x := measure(r)).any()} for arm, of in trial.runs.items()
-    }
+    known = lambda of: {s: whole(x) for s, run in of.items() if not np.isnan(x := MEASURES[about["measure"]](run)).any()}
+    scores = {arm: known(of) for arm, of in trial.runs.items()}
     contrasts = [c for c in pairs(sorted(scores, key=lambda arm: arm != above)) if above in (c.a, None)]
     found = compare(scores, trial.design.tie, contrasts, alpha) if scores and all(scores.values()) else []
     verdicts = {"greater": "holds" if above else "fails", "tie": "tie" if above else "holds", "undecided": "undecided"}
     said = {"fails" if c.kind == "greater" and c.difference < 0 else verdicts[c.kind] for c in found}
-    return next(
-        (v for v in ("fails", "undecided", "tie", "holds") if v in said), trial.file["about"].get("cannot", "not run")
-    ), found
+    return next((v for v in ("fails", "undecided", "tie", "holds") if v in said), about.get("cannot", "not run")), found
 
 
 def contents(trials: list[Trial]) -> dict[str, object]:
@@ -97,9 +94,8 @@ def contents(trials: list[Trial]) -> dict[str, object]:
     alpha = ALPHA / max(1, sum(bool(comparisons) for _, comparisons in decided))
     hours = lambda runs: sum(record["seconds"] for run in runs.values() for record in (*run.metrics, *run.evals)) / 3600
     for trial, (verdict, comparisons) in zip(trials, decided, strict=True):
-        own = {run.path: run for of in trial.runs.values() for run in of.values()}
+        runs |= (own := {run.path: run for of in trial.runs.values() for run in of.values()})
         told[trial.name].append((trial, verdict, comparisons, decide(trial, alpha)[0], hours(own)))
-        runs |= own
     return {"told": told, "hours": hours(runs)}
 
 
