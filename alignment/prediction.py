@@ -25,6 +25,7 @@ from alignment.policy.placement import ModelShape, Roles
 from alignment.policy.policy import RANKED, Policy
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import UserError
+from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
 PUBLISHED = Path(__file__).parent / "policy" / "published"  # configurations of models on the hub, so that it need not be asked
 GSM8K = (320, 1319)  # tokens of the longest prompt of training, by SmolLM2's tokenizer; test problems
@@ -119,7 +120,8 @@ def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMet
     """What measures a run's peaks beside those predicted, if they can be. Prints a warning where they do not fit here."""
     peaks: list[DevicePeak] = []
     with suppress(UserError):  # what is wrong is said where it is loaded
-        peaks = (prediction := predict(args)).peaks
+        machines = PROCESSES // PROCESSES_HERE if PROCESSES_HERE else 1
+        peaks = (prediction := predict(args, machines=machines)).peaks
         for device in dict.fromkeys(peak.device for peak in peaks):
             if (excess := prediction.excess(device)) > 0:
                 missing = f"{device} will lack {excess / 1e9:.1f} of {prediction.capacity(device) / 1e9:.1f} GB"

@@ -26,7 +26,7 @@ from alignment.system.processes import end_command, last_line, start_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import PROCESSES, followed
 
-MOST_SAMPLES, MOST_TOKENS = 4, 128  # responses of a prompt, and tokens of each: the plain computation is slow
+MOST_SAMPLES, MOST_TOKENS = 4, 64  # responses of a prompt, and tokens of each: the plain computation is slow
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 PAGE = "verification.html"
 SHORTEST = 0.01  # seconds of a phase that is compared with a prediction

@@ -24,7 +24,7 @@ CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the r
 STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
 CONTEXT_BYTES = {"cpu": int(0.83e9), "cuda": int(0.8e9)}  # Python and its libraries; CUDA's context, workspaces of products
 LIBRARY_BYTES = int(0.12e9)  # on a CPU, of what only ranks and adapters load
-BFLOAT16_BYTES = int(0.2e9)  # on a CPU, of oneDNN's kernels, and the least that comes and goes beside products in bfloat16
+BFLOAT16_BYTES = int(0.1e9)  # on a CPU, of oneDNN's kernels; beside products in bfloat16 thrice as much at least comes and goes
 # On a CPU, of what comes and goes in a phase: holes in malloc's heap, which grow with the allocations that live for a moment
 # only, such as those of adapters and of gathered layers. Measured (docs/devices.md).
 SLACK = {"update": 0.19, "adapters": 0.43, "ranks": 0.65, "layers twice": 1.0, "other phases": 0.5}
@@ -206,7 +206,7 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
             kind = "ranks" if ranked else "adapters" if shape.adapters else "layers twice" if checkpointing else "update"
             slack = SLACK[kind if phase == "update" else "other phases"]
             passing = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0)))
-            kinds["margin"] = max(passing, BFLOAT16_BYTES * (step.itemsize == 2)) + LIBRARY_BYTES * checkpointing
+            kinds["margin"] = max(passing, 3 * BFLOAT16_BYTES * (step.itemsize == 2)) + LIBRARY_BYTES * checkpointing
             if ranked and step.itemsize == 4 and phase in ("update", "old_log_probs"):
                 kinds["margin"] += (5 if roles.eval else 3) * embedding  # as measured; with 16 bits it is not there
     return {phase: kept | kinds for phase, kinds in worst.items()}

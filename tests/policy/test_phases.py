@@ -89,7 +89,7 @@ def test_a_cpu_counts_libraries_and_the_holes_in_its_heap():
     moments that a GPU would send to the host stay here."""
     (of,), (in_fp32,) = phases("cpu"), phases("cpu", itemsize=4)
     moving = beyond(in_fp32["sampling"])
-    assert moving.pop("margin") == sum(moving.values()) // 2 < BFLOAT16_BYTES == of["sampling"]["margin"]
+    assert moving.pop("margin") == sum(moving.values()) // 2 < 3 * BFLOAT16_BYTES == of["sampling"]["margin"]
     assert of["sync"]["context"] == CONTEXT_BYTES["cpu"] + BFLOAT16_BYTES
     assert phases("cpu", lora_rank=4)[0]["sync"]["context"] == CONTEXT_BYTES["cpu"] + BFLOAT16_BYTES + LIBRARY_BYTES
     assert in_fp32["sync"]["sampler"] == 0  # which reads the policy's weights
