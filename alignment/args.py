@@ -185,8 +185,8 @@ class RLArgs(Args):
 
     loss_type: str = "grpo_clip"
     """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline; grpo_clip: GRPO; grpo_no_clip:
-    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights that keep every token's gradient; or a loss of
-    your own as package.module:name."""
+    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights, no lost gradient; or your own,
+    package.module:name."""
     group_size: int = 8  # Responses sampled for each prompt.
     prompts_per_rollout: int = 32  # Prompts sampled at each step; a rollout has prompts x group size responses.
     num_steps: int = 60  # Rollout steps.

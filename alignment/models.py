@@ -19,13 +19,12 @@ from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
-from alignment.policy.frozen import FrozenModel
-from alignment.policy.loading import compute_dtype, context_length, load_config, load_tokenizer, make_deterministic
+from alignment.policy.frozen import FrozenModel, ReferenceProcess
+from alignment.policy.loading import compute_dtype, load_config, load_tokenizer, make_deterministic
 from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
-from alignment.policy.reference_model import ReferenceProcess
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.source import AheadRollouts, RolloutSource, SyncRollouts, collate_groups, open_source
 from alignment.runs.run import CHANGEABLE_ON_RESUME, Run, RunConfig, open_run, refuse_other_arguments
@@ -99,7 +98,7 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
 
 def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[..., Evaluation]]:
     """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by the task's
-    rules, with or without an `OnResponseEnd`."""
+    rules."""
     task, sampling = find_task(args.task, args.data), eval_sampling(args, n)
     rule = find_rule(args.evaluation_rule, args.reward_timeout)
     problems = prompted(task.test_problems(args.dataset_path, args.max_problems), args.prompt or task.prompt, tokenizer)
@@ -117,7 +116,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     """Fine-tune --model on `check_sft`'s demonstrations (`train_sft`); returns the evaluation on the test problems."""
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
-    tokenizer, context = load_tokenizer(base), context_length(load_config(base))
+    tokenizer, context = load_tokenizer(base), load_config(base).max_position_embeddings
     problems, evaluate = evaluation(args, tokenizer)
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)  # refuses long ones now
     splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
@@ -133,8 +132,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
 
 
 def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
-    """A new run's folder beside --sft_base, or an unfinished one of the same arguments and `data` that no process is at work
-    in."""
+    """A new run's folder beside --sft_base, or an unfinished one of the same arguments and `data` that no process has."""
     target, digest = Path(args.sft_base), hashlib.sha256(repr((data.train, data.validation)).encode()).hexdigest()
     config = configuration(
         RunConfig, args, command="sft", output_dir=str(target.parent), default_name=f"{target.name}_unfinished",
@@ -273,8 +271,8 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
     """Maximum tokens of a prompt and its response in an update. Raises `UserError` for a prompt beyond the context."""
     known = problems if isinstance(source.problems, Endless) else [*source.problems, *problems]
     longest_response = max(args.max_new_tokens, args.eval_max_new_tokens)
-    prompts = [problem.prompt for problem in known]
-    encoded = encode_prompts(tokenizer, prompts, context_length(load_config(base)), longest_response)
+    prompts, context = [problem.prompt for problem in known], load_config(base).max_position_embeddings
+    encoded = encode_prompts(tokenizer, prompts, context, longest_response)
     return max(map(len, encoded)) + args.max_new_tokens
 
 

@@ -12,8 +12,7 @@ A stage is a command with its flags; `{name}` in a flag is the result of the sta
 
     [stages.student]
     command = "sft"
-    demonstrations = ["{kept}"]
-"""
+    demonstrations = ["{kept}"]"""
 
 import re
 import shlex

@@ -140,8 +140,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Mapp
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """B - A, with its 95 % interval, and the problems on which the mean rewards differ, a row of comparison.jsonl each: the
-    mean reward of each side, and both sides' first completions."""
+    """B - A, with its 95 % interval, and the problems on which mean rewards differ, as rows of comparison.jsonl."""
 
     a: float
     b: float

@@ -71,11 +71,6 @@ def load_tokenizer(model_path: str):
     return tokenizer
 
 
-def context_length(config) -> int:
-    """The most tokens the model takes, prompt and response together."""
-    return config.max_position_embeddings
-
-
 def mlp_width(config) -> int:
     """The hidden units of the widest layer's MLP; GPT-2's config leaves them out where they are four times the hidden size."""
     width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size

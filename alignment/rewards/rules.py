@@ -1,7 +1,6 @@
 """Rules and parts of rewards. A rule says how good a response is, from the response and the ground truth alone; evaluations
 report a rule. A part is a function that a run may add up with weights: ours, the user's own, or TRL's. A negative control is a
-part that has nothing to teach about answers. The reward of a run is a rule, a control, or a weighted sum of parts.
-"""
+part that has nothing to teach about answers. The reward of a run is a rule, a control, or a weighted sum of parts."""
 
 import hashlib
 import math
@@ -133,8 +132,7 @@ class Reward:
     parts: tuple[tuple[str, float, Part], ...] = ()
 
     def score(self, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        """Each problem with its completions and their scores; with parts, "part_<name>" of those that apply is in each
-        score too, and "unscored" where none does."""
+        """Each problem with its completions and their scores, which hold "part_<name>" of parts that apply, or "unscored"."""
         groups = score_groups(problems, completions, self.rule)
         if not self.parts:
             return groups
@@ -153,9 +151,8 @@ class Reward:
 
 def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -> Reward:
     """The reward that --reward names, for a task with these rules: one of them, or `part[:weight]`, several with commas. A part
-    is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's own, package.module:function, whose calls may take
-    `seconds`. Raises `UserError` for any other name, for a rule that is not the task's, and for a part that cannot go with the
-    task's rules."""
+    is one of `PARTS` or `CONTROLS`, a rule, or the user's own package.module:function, whose calls may take `seconds`. Raises
+    `UserError` for any other name, a rule that is not the task's, and a part that cannot go with its rules."""
     if name in rules:
         return Reward(find_rule(name, seconds))
     if name in RULES:

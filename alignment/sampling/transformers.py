@@ -9,7 +9,7 @@ import torch
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
-from alignment.policy.loading import context_length, copy_weights, first_device, load_model, mlp_width
+from alignment.policy.loading import copy_weights, first_device, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
 from alignment.policy.packing import (
@@ -298,7 +298,7 @@ def open_transformers(config: SamplerConfig, tokenizer, policy: Policy | None = 
     dtype = getattr(torch, config.dtype)
     model = policy.model_on(config.device, dtype) if policy is not None else None
     model = load_model(config.model_path, (config.device,), dtype) if model is None else model
-    sampler = TransformersSampler(model, tokenizer, context_length(model.config), config.policy_version)
+    sampler = TransformersSampler(model, tokenizer, model.config.max_position_embeddings, config.policy_version)
     sampler.plain_path |= once("decoding", model, lambda: choose_decoding(sampler))
     return sampler
 

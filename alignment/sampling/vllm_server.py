@@ -16,7 +16,7 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import context_length, load_config, load_weights
+from alignment.policy.loading import load_config, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, NamedTensors, load_proven
 from alignment.sampling.sampler import Completions, SamplerConfig, SamplerLost, check_sampler_url, encode_prompts
@@ -50,7 +50,7 @@ class VLLMServerSampler:
         model_path, dtype = config.model_path, config.dtype
         model_config = load_config(model_path)
         self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
-        self.context = context or context_length(model_config)
+        self.context = context or model_config.max_position_embeddings
         self._timeout, self.dtype = min(config.timeout, CHECK_SECONDS), getattr(torch, dtype)
         self._weights_folder = Path(config.weights_folder).resolve()
         check_sampler_url(config.url, token := os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))

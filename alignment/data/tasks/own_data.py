@@ -5,8 +5,7 @@ the run's prompt template, or a whole "prompt", with a "response" or "completion
 Longer "messages", and a "prompt" and "completion" of messages, are conversations, for the tokenizer's chat template:
 
     {"question": "What is 2 + 3?", "response": " 2 + 3 = 5 </think> <answer> 5 </answer>"}
-    {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]}
-"""
+    {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]}"""
 
 import csv
 import io

@@ -113,16 +113,6 @@ def ask_math_verify(answer: str, truth: str) -> Verdict:
 _ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)  # a failure raises, so it is not cached
 
 
-def math_verify_detail(answer: str, truth: str) -> tuple[bool, str]:
-    """math-verify's verdict on the unchanged texts and its reading of the answer; for audits."""
-    if max(len(answer), len(truth)) > MAX_CHARS:
-        return False, "too long to ask"
-    try:
-        return tuple(WORKERS.submit(_READING, (answer, truth), SECONDS).result())
-    except CallFailed as failure:
-        return False, str(failure)
-
-
 def _harmless(text: str) -> bool:
     """Whether a normalised text is short, complete, of known commands, and without words or large numbers. No equation is:
     math-verify reads `7 = 5` as 5, and takes unsolvable ones for equal. Nor is a relation of numbers: it is no answer."""

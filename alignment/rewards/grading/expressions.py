@@ -1,6 +1,5 @@
-"""The parser of expressions in a subset of maths and LaTeX. The text is hostile: a grammar of our own parses it. It is never
-evaluated as Python nor handed to sympy, whose constructors compute eagerly (`Integer(9)**Integer(9)**...`). Its size is bounded
-here, that of its values in `values.py`."""
+"""The parser of expressions in a subset of maths and LaTeX. The text is hostile: it is never evaluated as Python nor handed to
+sympy, which computes eagerly (`Integer(9)**Integer(9)**...`). Its size is bounded here, that of its values in `values.py`."""
 
 import re
 from collections.abc import Callable
