@@ -38,12 +38,6 @@ PRESETS = Path(__file__).parent / "presets"
 OTHER_NAMES = Path(__file__).parent / "other_names.toml"
 FLAGS = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 
-LossNormalization = Literal[tuple(NORMALIZATIONS)]
-Correction = Literal[tuple(CORRECTIONS)]
-Baseline = Literal[tuple(BASELINES)]
-Deviation = Literal[tuple(DEVIATIONS)]
-KLEstimator = Literal[tuple(KL_ESTIMATORS)]
-OptimizerName = Literal[tuple(OPTIMIZERS)]
 TrackerName = Literal[tuple(TRACKERS)]
 
 Config = TypeVar("Config")
@@ -185,8 +179,7 @@ class RLArgs(Args):
 
     loss_type: str = "grpo_clip"
     """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline; grpo_clip: GRPO; grpo_no_clip:
-    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights, no lost gradient; or your own,
-    package.module:name."""
+    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights, all gradients; or your package.module:name."""
     group_size: int = 8  # Responses sampled for each prompt.
     prompts_per_rollout: int = 32  # Prompts sampled at each step; a rollout has prompts x group size responses.
     num_steps: int = 60  # Rollout steps.
@@ -197,7 +190,7 @@ class RLArgs(Args):
     micro_batch_tokens: int = 0
     """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
-    optimizer: OptimizerName = "adamw"
+    optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
     moments of 2 bytes a parameter, rounded (extra "torchao")."""
     learning_rate: float = 2e-4  # Peak learning rate of AdamW (betas 0.9, 0.95).
@@ -207,22 +200,22 @@ class RLArgs(Args):
     cliprange: float = 0.2  # GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange.
     cliprange_high: float | None = None  # The upper bound, where it is another (DAPO's clip-higher); by default --cliprange.
     dual_clip: float = 0.0  # GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this bound.
-    baseline: Baseline = "group_mean"  # What is subtracted from a reward: the mean of its group, or of the others in it (RLOO).
+    baseline: Literal[tuple(BASELINES)] = "group_mean"  # What is subtracted from a reward: its group's mean, or others' (RLOO).
     normalize_by_std: bool = True  # Divide advantages by a standard deviation.
-    std_of: Deviation = "group"  # Whose: the group's (unbiased, or of the population), or that of all rewards of the rollout.
+    std_of: Literal[tuple(DEVIATIONS)] = "group"  # Whose: the group's (unbiased, or of the population), or of all rewards.
     advantage_eps: float = 1e-6  # Added to that standard deviation.
     beta: float = 0.0  # Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model.
-    kl_estimator: KLEstimator = "k3"  # How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient.
+    kl_estimator: Literal[tuple(KL_ESTIMATORS)] = "k3"  # How that is estimated; k3 is GRPO's, k1 has on average no gradient.
     old_log_probs: Literal["policy", "sampler"] = "policy"
     """Whose log-probs the ratio is to, where a rollout has several updates: the policy's own, by a pass before the first
     of them, or the sampler's, which spares it. Stale rollouts always take the sampler's."""
-    sampler_correction: Correction = "none"
+    sampler_correction: Literal[tuple(CORRECTIONS)] = "none"
     """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
     correction_cap: float = 2.0  # That cap.
     max_refills: int = 0  # Times a step that groups of equal rewards, which teach nothing, give way to other prompts (DAPO).
     overlong_buffer: int = 0  # Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: none.
     skip_unfinished: bool = False  # Leave responses that were cut off at --max_new_tokens out of baselines and updates.
-    loss_normalization: LossNormalization = "sequence_mean"
+    loss_normalization: Literal[tuple(NORMALIZATIONS)] = "sequence_mean"
     """What weighs the same: each sequence, each token, or each token over a constant (sequences x --max_new_tokens)."""
     rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
     max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
@@ -519,8 +512,7 @@ def _with_flags_of_run(cls: type[Config], words: list[str]) -> list[str]:
 
 
 def _refuse(cls: type, words: Sequence[str], mistake: ParseErrorEvent) -> None:
-    """Raise `UserError` for a mistake in the words of a command line that tyro has found. It names the nearest flag or choice
-    that there is, and for a name of TRL or verl what to write instead."""
+    """Raise `UserError` for a mistake that tyro found, with the nearest flag or choice, or ours for a name of TRL or verl."""
     if argument := getattr(mistake, "argument", None):
         name, kind, hints = argument.field.intern_name, argument.lowered.metavar, get_type_hints(cls)
         value = re.search(rf"--{name}[ =](.*?)( --|$)", " ".join(words))

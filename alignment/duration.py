@@ -34,8 +34,7 @@ class Known(NamedTuple):
 
 
 def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, float], refills=0) -> dict[str, np.ndarray]:
-    """Phase -> the busiest device's work, of a step, which samples its groups 1 + `refills` times, an evaluation or a
-    checkpoint."""
+    """Phase -> the busiest device's work: of a step, which samples groups 1 + `refills` times, an evaluation, a checkpoint."""
     run, step, shape, config, kind = prediction.run, prediction.step, prediction.shape, prediction.config, prediction.kind
     devices, updates, samplers = len(prediction.roles.policy), run.updates_per_rollout, prediction.roles.sample
     kinds = (RANKED, machines), (("sharded",), 1), (("layer_split",), 1)

@@ -97,8 +97,7 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
 
 
 def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[..., Evaluation]]:
-    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by the task's
-    rules."""
+    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by the rule."""
     task, sampling = find_task(args.task, args.data), eval_sampling(args, n)
     rule = find_rule(args.evaluation_rule, args.reward_timeout)
     problems = prompted(task.test_problems(args.dataset_path, args.max_problems), args.prompt or task.prompt, tokenizer)
@@ -208,8 +207,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
 
 
 def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Evaluator, int]:
-    """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves no folder.
-    Raises `UserError` for mistakes, if possible before a model loads."""
+    """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves none."""
     with run.clock("warm_start"):
         base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer = load_tokenizer(base)

@@ -205,7 +205,7 @@ def _differing(arms: Sequence[RLArgs]) -> list[str]:
     return [name for name in names if len({getattr(args, name) for args in arms}) > 1]
 
 
-DERIVED = {
+DERIVED = {  # Quantity -> its value, and the arguments that are changed to change it.
     "prompts a step": (lambda args: args.prompts_per_rollout, {"prompts_per_rollout"}),
     "responses a step": (lambda args: args.rollout_size, set()),
     "responses in all": (lambda args: args.rollout_size * args.num_steps, {"num_steps"}),
@@ -215,7 +215,6 @@ DERIVED = {
         lambda args: min(args.train_mini_batch_size or args.rollout_size, args.rollout_size), {"train_mini_batch_size"}
     ),
 }  # fmt: skip
-"""Quantity -> its value, and the arguments that are changed to change it."""
 _EVALUATED = frozenset({"reward", "sampling_temperature", "sampling_top_p", "sampling_top_k", "max_new_tokens", "prompt"})
 
 

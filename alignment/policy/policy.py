@@ -108,13 +108,12 @@ class Policy(Protocol):
         """Read what `save_optimizer` of any kind of policy, of any number of processes, wrote."""
 
 
-POLICIES: Mapping[str, str] = {
+POLICIES: Mapping[str, str] = {  # --policy_parallelism -> the policy class; its constructor takes a `PolicyConfig`.
     "single": "alignment.policy.single_device:SingleDevicePolicy",
     "layer_split": "alignment.policy.layer_split:LayerSplitPolicy",
     "replicated": "alignment.policy.sharded:ReplicatedPolicy",
     "sharded": "alignment.policy.sharded:ShardedPolicy",
 }
-"""--policy_parallelism -> the policy class; its constructor takes a `PolicyConfig`."""
 RANKED = ("replicated", "sharded")  # those of one process a device
 
 

@@ -47,8 +47,7 @@ def _score(well_formed: bool, verdict: Verdict | None) -> dict[str, float]:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The text after the last `<answer>` up to the next `</answer>`, or its last \boxed{...} or \fbox{...}. None where the
-    format rule fails or the last `<answer>` is never closed."""
+    r"""The text from the last `<answer>` to its `</answer>`, or its last \boxed or \fbox; None if the format is wrong."""
     if "</think> <answer>" not in response:
         return None
     answer, end, _ = response.rpartition("<answer>")[2].partition("</answer>")

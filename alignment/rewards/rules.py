@@ -24,10 +24,8 @@ RewardFn = Callable[[str, str], Score]  # (response, ground truth) -> score.
 GRADING_THREADS = 8  # each may wait for a worker process that runs math-verify
 
 RULES: Mapping[str, RewardFn] = {
-    "r1_zero": r1_zero_reward_fn,
-    "r1_zero_strict": r1_zero_strict_reward_fn,
-    "countdown": countdown_reward_fn,
-}
+    "r1_zero": r1_zero_reward_fn, "r1_zero_strict": r1_zero_strict_reward_fn, "countdown": countdown_reward_fn,
+}  # fmt: skip
 
 
 def find_rule(name: str, seconds: float | None = None) -> RewardFn:
@@ -205,8 +203,7 @@ def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Com
 
 @contextmanager
 def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callable[[int, str], Future[Score]]]:
-    """Gives a function of a problem's number and a response, which grades that response in a thread: its future score. The
-    grader caches slow verdicts, so scoring the rollout afterwards is fast."""
+    """Yields a function that has a response to a problem, by its number, graded in a thread; scoring then finds it cached."""
     threads = ThreadPoolExecutor(GRADING_THREADS)
     try:
         yield lambda number, text: threads.submit(rule, text, problems[number].ground_truth)

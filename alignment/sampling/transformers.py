@@ -50,7 +50,6 @@ class TransformersSampler:
         self._token_text = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """See `copy_weights`."""
         copy_weights(self.model, named_tensors)
         self.policy_version = version
 
@@ -59,7 +58,6 @@ class TransformersSampler:
         return self.model.dtype
 
     def weight_checksums(self, version: int) -> Held:
-        """See `load_proven`."""
         return {name: ([name], tensor_checksum(tensor, version, self.dtype)) for name, tensor in self.model.named_parameters()}
 
     def close(self) -> None:

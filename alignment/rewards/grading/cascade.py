@@ -95,8 +95,6 @@ def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool 
         return list(threads.map(lambda pair: grade_detail(*pair, fast), pairs))
 
 
-# --- math-verify ------------------------------------------------------------------------------------------
-
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
 _TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"})
 

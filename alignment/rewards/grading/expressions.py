@@ -41,8 +41,7 @@ _INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name
 FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
 _COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS}
 _COMMANDS |= set("pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split())
-# Names that need no backslash.
-NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
+NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}  # that need no backslash
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
 _TOKEN = re.compile(
     rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|"
