@@ -154,9 +154,7 @@ class SFTArgs(Args):
 
     num_steps: int = 1000  # Optimiser steps.
     batch_size: int = 64  # Sequences an optimiser step.
-    micro_batch_tokens: int = 0
-    """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
-    memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
+    micro_batch_tokens: int = 0  # Tokens computed at once, in micro-batches; 0: what the free memory allows.
     demonstrations: tuple[str, ...] = ()  # Files of questions (or prompts) with responses; by default the task's own.
     curriculum: bool = False  # Take the demonstrations in the task's own order instead of shuffling them.
     learning_rate: float = 3e-3  # Peak learning rate of AdamW.
@@ -351,8 +349,7 @@ class SweepOptions:
     strict: bool = False  # Take the design's warnings for errors.
     dry_run: bool = False  # Print the design, and train nothing.
     until_decided: bool = False
-    """After the runs, add a seed at a time to the arms of every undecided pair, until each is decided or has --max_seeds. The
-    chance of a false verdict is shared among the looks that this takes."""
+    """After the runs, add seeds to undecided pairs until all are decided or have --max_seeds; looks share the error rate."""
     question: tuple[str, ...] = ()
     """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
     max_seeds: int = 10  # Seeds an arm may get.
@@ -383,8 +380,7 @@ class SweepOptions:
         return {name: int(value) if str(value).isdigit() else value for name, value in given.items() if value is not None}
 
 
-# Those that the sweep sets itself, or that a run places anew on the devices it is given.
-NOT_SWEPT = frozenset(
+NOT_SWEPT = frozenset(  # set by the sweep itself, or placed anew on the devices that a run is given
     """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device
     eval_device gpu_memory_utilization sampler_tensor_parallel""".split()
 )

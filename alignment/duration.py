@@ -20,8 +20,7 @@ from alignment.prediction import Prediction, if_it_fits, predict
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl
 
-# Factors by which an estimate may be off: of a single run, of several at least, and for each e-fold of size off the nearest.
-ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1
+ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1  # factors to be off by: of one run, at least of several, for an e-fold of size
 
 
 class Known(NamedTuple):

@@ -101,8 +101,7 @@ def label(model: str) -> str:
 
 
 def report(args: EvaluateArgs, tasks: Mapping[str, Args], path: Path, rows: list, groups: list, console: Console) -> None:
-    """Print one table of all evaluations, and write summary.json: of two models that are compared their difference, else all
-    records, which are also written in the shapes of other programs."""
+    """Print one table, and write summary.json: the difference of two models, or all records, also in other programs' shapes."""
     from alignment.evaluation import accuracy
 
     entries = benchmarks.ENTRIES if args.eval_tasks else {}

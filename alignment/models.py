@@ -54,8 +54,7 @@ def make_policy(args: Args, base: str, checkpoint: Path | None = None) -> Policy
 def kind_of_policy(
     args: Args, base: str, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1
 ) -> tuple[tuple[str, ...], str]:
-    """The policy's devices on this machine, and its --policy_parallelism where that is "auto". `num_gpus`, `memory` (bytes of a
-    device) and `machines` plan for others than this one."""
+    """The policy's devices, and its kind where that is "auto". `num_gpus`, `memory` (bytes) and `machines` plan for others."""
     devices = roles_of(args, num_gpus).policy
     if args.policy_parallelism in RANKED or args.policy_parallelism == "auto" and (args.policy_ranks or PROCESSES):
         devices = devices_of_ranks(args, devices)
@@ -97,7 +96,7 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
 
 
 def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[..., Evaluation]]:
-    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by the rule."""
+    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by its rules."""
     task, sampling = find_task(args.task, args.data), eval_sampling(args, n)
     rule = find_rule(args.evaluation_rule, args.reward_timeout)
     problems = prompted(task.test_problems(args.dataset_path, args.max_problems), args.prompt or task.prompt, tokenizer)
@@ -105,8 +104,7 @@ def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Ca
 
 
 def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:
-    """The policy's `device_map` for `from_pretrained`, module name -> device: balanced by bytes over the devices that no other
-    role has (`placement.partition_layers`). `num_gpus` plans for another machine."""
+    """The policy's `device_map` for `from_pretrained`, module -> device, balanced by bytes; `num_gpus`: of another machine."""
     config = load_config(resolve_model(args.model, args.output_dir))
     return partition_layers(ModelShape.from_config(config), roles_of(args, num_gpus).policy)
 

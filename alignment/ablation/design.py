@@ -16,8 +16,7 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 
 ALPHA = 0.05  # chance that any verdict of a sweep is false
-# Arguments that decide where, how fast or how often something is computed, and never its value.
-BOOKKEEPING = NOT_SWEPT | {
+BOOKKEEPING = NOT_SWEPT | {  # which decide where, how fast or how often something is computed, never its value
     "seed", "sampler_url", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints",
     "max_sampler_mismatch", "policy_parallelism", "reward_timeout",
 }  # fmt: skip

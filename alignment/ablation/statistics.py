@@ -316,8 +316,7 @@ def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie
 
 
 def _look(scores_NAS: np.ndarray, weights_A: np.ndarray, family: int, alpha: float) -> tuple[np.ndarray, np.ndarray]:
-    """For N simulated tables, the error of the contrast and how large a difference must be for a verdict: the rule of
-    `statistics.compare` for the contrast with the smallest p value, where no run is missing."""
+    """For N simulated tables, the contrast's error, and the difference that makes a verdict, by the rule of `compare`."""
     arms, seeds = scores_NAS.shape[1:]
     residuals = scores_NAS - scores_NAS.mean(1, keepdims=True) - scores_NAS.mean(2, keepdims=True)
     squares_NA = ((residuals + scores_NAS.mean((1, 2), keepdims=True)) ** 2).sum(2)

@@ -58,8 +58,7 @@ def group_advantages(raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1
     if raw_rewards_B1.shape[0] % config.group_size:
         raise ValueError(f"{raw_rewards_B1.shape[0]} rewards are not whole groups of {config.group_size}")
     counted_B1 = torch.ones_like(raw_rewards_B1, dtype=torch.bool) if counted_B1 is None else counted_B1
-    # In float64 the mean of equal float32 rewards is exact, so their advantages are exactly 0.
-    rewards_B1 = raw_rewards_B1.double()
+    rewards_B1 = raw_rewards_B1.double()  # in which the mean of equal float32 rewards is exact: advantages are exactly 0
     rewards_PG, counted_PG = (einx.id("(p g) 1 -> p g", t, g=config.group_size) for t in (rewards_B1, counted_B1))
     number_P1 = counted_PG.sum(dim=1, keepdim=True)
     mean_P1 = rewards_PG.where(counted_PG, 0).sum(dim=1, keepdim=True) / number_P1.clamp(min=1)

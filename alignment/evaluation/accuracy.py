@@ -173,8 +173,7 @@ def write_comparison(comparison: PairedDifference, names: Sequence[str], folder:
 
 
 def write_results(folder: Path, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
-    """Write each model's rows of `print_table` in the shapes and places of lm-evaluation-harness and lighteval:
-    lm_eval/MODEL/results_TIME.json and lighteval/results/MODEL/results_TIME.json."""
+    """Write each model's rows in the shapes of lm-evaluation-harness (in lm_eval/) and of lighteval (in lighteval/results/)."""
     now = datetime.now(UTC)
     for model, place in itertools.product(dict.fromkeys(row["model"] for row in rows), ("lm_eval", "lighteval/results")):
         file = folder / place / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"

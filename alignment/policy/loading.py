@@ -99,8 +99,7 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, pr
 def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | None = None) -> PreTrainedModel:
     """A model on the CPU, with our attention where its family can have another than its own."""
     family = AutoModelForCausalLM._model_mapping[type(load_config(model_path))]
-    # The newer families look their attention up in transformers' table.
-    attention = ATTENTION if family._supports_attention_backend else OWN_ATTENTION
+    attention = ATTENTION if family._supports_attention_backend else OWN_ATTENTION  # newer ones look theirs up in a table
 
     def make(model, config):  # each weight is loaded in the type that it is made with
         family.__init__(model, config)

@@ -29,8 +29,7 @@ RULES: Mapping[str, RewardFn] = {
 
 
 def find_rule(name: str, seconds: float | None = None) -> RewardFn:
-    """The rule `name` of `RULES`, or the user's own, a `UsersFunction` of a response and its ground truth, as
-    package.module:function, whose calls may take `seconds`. Raises `UserError` for any other name."""
+    """The rule `name` of `RULES`, or the user's package.module:function, whose calls take up to `seconds`; else `UserError`."""
     rule = find("--reward", name, RULES)
     return rule if name in RULES else users_function(name, seconds).score
 
@@ -41,8 +40,7 @@ def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
 
 
 def random_reward(response: str, ground_truth: str) -> float:
-    """0 or 1, as a hash of the response and the ground truth decides, so that a run can be repeated. The same response to the
-    same problem always gets the same reward, so with few enough problems it could be learnt."""
+    """0 or 1, by a hash of response and ground truth, so that a run can be repeated; of few problems it could be learnt."""
     return float(hashlib.sha256(f"{ground_truth}\0{response}".encode("utf-8", "surrogatepass")).digest()[0] & 1)
 
 
@@ -212,8 +210,7 @@ def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callab
 
 
 def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, float]:
-    """The mean reward under each rule of the task, the mean of each part, and the number of gradings that failed. Verdicts are
-    cached, so this costs little after the scoring."""
+    """Mean reward under each of a task's rules (verdicts are cached), mean of each part, and number of failed gradings."""
     pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     parts = dict.fromkeys(name for score in scores for name in score if name.startswith("part_"))

@@ -86,8 +86,7 @@ class Run:
         for damage in damages:
             self._print(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
         run_folder.put_aside(self.path, after=step)
-        # These belong to the end of a shorter run. Its last checkpoint still has the model.
-        summary.unlink(missing_ok=True)
+        summary.unlink(missing_ok=True)  # of a shorter run, whose last checkpoint still has the model
         shutil.rmtree(self.path / "final", ignore_errors=True)
         self.step = self.resumed_at = step
 

@@ -42,11 +42,10 @@ def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, 
     for label, record in zip(("before", "after"), changed, strict=True):
         console.print(f"  {label}: <think>{printable(record['text'])}", markup=False, highlight=False)
     console.print(f"learning curve: {path / 'learning_curve.png'}\nmodel: {path / 'final'}", markup=False)
-    # Last, because a run with a summary counts as finished.
     summary = {"before": before, "after": after, "steps": len(metrics), "seconds": total, **facts}
     summary["warnings"] = Counter(name for m in metrics for name in m["warnings"])  # in how many steps each
     summary |= {key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")}
-    write_json(path / "summary.json", summary)
+    write_json(path / "summary.json", summary)  # last, because a run with a summary counts as finished
 
 
 def write_card(folder: Path, run: Path, reproducibility: str) -> None:

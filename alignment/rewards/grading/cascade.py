@@ -26,12 +26,9 @@ FAILURES = ("time-out", "memory", "died", "error")
 """Stages of a failed grading: the reward is 0, and the run counts and reports it."""
 
 
-class Verdict(NamedTuple):
-    """Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or too long), "unread"
-    (no stage could read both texts), or one of `FAILURES` ("error" is a defect of the grader)."""
-
-    equal: bool
-    stage: str
+Verdict = NamedTuple("Verdict", [("equal", bool), ("stage", str)])
+"""Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or too long), "unread" (no
+stage could read both texts), or one of `FAILURES` ("error" is a defect of the grader)."""
 
 
 def grade(answer: str, ground_truth: str, fast: bool = False) -> bool:
@@ -101,7 +98,6 @@ _TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for si
 
 def ask_math_verify(answer: str, truth: str) -> Verdict:
     """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get. Raises `CallFailed`."""
-    # Only where one of the texts has notation that math-verify alone reads, and both are harmless.
     if not PATTERNS.for_math_verify.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
         return Verdict(False, "unread")
     pair = answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)

@@ -32,8 +32,7 @@ def fraction(sign: str, number: str, exponent: str = "", period: str = "") -> Fr
     return value * Fraction(10) ** int(exponent) if exponent else value
 
 
-# A number, the name of a variable or constant (a command with its backslash), or an operation with its operands.
-Node = Fraction | str | tuple
+Node = Fraction | str | tuple  # a number, a name (a command with its backslash), or an operation with its operands
 
 GREEK, CAPITALS = list(TABLES["greek"]), list(TABLES["greek_capitals"])
 TRIGONOMETRIC = "sin cos tan cot sec csc".split()
@@ -48,8 +47,7 @@ _TOKEN = re.compile(
     rf"(?P<other>{PATTERNS.number.pattern}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
 )
 _BRACKETS = ("(", "[", "{")
-# Each opening sign with the closing one, and the function of what stands between them.
-_CLOSING = {
+_CLOSING = {  # opening sign -> the closing one, and the function of what stands between them
     "(": (")", ""), "[": ("]", ""), "{": ("}", ""), "|": ("|", "abs"),
     r"\lfloor": (r"\rfloor", "floor"), r"\lceil": (r"\rceil", "ceil"),
 }  # fmt: skip
