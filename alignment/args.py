@@ -24,9 +24,7 @@ from alignment.core.records import SamplingConfig
 from alignment.data.tasks import DataConfig, find_task
 from alignment.data.tasks.published import PUBLISHED
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.rewards.rules import CONTROLS as CONTROLS
-from alignment.rewards.rules import RULES as RULES
-from alignment.rewards.rules import evaluation_rule
+from alignment.rewards.rules import CONTROLS, RULES, evaluation_rule  # noqa: F401, sweeps and pipelines take them from here
 from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
 from alignment.runs.trackers import TRACKERS
 from alignment.system.errors import UserError

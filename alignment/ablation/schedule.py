@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -32,9 +32,6 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.system.processes import ROOT, end_command, start_command
 from alignment.system.terminal import make_table
-
-if TYPE_CHECKING:  # the statistics load scipy, which a sweep needs only once its runs are done
-    from alignment.ablation.statistics import Comparison
 
 ATTEMPTS = 2  # at each run
 LOST = -1000  # exit code of a job whose machine or worker process is gone
@@ -181,8 +178,8 @@ def _progress(design: Design, state: State) -> str:
     return f"step {steps[-1]['step']} of {design.arms[state.arm].num_steps}, reward {steps[-1]['reward']:.2f}"
 
 
-def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_seeds: int) -> list[State]:
-    """The runs that bring the arms of every undecided comparison to one seed more than any arm has. [] at `max_seeds`, and
+def next_runs(states: Sequence[State], comparisons: Sequence, max_seeds: int) -> list[State]:
+    """The runs that bring the arms of every undecided `Comparison` to one seed more than any arm has. [] at `max_seeds`, and
     where every comparison is decided, has an arm with a failed run, or needs questions rather than seeds."""
     seeds = sorted({state.seed for state in states})
     if len(seeds) >= max_seeds:
