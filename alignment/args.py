@@ -33,6 +33,7 @@ from alignment.system.registry import did_you_mean, find
 from alignment.system.terminal import make_console
 
 PRESETS = Path(__file__).parent / "presets"
+CLAIMS = {file.stem: file for file in sorted((PRESETS.parent / "claims").glob("*.toml"))}
 OTHER_NAMES = Path(__file__).parent / "other_names.toml"
 FLAGS = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 
@@ -392,6 +393,15 @@ SweepArgs = dataclasses.make_dataclass(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class ClaimsArgs(SweepArgs):
+    """List claims of papers with what runs here say of them, and train what is missing. All arms share train_rl's arguments."""
+
+    preset: tuple[str, ...] = ("tiny", "countdown_tiny")  # Named sets of arguments, a task each, that all arms start from.
+    run: tuple[Literal["all", *CLAIMS], ...] = ()  # Claims whose missing runs are trained first; all: every one.
+    report: str = ""  # Folder to write the page to, as claims.md and claims.html; empty: none.
+
+
 def swept_values(args: SweepOptions) -> dict[str, tuple]:
     """The arguments of train_rl that the command line gives, seeds aside, each with its values."""
     names = (f.name for f in dataclasses.fields(RLArgs) if f.name not in NOT_SWEPT and f.name != "seed")
@@ -463,7 +473,7 @@ def parse(cls: type[Config], argv: list[str] | None = None) -> Config:
 
 def _print_help(cls: type, options: Mapping[str, object]) -> None:
     """Print the flags of a command in the groups of flags.toml, without those that play no part in it."""
-    command = (_tables(cls) or ["sweep"])[-1]
+    command = (_tables(cls) or [Path(sys.argv[0]).stem])[-1]
     first, unused = (FLAGS[of].get(command, []) for of in ("first", "unused"))
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         actions = tyro.extras.get_parser(cls, **options)._actions

@@ -1,10 +1,10 @@
 """A run's memory before it starts: its devices, and the peak bytes of each in each phase of a step, from shapes alone."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from rich.console import Console
 
 from alignment.args import RLArgs, configuration, flags_of
 from alignment.checks import EMBEDDED, check_model_path, check_processes, engines_on_shared_gpu, resolve_model, roles_of
+from alignment.data.prompts import prompted
+from alignment.data.tasks import TASKS
 from alignment.models import kind_of_policy
-from alignment.policy.loading import compute_dtype, load_config
+from alignment.policy.loading import compute_dtype, load_config, load_tokenizer
 from alignment.policy.memory import SPARE, DevicePeak, StepShape, peak_bytes, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.parallel_micro_batches import PARALLEL
@@ -25,8 +27,8 @@ from alignment.sampling.sampler import engine_name
 from alignment.system.errors import UserError
 
 PUBLISHED = Path(__file__).parent / "policy" / "published"  # configurations of models on the hub, so that it need not be asked
-PROMPT_TOKENS = 300  # of the longest prompt, where --max_prompt_tokens says nothing; GSM8K's and Countdown's are shorter
-TEST_PROBLEMS = 1319  # where --max_problems takes all: GSM8K's
+GSM8K = (320, 1319)  # tokens of the longest prompt of training, by SmolLM2's tokenizer; test problems
+LONGER = 1.25  # than test problems' longest prompt is the longest of training, at most: SVAMP's, which learns from other sets
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
     config = load_config(base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
     # Ranks on a CPU share the host's memory.
-    step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm", machines)
+    card, vllm = memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm"
+    prompts = prompts_of(run.task, run.dataset_path, run.prompt, base)
+    step = step_shape(run, roles, card, vllm, machines, prompts)
     peaks = peak_bytes(shape, config, roles, step) if memory else []
     return Prediction(run, shape, config, roles, kind, step, peaks)
 
@@ -120,12 +124,24 @@ def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMet
             if (excess := prediction.excess(device)) > 0:
                 missing = f"{device} will lack {excess / 1e9:.1f} of {prediction.capacity(device) / 1e9:.1f} GB"
                 console.print(f"warning: {missing} (`alignment.plan` says which flags help)", style="yellow", soft_wrap=True)
-    return partial(PeakMeter, expected=peaks)
+    return functools.partial(PeakMeter, expected=peaks)
 
 
-def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool, machines: int = 1) -> StepShape:
-    """The `StepShape` of a run on devices of `card` bytes."""
-    prompt, problems = args.max_prompt_tokens or PROMPT_TOKENS, args.max_problems or TEST_PROBLEMS
+@functools.cache
+def prompts_of(task: str, dataset_path: str, prompt: str, base: str) -> tuple[int, int]:
+    """(Tokens of the longest prompt, test problems), of the task, where its files and the tokenizer of the model `base` are on
+    this machine, or else GSM8K's."""
+    if task in TASKS and (Path(base) / "tokenizer.json").is_file():
+        with suppress(UserError):  # the task's files are not here
+            tested, tokenizer = TASKS[task].test_problems(dataset_path), load_tokenizer(base)
+            prompts = [problem.prompt for problem in prompted(tested, prompt or TASKS[task].prompt, tokenizer)]
+            return int(LONGER * max(map(len, tokenizer(prompts)["input_ids"]))), len(tested)
+    return GSM8K
+
+
+def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool, machines: int = 1, prompts=GSM8K) -> StepShape:
+    """The `StepShape` of a run on devices of `card` bytes; `prompts` as from `prompts_of`."""
+    prompt, problems = args.max_prompt_tokens or prompts[0], min(args.max_problems or prompts[1], prompts[1])
     old_policy = args.needs_old_policy and args.policy_parallelism not in RANKED and roles.policy != (roles.reference,)
     rows = min(args.train_mini_batch_size or args.rollout_size, args.rollout_size)
     drawn = args.prompts_per_rollout, args.group_size, args.max_new_tokens

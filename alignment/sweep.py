@@ -17,16 +17,14 @@ from alignment.data.tasks import find_task
 from alignment.policy.speed import hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.system.errors import UserError, run_command
-from alignment.system.files import LOCK, lock_run_folder
-from alignment.system.signals import Interrupted
+from alignment.system.files import LOCK
 from alignment.system.terminal import make_console, make_table
 
 SEED_STD = 0.02  # assumed standard deviation of an arm's accuracy between seeds, for the design's power
 
 
 def main() -> None:
-    args = parse(SweepArgs)
-    console = make_console()
+    args, console = parse(SweepArgs), make_console()
     from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
     design = make_design(args)
     print_design(design, args, console)
@@ -35,18 +33,10 @@ def main() -> None:
     found = {file.name for file in design.folder.glob("*")}
     if found and found.isdisjoint(("sweep.json", LOCK)):
         raise UserError(f"{design.folder} exists and is no sweep's folder; give another --run_name")
-    resources = args.ray_address, args.cpus_per_run, args.gpus_per_run
-    executor = schedule.make_executor(args.executor, *resources, args.slurm_parameters, design.folder)
-    try:
-        design.folder.mkdir(parents=True, exist_ok=True)
-        with lock_run_folder(design.folder):
-            schedule.claim_folder(design, sys.argv)
-            train(design, executor, args, console)
-    except Interrupted:
-        console.print("stopped; the same command continues this sweep")
-        raise
-    finally:
-        executor.close()
+    resources = args.executor, args.ray_address, args.cpus_per_run, args.gpus_per_run, args.slurm_parameters
+    with schedule.working_in(design.folder, resources, console) as executor:
+        schedule.claim_folder(design, sys.argv)
+        train(design, executor, args, console)
 
 
 def make_design(args: SweepOptions) -> Design:

@@ -72,7 +72,7 @@ def test_the_console_command_is_the_command_of_that_name():
 def test_an_unknown_command_is_refused_in_one_line():
     refused = subprocess.run([sys.executable, "-m", "alignment", "trainrl"], cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: trainrl: there is no such command; choose one of download, ")
+    assert refused.stderr.startswith("error: trainrl: there is no such command; choose one of claims, download, ")
     assert refused.stderr.count("\n") == 1
 
 

@@ -85,12 +85,12 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
 
 
 def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str, RLArgs]:
-    """The arms of a TOML file: the values at its top, then the single `values` of the command line, then the arm's own. Raises
-    `UserError`, naming the file, where the file is malformed or an arm cannot work."""
+    """The arms of a TOML file: the values at its top, then the single `values` of the command line, then the arm's own. A table
+    [about] is left out. Raises `UserError`, naming the file, where the file is malformed or an arm cannot work."""
     if several := [name for name, given in values.items() if len(given) > 1]:
         raise UserError(f"--{several[0]}: with --sweep_file the arms are those of the file; give one value, or no file")
     content = read_toml(Path(file), "--sweep_file")
-    arms = content.pop("arms", None)
+    arms, _ = content.pop("arms", None), content.pop("about", None)
     if not isinstance(arms, dict) or not arms or not all(isinstance(arm, dict) for arm in arms.values()):
         raise UserError(f"--sweep_file {file}: needs a table [arms.NAME] for each arm")
     shared = {**content, **{name: given[0] for name, given in values.items()}}
@@ -126,6 +126,11 @@ def _label(key: str, value) -> str:
         return key if value else f"no_{key}"
     text = str(value).replace("/", "-").replace(":", ".")
     return text if isinstance(value, str) and value else f"{key}{text}"
+
+
+def name_of(arm: RLArgs, base: RLArgs) -> str:
+    """A name, fit for a folder, by the arguments in which an arm differs from `base`; "" where it does in none."""
+    return "_".join(_label(name, getattr(arm, name)) for name in _differing((arm, base)))
 
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:

@@ -10,8 +10,8 @@ import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ from alignment.runs.run import CHANGEABLE_ON_RESUME
 from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
-from alignment.system.files import read_json, read_jsonl, write_json
+from alignment.system.files import lock_run_folder, read_json, read_jsonl, write_json
 from alignment.system.processes import ROOT, end_command, start_command
 from alignment.system.terminal import make_table
 
@@ -200,6 +200,19 @@ def make_executor(kind: str, address: str, cpus: int | None, gpus: int | None, s
         raise UserError(f"--executor {kind} needs {package}, which is not installed: start with `uv run --extra {kind} ...`")
     made = {"local": lambda: LocalExecutor(cpus), "ray": lambda: RayExecutor(address, cpus, gpus)}
     return (made | {"slurm": lambda: SlurmExecutor(folder, slurm, cpus)})[kind]()
+
+
+@contextmanager
+def working_in(folder: Path, resources: tuple, console: Console) -> Iterator[Executor]:
+    """Hold the folder's lock, with an executor of these `resources`, the first arguments of `make_executor`."""
+    try:
+        with closing(make_executor(*resources, folder)) as executor:
+            folder.mkdir(parents=True, exist_ok=True)
+            with lock_run_folder(folder):
+                yield executor
+    except signals.Interrupted:
+        console.print("stopped; the same command goes on")
+        raise
 
 
 class LocalExecutor:

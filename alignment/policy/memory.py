@@ -22,12 +22,12 @@ MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight in our own decoding, at most
 STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
-CONTEXT_BYTES = int(0.8e9)  # of a process: CUDA's context, and workspaces of products; on a CPU Python with its libraries
-BFLOAT16_BYTES = int(4e6)  # on a CPU, of kernels for bfloat16, which oneDNN keeps for each length of a response
+CONTEXT_BYTES = {"cpu": int(0.83e9), "cuda": int(0.8e9)}  # Python and its libraries; CUDA's context, workspaces of products
 LIBRARY_BYTES = int(0.12e9)  # on a CPU, of what only ranks and adapters load
+BFLOAT16_BYTES = int(0.2e9)  # on a CPU, of oneDNN's kernels, and the least that comes and goes beside products in bfloat16
 # On a CPU, of what comes and goes in a phase: holes in malloc's heap, which grow with the allocations that live for a moment
 # only, such as those of adapters and of gathered layers. Measured (docs/devices.md).
-SLACK = {"update": 0.15, "adapters": 0.45, "ranks": 0.7, "layers twice": 1.0, "other phases": 0.5}
+SLACK = {"update": 0.19, "adapters": 0.43, "ranks": 0.65, "layers twice": 1.0, "other phases": 0.5}
 SPARE = 0.05  # of a card, which is left to fragmentation
 
 
@@ -205,7 +205,8 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
         for phase, kinds in worst.items():
             kind = "ranks" if ranked else "adapters" if shape.adapters else "layers twice" if checkpointing else "update"
             slack = SLACK[kind if phase == "update" else "other phases"]
-            kinds["margin"] = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0))) + LIBRARY_BYTES * checkpointing
+            passing = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0)))
+            kinds["margin"] = max(passing, BFLOAT16_BYTES * (step.itemsize == 2)) + LIBRARY_BYTES * checkpointing
             if ranked and step.itemsize == 4 and phase in ("update", "old_log_probs"):
                 kinds["margin"] += (5 if roles.eval else 3) * embedding  # as measured; with 16 bits it is not there
     return {phase: kept | kinds for phase, kinds in worst.items()}
@@ -219,8 +220,8 @@ def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen
     entry, trained = OPTIMIZERS[step.optimizer], shape.trained(share.modules) // share.parts
     # Our own decoding reads the policy's weights where these are of the type of its products.
     reads = device == "cpu" and step.itemsize == 4 and share.parts == 1 and share.modules and not shape.adapters
-    kernels, libraries = BFLOAT16_BYTES * step.max_new_tokens * (step.itemsize == 2), ranked or bool(shape.adapters)
-    own = CONTEXT_BYTES + (kernels + LIBRARY_BYTES * libraries) * (device == "cpu")
+    kernels, libraries = BFLOAT16_BYTES * (step.itemsize == 2), LIBRARY_BYTES * (ranked or bool(shape.adapters))
+    own = CONTEXT_BYTES["cpu"] + kernels + libraries if device == "cpu" else CONTEXT_BYTES["cuda"]
     copy = 0 if reads and not ranked else step.itemsize * sum(shape.parameters.values())
     return {
         "weights": shape.state_bytes(share.modules, 4) // share.parts,

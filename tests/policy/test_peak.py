@@ -37,7 +37,11 @@ TINY = Qwen2Config(
     vocab_size=304, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
     tie_word_embeddings=True,
 )  # fmt: skip
-ON_CPU = {"tiny": (TINY, 8e9), "countdown_tiny": (TINY, 8e9), "smollm2_svamp": (SMOLLM2, 16e9)}  # and the host's bytes
+ON_CPU = {  # preset -> its model's shape, the host's bytes, a quarter more tokens than of the longest prompt, test problems
+    "tiny": (TINY, 8e9, (30, 512)),
+    "countdown_tiny": (TINY, 8e9, (26, 212)),
+    "smollm2_svamp": (SMOLLM2, 16e9, (106, 1000)),
+}
 CARDS = {  # preset and model -> its published shape, the GPUs and the bytes of each that the preset's header names
     ("async_gsm8k", ""): (qwen2(1536, 8960, 28, 12), 3, 80e9),
     ("countdown_qwen2.5_3b", ""): (qwen2(2048, 11008, 36, 16), 1, 48.3e9),
@@ -68,10 +72,11 @@ def test_a_presets_header_states_its_peaks(name, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    config, gpus, card = (ON_CPU[name][0], 0, ON_CPU[name][1]) if name in ON_CPU else CARDS[name, ""]
+    config, gpus, card = CARDS.get((name, "")) or (ON_CPU[name][0], 0, ON_CPU[name][1])
+    prompts = {"prompts": ON_CPU[name][2]} if name in ON_CPU else {}
     args = from_preset(RLArgs, name)
     roles = roles_of(args, gpus)
-    step = step_shape(args, roles, card, vllm=gpus > 0 and args.sampler != "transformers")
+    step = step_shape(args, roles, card, vllm=gpus > 0 and args.sampler != "transformers", **prompts)
     peaks = peak_bytes(ModelShape.from_config(config), config, roles, step)
     listed = ", ".join(f"{peak.name} {peak.total / 1e9:.1f}" for peak in peaks)
     line = f"# Peaks by `alignment.plan`, of {card / 1e9:.1f} GB each: {listed}: fits."
