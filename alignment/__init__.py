@@ -29,7 +29,6 @@ if "MALLOC_ARENA_MAX" not in os.environ:
 # Where torchao is installed, transformers imports it, and torch 2.13 warns of how torchao 0.18 registers its enums.
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
-# While `python -m alignment.X` imports, which takes seconds, there is nothing to save: Ctrl-C ends it without a traceback.
-# Then `errors.run_command` takes over.
+# While `python -m alignment.X` imports, for seconds, Ctrl-C ends it without a traceback. Then `errors.run_command` takes over.
 if sys.argv[:1] == ["-m"]:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

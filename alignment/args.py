@@ -24,9 +24,7 @@ from alignment.core.records import SamplingConfig
 from alignment.data.tasks import DataConfig, find_task
 from alignment.data.tasks.published import PUBLISHED
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.rewards.rules import CONTROLS as CONTROLS
-from alignment.rewards.rules import RULES as RULES
-from alignment.rewards.rules import evaluation_rule
+from alignment.rewards.rules import CONTROLS, RULES, evaluation_rule  # noqa: F401, sweeps and pipelines take them from here
 from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
 from alignment.runs.trackers import TRACKERS
 from alignment.system.errors import UserError
@@ -39,12 +37,6 @@ CLAIMS = {file.stem: file for file in sorted((PRESETS.parent / "claims").glob("*
 OTHER_NAMES = Path(__file__).parent / "other_names.toml"
 FLAGS = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 
-LossNormalization = Literal[tuple(NORMALIZATIONS)]
-Correction = Literal[tuple(CORRECTIONS)]
-Baseline = Literal[tuple(BASELINES)]
-Deviation = Literal[tuple(DEVIATIONS)]
-KLEstimator = Literal[tuple(KL_ESTIMATORS)]
-OptimizerName = Literal[tuple(OPTIMIZERS)]
 TrackerName = Literal[tuple(TRACKERS)]
 
 Config = TypeVar("Config")
@@ -161,9 +153,7 @@ class SFTArgs(Args):
 
     num_steps: int = 1000  # Optimiser steps.
     batch_size: int = 64  # Sequences an optimiser step.
-    micro_batch_tokens: int = 0
-    """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
-    memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
+    micro_batch_tokens: int = 0  # Tokens computed at once, in micro-batches; 0: what the free memory allows.
     demonstrations: tuple[str, ...] = ()  # Files of questions (or prompts) with responses; by default the task's own.
     curriculum: bool = False  # Take the demonstrations in the task's own order instead of shuffling them.
     learning_rate: float = 3e-3  # Peak learning rate of AdamW.
@@ -186,8 +176,7 @@ class RLArgs(Args):
 
     loss_type: str = "grpo_clip"
     """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline; grpo_clip: GRPO; grpo_no_clip:
-    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights that keep every token's gradient; or a loss of
-    your own as package.module:name."""
+    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights, all gradients; or your package.module:name."""
     group_size: int = 8  # Responses sampled for each prompt.
     prompts_per_rollout: int = 32  # Prompts sampled at each step; a rollout has prompts x group size responses.
     num_steps: int = 60  # Rollout steps.
@@ -198,7 +187,7 @@ class RLArgs(Args):
     micro_batch_tokens: int = 0
     """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
-    optimizer: OptimizerName = "adamw"
+    optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
     moments of 2 bytes a parameter, rounded (extra "torchao")."""
     learning_rate: float = 2e-4  # Peak learning rate of AdamW (betas 0.9, 0.95).
@@ -208,22 +197,22 @@ class RLArgs(Args):
     cliprange: float = 0.2  # GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 + cliprange.
     cliprange_high: float | None = None  # The upper bound, where it is another (DAPO's clip-higher); by default --cliprange.
     dual_clip: float = 0.0  # GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this bound.
-    baseline: Baseline = "group_mean"  # What is subtracted from a reward: the mean of its group, or of the others in it (RLOO).
+    baseline: Literal[tuple(BASELINES)] = "group_mean"  # What is subtracted from a reward: its group's mean, or others' (RLOO).
     normalize_by_std: bool = True  # Divide advantages by a standard deviation.
-    std_of: Deviation = "group"  # Whose: the group's (unbiased, or of the population), or that of all rewards of the rollout.
+    std_of: Literal[tuple(DEVIATIONS)] = "group"  # Whose: the group's (unbiased, or of the population), or of all rewards.
     advantage_eps: float = 1e-6  # Added to that standard deviation.
     beta: float = 0.0  # Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model.
-    kl_estimator: KLEstimator = "k3"  # How that divergence is estimated; k3 is GRPO's, and k1 has on average no gradient.
+    kl_estimator: Literal[tuple(KL_ESTIMATORS)] = "k3"  # How that is estimated; k3 is GRPO's, k1 has on average no gradient.
     old_log_probs: Literal["policy", "sampler"] = "policy"
     """Whose log-probs the ratio is to, where a rollout has several updates: the policy's own, by a pass before the first
     of them, or the sampler's, which spares it. Stale rollouts always take the sampler's."""
-    sampler_correction: Correction = "none"
+    sampler_correction: Literal[tuple(CORRECTIONS)] = "none"
     """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
     correction_cap: float = 2.0  # That cap.
     max_refills: int = 0  # Times a step that groups of equal rewards, which teach nothing, give way to other prompts (DAPO).
     overlong_buffer: int = 0  # Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: none.
     skip_unfinished: bool = False  # Leave responses that were cut off at --max_new_tokens out of baselines and updates.
-    loss_normalization: LossNormalization = "sequence_mean"
+    loss_normalization: Literal[tuple(NORMALIZATIONS)] = "sequence_mean"
     """What weighs the same: each sequence, each token, or each token over a constant (sequences x --max_new_tokens)."""
     rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
     max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
@@ -359,8 +348,7 @@ class SweepOptions:
     strict: bool = False  # Take the design's warnings for errors.
     dry_run: bool = False  # Print the design, and train nothing.
     until_decided: bool = False
-    """After the runs, add a seed at a time to the arms of every undecided pair, until each is decided or has --max_seeds. The
-    chance of a false verdict is shared among the looks that this takes."""
+    """After the runs, add seeds to undecided pairs until all are decided or have --max_seeds; looks share the error rate."""
     question: tuple[str, ...] = ()
     """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
     max_seeds: int = 10  # Seeds an arm may get.
@@ -391,8 +379,7 @@ class SweepOptions:
         return {name: int(value) if str(value).isdigit() else value for name, value in given.items() if value is not None}
 
 
-# Those that the sweep sets itself, or that a run places anew on the devices it is given.
-NOT_SWEPT = frozenset(
+NOT_SWEPT = frozenset(  # set by the sweep itself, or placed anew on the devices that a run is given
     """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device
     eval_device gpu_memory_utilization sampler_tensor_parallel""".split()
 )
@@ -529,8 +516,7 @@ def _with_flags_of_run(cls: type[Config], words: list[str]) -> list[str]:
 
 
 def _refuse(cls: type, words: Sequence[str], mistake: ParseErrorEvent) -> None:
-    """Raise `UserError` for a mistake in the words of a command line that tyro has found. It names the nearest flag or choice
-    that there is, and for a name of TRL or verl what to write instead."""
+    """Raise `UserError` for a mistake that tyro found, with the nearest flag or choice, or ours for a name of TRL or verl."""
     if argument := getattr(mistake, "argument", None):
         name, kind, hints = argument.field.intern_name, argument.lowered.metavar, get_type_hints(cls)
         value = re.search(rf"--{name}[ =](.*?)( --|$)", " ".join(words))

@@ -12,14 +12,15 @@ from alignment.core.records import Endless, Problem
 from alignment.data.prompts import chat_turns, read_template
 from alignment.data.tasks import Task, find_task, own_data
 from alignment.policy.placement import Roles, assign_roles
-from alignment.policy.policy import RANKED, check_parallelism
+from alignment.policy.policy import POLICIES, RANKED
 from alignment.rewards.rules import find_reward, try_reward
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
-from alignment.system.torchrun import PROCESSES, PROCESSES_HERE, may_have_started_before
+from alignment.system.registry import find
+from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
 EMBEDDED = ("tiny", "tiny_student", "smollm2")  # which `alignment.data.embedded` builds without a download
 
@@ -105,8 +106,10 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
 
 
 def resumed_if_restarted(args: RLArgs) -> RLArgs:
-    """The arguments, with --resume where torchrun may have started this command before and its run is there."""
-    if may_have_started_before(bool(args.run_name)) and not args.resume:
+    """The arguments, with --resume where torchrun may have started this command before and its run is there. It starts all
+    ranks again after one is lost, but tells only the machine that lost it, so a run with a --run_name goes on where it is."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if "TORCHELASTIC_RUN_ID" in os.environ and (args.run_name or restarted) and not args.resume:
         with suppress(UserError):
             resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
             return dataclasses.replace(args, resume=True)
@@ -155,7 +158,7 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
 
 def check_processes(args: Args, kind: str) -> None:
     """Raise `UserError` for an unknown kind of policy, several processes of one that is one, and 8-bit moments in several."""
-    check_parallelism(kind)
+    find("--policy_parallelism", kind, {"auto": "", **POLICIES}, wrap=lambda policy_class: policy_class)
     asked = [f"--{flag} {number}" for flag in ("machines", "policy_ranks") if (number := getattr(args, flag, 1)) > 1]
     many = asked or [f"torchrun has started {PROCESSES} processes"] * (PROCESSES > 1)
     if many and kind in ("single", "layer_split"):

@@ -20,8 +20,7 @@ from alignment.prediction import Prediction, if_it_fits, predict
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl
 
-# Factors by which an estimate may be off: of a single run, of several at least, and for each e-fold of size off the nearest.
-ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1
+ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1  # factors to be off by: of one run, at least of several, for an e-fold of size
 
 
 class Known(NamedTuple):
@@ -34,8 +33,7 @@ class Known(NamedTuple):
 
 
 def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, float], refills=0) -> dict[str, np.ndarray]:
-    """Phase -> the work of the busiest device, of a step, which samples its groups 1 + `refills` times, an evaluation or a
-    checkpoint."""
+    """Phase -> the busiest device's work: of a step, which samples groups 1 + `refills` times, an evaluation, a checkpoint."""
     run, step, shape, config, kind = prediction.run, prediction.step, prediction.shape, prediction.config, prediction.kind
     devices, updates, samplers = len(prediction.roles.policy), run.updates_per_rollout, prediction.roles.sample
     kinds = (RANKED, machines), (("sharded",), 1), (("layer_split",), 1)

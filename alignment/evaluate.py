@@ -77,7 +77,7 @@ def main() -> None:
 def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console) -> Iterator:
     """Load each model, sample its answers to the problems of each task, and grade them. Yields (model, task, `Evaluation`)."""
     from alignment.models import evaluation, make_sampler
-    from alignment.policy.loading import context_length, load_config, load_tokenizer
+    from alignment.policy.loading import load_config, load_tokenizer
     from alignment.sampling.sampler import encode_prompts, engine_name
 
     for model in models:
@@ -85,7 +85,8 @@ def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[st
         tokenizer = load_tokenizer(model_path)
         parts = {name: evaluation(of_task, tokenizer, args.num_samples) for name, of_task in tasks.items()}
         prompts = [problem.prompt for problems, _ in parts.values() for problem in problems]
-        encode_prompts(tokenizer, prompts, context_length(load_config(model_path)), args.max_new_tokens)  # refuses long ones
+        context = load_config(model_path).max_position_embeddings
+        encode_prompts(tokenizer, prompts, context, args.max_new_tokens)  # refuses long ones
         with closing(make_sampler(args, model_path, (roles_of(args).eval,), tokenizer)) as sampler:
             for name, (problems, evaluate) in parts.items():
                 status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
@@ -100,8 +101,7 @@ def label(model: str) -> str:
 
 
 def report(args: EvaluateArgs, tasks: Mapping[str, Args], path: Path, rows: list, groups: list, console: Console) -> None:
-    """Print one table of all evaluations, and write summary.json: of two models that are compared their difference, else all
-    records, which are also written in the shapes of other programs."""
+    """Print one table, and write summary.json: the difference of two models, or all records, also in other programs' shapes."""
     from alignment.evaluation import accuracy
 
     entries = benchmarks.ENTRIES if args.eval_tasks else {}

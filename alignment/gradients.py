@@ -2,11 +2,8 @@
 
 uv run -m alignment.gradients --preset tiny"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -15,9 +12,6 @@ from alignment.checks import check_rl, roles_of
 from alignment.core.losses import LOSSES
 from alignment.system.errors import UserError, run_command
 from alignment.system.terminal import make_console, make_table
-
-if TYPE_CHECKING:
-    from alignment.training.microscope import Estimator, Statistics
 
 
 def main() -> None:
@@ -30,8 +24,8 @@ def main() -> None:
     print_statistics(look(rl, args, console), console)
 
 
-def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple[Estimator, Statistics]]:
-    """Sample the rollouts and look at every estimator. Raises `UserError` where no response is right, or memory is short."""
+def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple]:
+    """Each `Estimator`, `Statistics` of sampled rollouts. Raises `UserError` where no response is right, or memory is short."""
     from rich.progress import track
 
     from alignment.core.tokens import pad_token_id
@@ -56,8 +50,8 @@ def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple[Estima
     return list(track(inspected, "looking", total=len(planned), console=console, transient=True))
 
 
-def print_statistics(inspected: Iterable[tuple[Estimator, Statistics]], console: Console) -> None:
-    """A row for each estimator."""
+def print_statistics(inspected: Iterable[tuple], console: Console) -> None:
+    """Print a row for each estimator that `look` returns."""
     numbers = ("group", "norm", "spread", "SNR", "cosine", "ESS", "silent")
     rows = []
     for e, s in inspected:

@@ -19,13 +19,12 @@ from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
-from alignment.policy.frozen import FrozenModel
-from alignment.policy.loading import compute_dtype, context_length, load_config, load_tokenizer, make_deterministic
+from alignment.policy.frozen import FrozenModel, ReferenceProcess
+from alignment.policy.loading import compute_dtype, load_config, load_tokenizer, make_deterministic
 from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
-from alignment.policy.reference_model import ReferenceProcess
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.source import AheadRollouts, RolloutSource, SyncRollouts, collate_groups, open_source
 from alignment.runs.run import CHANGEABLE_ON_RESUME, Run, RunConfig, open_run, refuse_other_arguments
@@ -55,8 +54,7 @@ def make_policy(args: Args, base: str, checkpoint: Path | None = None) -> Policy
 def kind_of_policy(
     args: Args, base: str, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1
 ) -> tuple[tuple[str, ...], str]:
-    """The policy's devices on this machine, and its --policy_parallelism where that is "auto". `num_gpus`, `memory` (bytes of a
-    device) and `machines` plan for others than this one."""
+    """The policy's devices, and its kind where that is "auto". `num_gpus`, `memory` (bytes) and `machines` plan for others."""
     devices = roles_of(args, num_gpus).policy
     if args.policy_parallelism in RANKED or args.policy_parallelism == "auto" and (args.policy_ranks or PROCESSES):
         devices = devices_of_ranks(args, devices)
@@ -98,8 +96,7 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
 
 
 def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[..., Evaluation]]:
-    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by the task's
-    rules, with or without an `OnResponseEnd`."""
+    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by its rules."""
     task, sampling = find_task(args.task, args.data), eval_sampling(args, n)
     rule = find_rule(args.evaluation_rule, args.reward_timeout)
     problems = prompted(task.test_problems(args.dataset_path, args.max_problems), args.prompt or task.prompt, tokenizer)
@@ -107,8 +104,7 @@ def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Ca
 
 
 def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:
-    """The policy's `device_map` for `from_pretrained`, module name -> device: balanced by bytes over the devices that no other
-    role has (`placement.partition_layers`). `num_gpus` plans for another machine."""
+    """The policy's `device_map` for `from_pretrained`, module -> device, balanced by bytes; `num_gpus`: of another machine."""
     config = load_config(resolve_model(args.model, args.output_dir))
     return partition_layers(ModelShape.from_config(config), roles_of(args, num_gpus).policy)
 
@@ -117,7 +113,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     """Fine-tune --model on `check_sft`'s demonstrations (`train_sft`); returns the evaluation on the test problems."""
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
-    tokenizer, context = load_tokenizer(base), context_length(load_config(base))
+    tokenizer, context = load_tokenizer(base), load_config(base).max_position_embeddings
     problems, evaluate = evaluation(args, tokenizer)
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)  # refuses long ones now
     splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
@@ -133,8 +129,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
 
 
 def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
-    """A new run's folder beside --sft_base, or an unfinished one of the same arguments and `data` that no process is at work
-    in."""
+    """A new run's folder beside --sft_base, or an unfinished one of the same arguments and `data` that no process has."""
     target, digest = Path(args.sft_base), hashlib.sha256(repr((data.train, data.validation)).encode()).hexdigest()
     config = configuration(
         RunConfig, args, command="sft", output_dir=str(target.parent), default_name=f"{target.name}_unfinished",
@@ -210,8 +205,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
 
 
 def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Evaluator, int]:
-    """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves no folder.
-    Raises `UserError` for mistakes, if possible before a model loads."""
+    """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves none."""
     with run.clock("warm_start"):
         base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
@@ -273,8 +267,8 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
     """Maximum tokens of a prompt and its response in an update. Raises `UserError` for a prompt beyond the context."""
     known = problems if isinstance(source.problems, Endless) else [*source.problems, *problems]
     longest_response = max(args.max_new_tokens, args.eval_max_new_tokens)
-    prompts = [problem.prompt for problem in known]
-    encoded = encode_prompts(tokenizer, prompts, context_length(load_config(base)), longest_response)
+    prompts, context = [problem.prompt for problem in known], load_config(base).max_position_embeddings
+    encoded = encode_prompts(tokenizer, prompts, context, longest_response)
     return max(map(len, encoded)) + args.max_new_tokens
 
 

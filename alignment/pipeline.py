@@ -12,20 +12,19 @@ A stage is a command with its flags; `{name}` in a flag is the result of the sta
 
     [stages.student]
     command = "sft"
-    demonstrations = ["{kept}"]
-"""
+    demonstrations = ["{kept}"]"""
 
 import re
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, flags_of, parse, preset_names
+from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, flags_of, parse
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import lock_run_folder, read_json, read_toml, write_json
 from alignment.system.processes import last_line, start_command
@@ -33,25 +32,15 @@ from alignment.system.terminal import make_console, make_table
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
 SET_BY_PIPELINE = {"rejection_sample": {"output"}, "sft": {"sft_base"}, "train_rl": {"run_name", "resume"}}
-COLUMNS = {
-    "stage": "{stage}",
-    "accuracy": "{avg_all_rewards:.3f}",
+COLUMNS = {  # Heading -> the cell, from an evaluation's record.
+    "stage": "{stage}", "accuracy": "{avg_all_rewards:.3f}",
     "95 %": "{avg_all_rewards_ci[0]:.3f} .. {avg_all_rewards_ci[1]:.3f}",
-    "format": "{avg_format_rewards:.3f}",
-    "tokens": "{response_length:.1f}",
-}
-"""Heading -> the cell, from an evaluation's record."""
+    "format": "{avg_format_rewards:.3f}", "tokens": "{response_length:.1f}",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A command with its flags, its `result` (a model or a file), and `done`, a path that exists once it has ended well."""
-
-    name: str
-    command: str
-    flags: tuple[str, ...]
-    result: str
-    done: Path
+Stage = NamedTuple("Stage", [("name", str), ("command", str), ("flags", tuple[str, ...]), ("result", str), ("done", Path)])
+"""A command with its flags, its `result` (a model or a file), and `done`, a path that exists once it has ended well."""
 
 
 def read_stages(file: Path, folder: Path) -> list[Stage]:
@@ -59,8 +48,6 @@ def read_stages(file: Path, folder: Path) -> list[Stage]:
     values = read_toml(file, "--file")
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
     shared.setdefault("preset", "tiny")
-    if shared["preset"] not in preset_names():
-        raise UserError(f"--file {file}: preset {shared['preset']!r}: choose one of {', '.join(preset_names())}")
     tables = values.get("stages")
     if not isinstance(tables, dict) or not tables:
         raise UserError(f"--file {file}: has no [stages.NAME]")

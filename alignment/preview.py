@@ -6,7 +6,7 @@ from alignment.args import EvaluateArgs, RLArgs, SFTArgs
 from alignment.checks import resolve_model
 from alignment.core.records import Completion, Problem
 from alignment.models import evaluation, examples
-from alignment.policy.loading import context_length, load_config, load_tokenizer
+from alignment.policy.loading import load_config, load_tokenizer
 from alignment.rewards.rules import Reward, find_rule
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import open_source
@@ -39,6 +39,6 @@ def preview_demonstrations(args: SFTArgs, demonstrations: Sequence[tuple[Problem
     """Print the first demonstrations, their prompts and their trained tokens apart."""
     model = resolve_model(args.model, args.output_dir)
     tokenizer, shown = load_tokenizer(model), demonstrations[: args.preview]
-    for prompt, response in examples(args, shown, tokenizer, context_length(load_config(model))):
+    for prompt, response in examples(args, shown, tokenizer, load_config(model).max_position_embeddings):
         print(f"the prompt, {len(prompt)} tokens, not trained:", printable(tokenizer.decode(prompt)), sep="\n")
         print(f"the response, {len(response)} tokens, all trained:", printable(tokenizer.decode(response)), sep="\n")

@@ -17,6 +17,7 @@ from alignment.data.tasks import find_task
 from alignment.policy.speed import hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.system.errors import UserError, run_command
+from alignment.system.files import LOCK
 from alignment.system.terminal import make_console, make_table
 
 SEED_STD = 0.02  # assumed standard deviation of an arm's accuracy between seeds, for the design's power
@@ -29,7 +30,9 @@ def main() -> None:
     print_design(design, args, console)
     if args.dry_run:
         return
-    schedule.refuse_other_folder(design.folder)
+    found = {file.name for file in design.folder.glob("*")}
+    if found and found.isdisjoint(("sweep.json", LOCK)):
+        raise UserError(f"{design.folder} exists and is no sweep's folder; give another --run_name")
     resources = args.executor, args.ray_address, args.cpus_per_run, args.gpus_per_run, args.slurm_parameters
     with schedule.working_in(design.folder, resources, console) as executor:
         schedule.claim_folder(design, sys.argv)
@@ -64,8 +67,7 @@ def make_design(args: SweepOptions) -> Design:
 
 
 def looks(seeds: int, args: SweepOptions) -> int:
-    """How often verdicts are made: with --until_decided after each further seed up to --max_seeds, else once. The chance of a
-    false verdict is shared evenly among them (Bonferroni)."""
+    """How often verdicts are made, with --until_decided after each seed: they share the chance of a false one (Bonferroni)."""
     return max(0, args.max_seeds - seeds) + 1 if args.until_decided else 1
 
 

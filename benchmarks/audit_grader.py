@@ -47,9 +47,22 @@ def read_completions(file: Path) -> list[Pair]:
     return [(row["text"], row["ground_truth"]) for _, row in read_rows(file, "text", "ground_truth")]
 
 
+def math_verify_detail(answer: str, truth: str) -> tuple[bool, str]:
+    """math-verify's verdict on the unchanged texts and its reading of the answer."""
+    from alignment.rewards.grading.cascade import MAX_CHARS, SECONDS, WORKERS, CallFailed, math_verify_reading
+
+    if max(len(answer), len(truth)) > MAX_CHARS:
+        return False, "too long to ask"
+    try:
+        reading = f"{math_verify_reading.__module__}:{math_verify_reading.__name__}"
+        return tuple(WORKERS.submit(reading, (answer, truth), SECONDS).result())
+    except CallFailed as failure:
+        return False, str(failure)
+
+
 def grade_all(pairs: Sequence[Pair], ended: Callable[[], None] = lambda: None) -> list[dict]:
     """Each distinct pair, after which `ended` is called: how often it occurs, and verdict and reason of each of `GRADERS`."""
-    from alignment.rewards.grading.cascade import WORKERS, grade_detail, math_verify_detail
+    from alignment.rewards.grading.cascade import WORKERS, grade_detail
     from benchmarks.reference_grader import reference_verdict
 
     graders = (grade_detail, math_verify_detail, reference_verdict)

@@ -21,7 +21,7 @@ from alignment.checks import resolve_model
 from alignment.core.records import SamplingConfig
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.policy.loading import context_length, load_config, load_model, load_tokenizer
+from alignment.policy.loading import load_config, load_model, load_tokenizer
 from alignment.sampling.transformers import TransformersSampler
 
 
@@ -96,7 +96,7 @@ def make_vllm(path: str, tokenizer, device: str, dtype: str):
     from alignment.sampling.vllm import VLLMSampler
 
     config = SamplerConfig(path, device, dtype, timeout=3600.0, memory_share=0.4)
-    return VLLMSampler(config, tokenizer, context=min(1024, context_length(load_config(path))))
+    return VLLMSampler(config, tokenizer, context=min(1024, load_config(path).max_position_embeddings))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 
 ALPHA = 0.05  # chance that any verdict of a sweep is false
-# Arguments that decide where, how fast or how often something is computed, and never its value.
-BOOKKEEPING = NOT_SWEPT | {
+BOOKKEEPING = NOT_SWEPT | {  # which decide where, how fast or how often something is computed, never its value
     "seed", "sampler_url", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints",
     "max_sampler_mismatch", "policy_parallelism", "reward_timeout",
 }  # fmt: skip
@@ -210,7 +209,7 @@ def _differing(arms: Sequence[RLArgs]) -> list[str]:
     return [name for name in names if len({getattr(args, name) for args in arms}) > 1]
 
 
-DERIVED = {
+DERIVED = {  # Quantity -> its value, and the arguments that are changed to change it.
     "prompts a step": (lambda args: args.prompts_per_rollout, {"prompts_per_rollout"}),
     "responses a step": (lambda args: args.rollout_size, set()),
     "responses in all": (lambda args: args.rollout_size * args.num_steps, {"num_steps"}),
@@ -220,7 +219,6 @@ DERIVED = {
         lambda args: min(args.train_mini_batch_size or args.rollout_size, args.rollout_size), {"train_mini_batch_size"}
     ),
 }  # fmt: skip
-"""Quantity -> its value, and the arguments that are changed to change it."""
 _EVALUATED = frozenset({"reward", "sampling_temperature", "sampling_top_p", "sampling_top_k", "max_new_tokens", "prompt"})
 
 

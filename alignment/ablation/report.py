@@ -42,8 +42,7 @@ def report(study: Study, folder: Path, console: Console) -> None:
 
 
 def write_report(study: Study, folder: Path) -> list[Path]:
-    """Write report.html, one page without other files, and the same for a paper: report.md, the tables as report.tex and CSV,
-    the figures as SVG and PDF. Returns the paths of the `PAGES`."""
+    """Write report.html, one page without other files, and for a paper Markdown, LaTeX, CSV, SVG and PDF. Returns `PAGES`."""
     facts = contents(study)
     drawn = figures(study, [c for rows in facts["factors"].values() for c in rows] or facts["pairs"])
     (folder / "figures").mkdir(parents=True, exist_ok=True)
@@ -64,21 +63,16 @@ def contents(study: Study) -> dict[str, object]:
     question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?" if varied else "What did training change?"
     run = any_run if len(arms) == len(study.runs) == 1 else None
     return {
-        "run": run,
-        "completions": read_jsonl(run.path / "completions" / f"eval_{run.evals[-1]['step']:06d}.jsonl") if run else [],
-        "question": question,
-        "headline": headline(factors, pairs),
-        "factors": factors,
-        "pairs": _ranked(pairs),
-        "pairs_area": _ranked(decide(study, verdicts.areas(study))),
+        "study": study, "run": run, "question": question, "headline": headline(factors, pairs), "factors": factors,
+        "pairs": _ranked(pairs), "pairs_area": _ranked(decide(study, verdicts.areas(study))),
         "over_tasks": verdicts.over_tasks(study),
+        "completions": read_jsonl(run.path / "completions" / f"eval_{run.evals[-1]['step']:06d}.jsonl") if run else [],
         "fewest": min((len(runs) for runs in study.arms.values() if runs), default=0),
         "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
-        "study": study,
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
         "reproducibility": sorted({reproducibility(run.path) for run in study.runs}),
         "questions": len(set(verdicts.question_groups([any_run]) or any_run.scores.questions)) if any_run else 0,
-    }
+    }  # fmt: skip
 
 
 def arm_rows(study: Study) -> list[dict]:
@@ -87,18 +81,14 @@ def arm_rows(study: Study) -> list[dict]:
     accuracy = {arm: [float(s.mean()) for s in by_seed.values()] for arm, by_seed in scores.items()}
     return [
         {
-            "name": arm,
-            "seeds": sorted(runs),
-            "accuracies": accuracy[arm],
+            "name": arm, "seeds": sorted(runs), "settings": study.varied[arm], "sample": sample_of(runs),
+            "accuracies": accuracy[arm], "margin": half_width(study, arm, scores[arm]),
             "mean": float(np.mean(accuracy[arm])) if runs else math.nan,
             "iqm": interquartile_mean(accuracy[arm]) if runs else math.nan,
-            "margin": half_width(study, arm, scores[arm]),
             "split": np.mean([verdicts.split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
-            "settings": study.varied[arm],
-            "sample": sample_of(runs),
         }
         for arm, runs in study.arms.items()
-    ]
+    ]  # fmt: skip
 
 
 def _ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -129,13 +119,9 @@ def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:
 
 ACCURACY = "avg_all_rewards"
 CURVES = {
-    ACCURACY: "held-out accuracy",
-    "reward": "training reward",
-    "response_length": "response tokens",
-    "entropy": "entropy, nats a token",
-    "clip_fraction": "share of clipped tokens",
-    "grad_norm": "gradient norm",
-}
+    ACCURACY: "held-out accuracy", "reward": "training reward", "response_length": "response tokens",
+    "entropy": "entropy, nats a token", "clip_fraction": "share of clipped tokens", "grad_norm": "gradient norm",
+}  # fmt: skip
 COSTS = {
     "rollout steps": lambda record: 1,
     "sampled tokens": lambda record: record.get("responses", 0) * record.get("response_length", 0),

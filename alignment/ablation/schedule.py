@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -29,12 +29,9 @@ from alignment.runs.run import CHANGEABLE_ON_RESUME
 from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
-from alignment.system.files import LOCK, lock_run_folder, read_json, read_jsonl, write_json
+from alignment.system.files import lock_run_folder, read_json, read_jsonl, write_json
 from alignment.system.processes import ROOT, end_command, start_command
 from alignment.system.terminal import make_table
-
-if TYPE_CHECKING:  # the statistics load scipy, which a sweep needs only once its runs are done
-    from alignment.ablation.statistics import Comparison
 
 ATTEMPTS = 2  # at each run
 LOST = -1000  # exit code of a job whose machine or worker process is gone
@@ -57,12 +54,6 @@ class State:
     @property
     def name(self) -> str:
         return f"{self.arm}_seed{self.seed}"
-
-
-def refuse_other_folder(folder: Path) -> None:
-    """Raise `UserError` where the folder has files but no sweep."""
-    if folder.is_dir() and any(folder.iterdir()) and not {"sweep.json", LOCK} & set(os.listdir(folder)):
-        raise UserError(f"{folder} exists and is no sweep's folder; give another --run_name")
 
 
 def claim_folder(design: Design, command: Sequence[str]) -> None:
@@ -187,8 +178,8 @@ def _progress(design: Design, state: State) -> str:
     return f"step {steps[-1]['step']} of {design.arms[state.arm].num_steps}, reward {steps[-1]['reward']:.2f}"
 
 
-def next_runs(states: Sequence[State], comparisons: Sequence[Comparison], max_seeds: int) -> list[State]:
-    """The runs that bring the arms of every undecided comparison to one seed more than any arm has. [] at `max_seeds`, and
+def next_runs(states: Sequence[State], comparisons: Sequence, max_seeds: int) -> list[State]:
+    """The runs that bring the arms of every undecided `Comparison` to one seed more than any arm has. [] at `max_seeds`, and
     where every comparison is decided, has an arm with a failed run, or needs questions rather than seeds."""
     seeds = sorted({state.seed for state in states})
     if len(seeds) >= max_seeds:
@@ -278,8 +269,7 @@ class RayExecutor:
             signal.signal(signal.SIGTERM, handler)
         gpus = gpus if gpus is not None else int(ray.cluster_resources().get("GPU", 0) > 0)
         self.cpus, self.under_way = cpus or 1, {}
-        # A task is not repeated by Ray: the sweep counts the attempts, and continues the run from its last checkpoint. It
-        # returns the command's exit code; a command ends with the process that has started it.
+        # Not repeated by Ray: the sweep counts attempts, and goes on from the last checkpoint. It returns the exit code.
         task = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_retries=0)
         self.task = task(lambda command, cpus: command(threads=cpus).wait())
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

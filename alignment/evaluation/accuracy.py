@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -31,22 +31,15 @@ SHOWN = 200  # problems of each kind on the page of a comparison
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Scored groups of one size, and their `record`: averages in [0, 1], their 95 % intervals, and what docs/files.md lists."""
-
-    groups: tuple[Group, ...]
-    record: Mapping[str, Any]
+Evaluation = NamedTuple("Evaluation", [("groups", tuple[Group, ...]), ("record", Mapping[str, Any])])
+"""Scored groups of one size, and their `record`: averages in [0, 1], their 95 % intervals, and what docs/files.md lists."""
 
 
 def evaluate_vllm(
-    vllm_model: Sampler,
-    reward_fn: Callable[[str, str], Score],
-    problems: Sequence[Problem],
-    eval_sampling_params: SamplingConfig,
-    rules: Sequence[str] = ("r1_zero", "r1_zero_strict"),
+    vllm_model: Sampler, reward_fn: Callable[[str, str], Score], problems: Sequence[Problem],
+    eval_sampling_params: SamplingConfig, rules: Sequence[str] = ("r1_zero", "r1_zero_strict"),
     on_response_end: OnResponseEnd | None = None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """The evaluation of completions sampled from any `Sampler`, vLLM's or another, one group for each problem. The evaluation's
     record also has the mean reward under each of `rules`. Raises `UserError` without a problem."""
     if not problems:
@@ -60,17 +53,12 @@ def evaluate_vllm(
 def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:
     """Figures, categories, lengths and grading of scored groups, all of one size."""
     found, completions = figures(groups), [completion for group in groups for completion in group.completions]
-    record = {
-        **{metric: figure["value"] for metric, figure in found.items() if not metric.startswith("avg@")},
-        **{f"{name}_ci": found[name]["interval"] for name in AVERAGES},
-        "categories": Counter(category(score) for group in groups for score in group.scores),
-        "response_length": sum(len(c.token_ids) for c in completions) / len(completions),
-        "finished": sum(c.finish_reason == "stop" for c in completions) / len(completions),
-        **grading_report(groups, rules),
-        "problems": len(groups),
-        "seconds": seconds,
-        "figures": found,
-    }
+    record = {metric: figure["value"] for metric, figure in found.items() if not metric.startswith("avg@")}
+    record |= {f"{name}_ci": found[name]["interval"] for name in AVERAGES}
+    record |= {"categories": Counter(category(score) for group in groups for score in group.scores)}
+    record |= {"response_length": sum(len(c.token_ids) for c in completions) / len(completions)}
+    record |= {"finished": sum(c.finish_reason == "stop" for c in completions) / len(completions)}
+    record |= grading_report(groups, rules) | {"problems": len(groups), "seconds": seconds, "figures": found}
     return Evaluation(tuple(groups), record)
 
 
@@ -124,8 +112,7 @@ def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float
 
 
 def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
-    """95 % interval of the mean of scores in [0, 1], where a problem's are correlated: Wilson's (Wilson 1927), which keeps its
-    coverage near 0 and 1, of `effective_sample`."""
+    """Wilson's 95 % interval (Wilson 1927) of the mean of scores in [0, 1], of which a problem's are correlated."""
     p, n = effective_sample(scores_PG)
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -140,8 +127,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Mapp
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """B - A, with its 95 % interval, and the problems on which the mean rewards differ, a row of comparison.jsonl each: the
-    mean reward of each side, and both sides' first completions."""
+    """B - A, with its 95 % interval, and the problems on which mean rewards differ, as rows of comparison.jsonl."""
 
     a: float
     b: float
@@ -175,8 +161,7 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
 
 
 def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path, console: Console) -> Path:
-    """Print the difference with its interval, the first problem won and the first lost. Write comparison.jsonl, a line for each
-    problem won or lost, and comparison.html, which is returned."""
+    """Print the difference, the first problem won and the first lost; write comparison.jsonl and comparison.html, returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
     records = [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes]
     write_jsonl(folder / "comparison.jsonl", records)
@@ -188,8 +173,7 @@ def write_comparison(comparison: PairedDifference, names: Sequence[str], folder:
 
 
 def write_results(folder: Path, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
-    """Write each model's rows of `print_table` in the shapes and places of lm-evaluation-harness and lighteval:
-    lm_eval/MODEL/results_TIME.json and lighteval/results/MODEL/results_TIME.json."""
+    """Write each model's rows in the shapes of lm-evaluation-harness (in lm_eval/) and of lighteval (in lighteval/results/)."""
     now = datetime.now(UTC)
     for model, place in itertools.product(dict.fromkeys(row["model"] for row in rows), ("lm_eval", "lighteval/results")):
         file = folder / place / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
@@ -71,11 +71,6 @@ def load_tokenizer(model_path: str):
     return tokenizer
 
 
-def context_length(config) -> int:
-    """The most tokens the model takes, prompt and response together."""
-    return config.max_position_embeddings
-
-
 def mlp_width(config) -> int:
     """The hidden units of the widest layer's MLP; GPT-2's config leaves them out where they are four times the hidden size."""
     width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
@@ -104,8 +99,7 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, pr
 def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | None = None) -> PreTrainedModel:
     """A model on the CPU, with our attention where its family can have another than its own."""
     family = AutoModelForCausalLM._model_mapping[type(load_config(model_path))]
-    # The newer families look their attention up in transformers' table.
-    attention = ATTENTION if family._supports_attention_backend else OWN_ATTENTION
+    attention = ATTENTION if family._supports_attention_backend else OWN_ATTENTION  # newer ones look theirs up in a table
 
     def make(model, config):  # each weight is loaded in the type that it is made with
         family.__init__(model, config)
@@ -147,55 +141,47 @@ def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> P
     """Before each module's forward, move its inputs to the module's device; hidden states alone come from another GPU. A copy
     between GPUs makes both wait for each other. So positions come from the host and rotary embeddings are computed on every
     device, each once a forward; of anything else that has no gradient a device gets one copy, however many modules ask."""
-    copies = WeakTensorKeyDictionary()
+    # A tensor -> the same on other devices, while the tensor lives: until backward where layers are run again there.
+    copies: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakTensorKeyDictionary()
     devices = list(dict.fromkeys(device_map.values()))
-    model.get_decoder().register_forward_pre_hook(functools.partial(_note_positions, copies, devices), with_kwargs=True)
+
+    def moved(device: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == torch.device(device):
+            return tensor
+        held = {} if tensor.requires_grad else copies.setdefault(tensor, {})
+        if device not in held:
+            held[device] = tensor.to(device, non_blocking=device.startswith("cuda"))
+        return held[device]
+
+    def note_positions(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        if isinstance(packing := kwargs.get("layout"), Packing):
+            copies[kwargs["position_ids"]] = {device: packing.to(device).position_ids_1N for device in devices}
+
+    def move_inputs(device: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return tree_map_only(torch.Tensor, functools.partial(moved, device), (args, kwargs))
+
+    def stand_in(device: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor's copy; of one of floating point, which tells a rotary embedding only a type, one without its values."""
+        if tensor.is_floating_point():
+            return tensor.new_empty(1, device=device).expand(tensor.shape)
+        return moved(device, tensor)
+
+    def compute_elsewhere(replicas: Mapping[str, torch.nn.Module], module, args, kwargs, outputs) -> None:
+        for device, replica in replicas.items():
+            args_there, kwargs_there = tree_map_only(torch.Tensor, functools.partial(stand_in, device), (args, kwargs))
+            elsewhere = replica(*args_there, **kwargs_there)
+            for output, other in zip(tree_leaves(outputs), tree_leaves(elsewhere), strict=True):
+                copies.setdefault(output, {})[device] = other
+
+    model.get_decoder().register_forward_pre_hook(note_positions, with_kwargs=True)
     for name, device in device_map.items():
         module = model.get_submodule(name)
         if not any(True for _ in module.parameters()) and any(True for _ in module.buffers()):  # it computes with positions
             others = [other for other in devices if other != device]
             replicas = {to: copy.deepcopy(module, {id(old): old.to(to) for old in module.buffers()}) for to in others}
-            module.register_forward_hook(functools.partial(_compute_elsewhere, copies, replicas), with_kwargs=True)
-        module.register_forward_pre_hook(functools.partial(_move_inputs, copies, device), with_kwargs=True)
+            module.register_forward_hook(functools.partial(compute_elsewhere, replicas), with_kwargs=True)
+        module.register_forward_pre_hook(functools.partial(move_inputs, device), with_kwargs=True)
     return model
-
-
-Copies = MutableMapping[torch.Tensor, dict[str, torch.Tensor]]
-"""A tensor -> the same on other devices, for as long as the tensor lives: until backward where layers are run again there."""
-
-
-def _note_positions(copies: Copies, devices: Sequence[str], module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-    if isinstance(packing := kwargs.get("layout"), Packing):
-        copies[kwargs["position_ids"]] = {device: packing.to(device).position_ids_1N for device in devices}
-
-
-def _move_inputs(copies: Copies, device: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return tree_map_only(torch.Tensor, functools.partial(_moved, copies, device), (args, kwargs))
-
-
-def _moved(copies: Copies, device: str, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device == torch.device(device):
-        return tensor
-    held = {} if tensor.requires_grad else copies.setdefault(tensor, {})
-    if device not in held:
-        held[device] = tensor.to(device, non_blocking=device.startswith("cuda"))
-    return held[device]
-
-
-def _compute_elsewhere(copies: Copies, replicas: Mapping[str, torch.nn.Module], module, args, kwargs, outputs) -> None:
-    """Compute a rotary embedding on the other devices too, from positions that are there; hidden states tell it only a type."""
-    for device, replica in replicas.items():
-        args_there, kwargs_there = tree_map_only(torch.Tensor, functools.partial(_stand_in, copies, device), (args, kwargs))
-        elsewhere = replica(*args_there, **kwargs_there)
-        for output, other in zip(tree_leaves(outputs), tree_leaves(elsewhere), strict=True):
-            copies.setdefault(output, {})[device] = other
-
-
-def _stand_in(copies: Copies, device: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's copy; for one of floating point, one of its type and shape without its values."""
-    if tensor.is_floating_point():
-        return tensor.new_empty(1, device=device).expand(tensor.shape)
-    return _moved(copies, device, tensor)
 
 
 def devices_of(model: PreTrainedModel) -> list[torch.device]:

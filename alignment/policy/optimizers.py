@@ -29,13 +29,12 @@ class Optimizer:
         return self.device_bytes - 8 + self.host_bytes
 
 
-OPTIMIZERS: Mapping[str, Optimizer] = {
+OPTIMIZERS: Mapping[str, Optimizer] = {  # --optimizer -> the optimiser.
     "adamw": Optimizer("torch.optim:AdamW", device_bytes=16, options={"fused": True}),
     "adamw_cpu_offload": Optimizer("alignment.policy.adamw_cpu_offload:CPUOffloadAdamW", device_bytes=8, host_bytes=8),
     # Moments of a byte each, and an fp32 scale for every 256 of them, which is left out here.
     "adamw_8bit": Optimizer("alignment.policy.adamw_8bit:AdamW8bit", device_bytes=10, package="torchao"),
 }
-"""--optimizer -> the optimiser."""
 
 
 def make_optimizer(model: torch.nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> torch.optim.Optimizer:

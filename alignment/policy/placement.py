@@ -17,13 +17,9 @@ from alignment.system.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLAGS = {
-    "policy": "--policy_devices",
-    "sample": "--sample_device",
-    "reference": "--reference_model_device",
-    "eval": "--eval_device",
-}
-HELPERS = ("sample", "reference", "eval")  # the order in which GPUs are handed out, highest first
+FLAGS = {"sample": "--sample_device", "reference": "--reference_model_device", "eval": "--eval_device"}
+HELPERS = tuple(FLAGS)  # in the order in which GPUs are handed out, highest first
+FLAGS |= {"policy": "--policy_devices"}
 
 
 @dataclass(frozen=True)
@@ -37,13 +33,9 @@ class Roles:
 
 
 def assign_roles(
-    num_gpus: int,
-    sample_device: str | None = None,
-    reference_model_device: str | None = None,
-    eval_device: str | None = None,
-    policy_devices: tuple[str, ...] = (),
-    vllm: bool = False,
-) -> Roles:
+    num_gpus: int, sample_device: str | None = None, reference_model_device: str | None = None,
+    eval_device: str | None = None, policy_devices: tuple[str, ...] = (), vllm: bool = False,
+) -> Roles:  # fmt: skip
     """Give each role its device; None and () ask for the default. `sample_device` may list several, with commas.
 
     By default sampler, reference and eval take the highest GPUs in that order and the policy keeps the rest: 7, 6, 5 and 0-4 of
@@ -54,9 +46,7 @@ def assign_roles(
     gpus = tuple(f"cuda:{index}" for index in range(num_gpus))
     several = sample_device.split(",") if sample_device is not None else ()
     texts = {"sample": several, "reference": [reference_model_device], "eval": [eval_device], "policy": policy_devices}
-    listed = {
-        role: tuple(_read_device(FLAGS[role], text, gpus) for text in of if text is not None) for role, of in texts.items()
-    }
+    listed = {role: tuple(_read_device(FLAGS[role], t, gpus) for t in of if t is not None) for role, of in texts.items()}
     named = {role: next((device for device in listed[role] if device != "cpu"), "cpu") for role in HELPERS if listed[role]}
     samplers, policy = listed["sample"], listed["policy"]
     for role, devices in listed.items():
@@ -145,8 +135,7 @@ class ModelShape:
     """Hugging Face module name -> number of its parameters. A tied head counts 0: its matrix is counted as the embedding."""
     layers: tuple[str, ...]
     head: str
-    cast: int = 0
-    """How many parameters are among `cast_by_autocast`."""
+    cast: int = 0  # How many parameters are among `cast_by_autocast`.
     adapters: Mapping[str, int] | None = None
     """With --lora_rank, the parameters of each module's adapters, which are then all that is trained."""
 
@@ -222,9 +211,8 @@ def adapted_layers(model: PreTrainedModel, targets: str) -> dict[str, Any]:
     linear = {"Linear", "Conv1D"}  # GPT-2's layers are of the latter class, Falcon's of one derived from the former
     layers = {name: module for name, module in named if linear & {kind.__name__ for kind in type(module).__mro__}}
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-    for target in filter(None, targets.split(",")):
-        if target not in kinds:
-            raise UserError(f"--lora_targets {targets}: {target!r} is none of this model's linear layers: {', '.join(kinds)}")
+    if unknown := [target for target in filter(None, targets.split(",")) if target not in kinds]:
+        raise UserError(f"--lora_targets {targets}: {unknown[0]!r} is none of this model's linear layers: {', '.join(kinds)}")
     return {name: layer for name, layer in layers.items() if not targets or name.rpartition(".")[2] in targets.split(",")}
 
 
@@ -321,13 +309,9 @@ def policy_shares(shape: ModelShape, devices: Sequence[str], kind: str, optimize
 
 
 def place(
-    shape: ModelShape,
-    roles: Roles,
-    optimizer: str = "adamw",
-    itemsize: int = 2,
-    kind: str = "layer_split",
+    shape: ModelShape, roles: Roles, optimizer: str = "adamw", itemsize: int = 2, kind: str = "layer_split",
     tensor_parallel: int = 1,
-) -> tuple[Share, ...]:
+) -> tuple[Share, ...]:  # fmt: skip
     """The shares of a policy of that `kind`, the moments that `optimizer` keeps on the CPU, then one whole copy for each
     other role, with products of numbers of `itemsize` bytes; `tensor_parallel` devices share an engine's. Eval on a device of
     the sampler's runs in the sampler's engines, so the two hold one copy, under the role "sample+eval"."""

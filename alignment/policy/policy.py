@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from alignment.core.records import Batch, Distribution
-from alignment.system.registry import find, import_object
+from alignment.system.registry import import_object
 
 if TYPE_CHECKING:
     import torch
@@ -108,13 +108,12 @@ class Policy(Protocol):
         """Read what `save_optimizer` of any kind of policy, of any number of processes, wrote."""
 
 
-POLICIES: Mapping[str, str] = {
+POLICIES: Mapping[str, str] = {  # --policy_parallelism -> the policy class; its constructor takes a `PolicyConfig`.
     "single": "alignment.policy.single_device:SingleDevicePolicy",
     "layer_split": "alignment.policy.layer_split:LayerSplitPolicy",
     "replicated": "alignment.policy.sharded:ReplicatedPolicy",
     "sharded": "alignment.policy.sharded:ShardedPolicy",
 }
-"""--policy_parallelism -> the policy class; its constructor takes a `PolicyConfig`."""
 RANKED = ("replicated", "sharded")  # those of one process a device
 
 
@@ -125,11 +124,6 @@ def policy_kind(parallelism: str, devices: int, fits_each: Callable[[], bool]) -
     if devices == 1:
         return "single"
     return "replicated" if fits_each() else "sharded"
-
-
-def check_parallelism(parallelism: str) -> None:
-    """Raise `UserError` if --policy_parallelism names no policy class."""
-    find("--policy_parallelism", parallelism, {"auto": "", **POLICIES}, wrap=lambda policy_class: policy_class)
 
 
 def open_policy(kind: str, config: PolicyConfig) -> Policy:

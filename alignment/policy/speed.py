@@ -17,8 +17,7 @@ CARDS = read_toml(Path(__file__).with_name("cards.toml"), "--hardware")
 REACHED, COUNTED, CORE = (CARDS.pop(table) for table in ("reached", "counted", "CPU"))
 NUMBERS = ("memory", "bfloat16", "float32", "bandwidth", "link", "network")  # of a card: GB, TFLOP/s and GB/s
 KINDS = ("operations", "bytes", "launches", "link", "network", "disk")
-"""Of work: multiplications and additions of products, bytes through a device's memory, kernels, and bytes to other devices, to
-other machines and to the disk."""
+"""Of work: multiplications and additions, bytes through a device's memory, kernels, bytes to other devices, machines, disk."""
 
 
 class Hardware(NamedTuple):
@@ -50,8 +49,7 @@ def hardware_of(text: str, gpus: int | None = None, machines: int = 1, memory: f
 
 
 def rates(hardware: Hardware, itemsize: int) -> np.ndarray:
-    """Seconds of a unit of KINDS, at best and at worst, [2, K], with products of `itemsize` bytes a number. GPUs without a name
-    are any of `CARDS`."""
+    """Seconds of a unit of KINDS, best and worst, [2, K], with `itemsize` bytes a number. GPUs without a name: all of CARDS."""
     import torch  # here, because it takes seconds, and mistakes are reported first
 
     gpus = torch.cuda.device_count() if hardware.gpus is None else hardware.gpus

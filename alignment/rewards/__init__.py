@@ -1,2 +1,1 @@
-"""Reward functions, their parts, and the grading of final answers. It never samples or trains, and never evaluates the text
-of a model as code."""
+"""Reward functions, their parts, and the grading of final answers. It never samples, trains, or runs a model's text as code."""

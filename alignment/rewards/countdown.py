@@ -1,8 +1,7 @@
 """The Countdown rule: an expression uses each given number exactly once, and its value is the target.
 
 A ground truth is `65 = 19 36 55 7`: the target, then the numbers. Expressions are parsed, never evaluated as Python: they may
-hold sums, differences, products, quotients, minus signs and whole numbers, and nothing else.
-"""
+hold sums, differences, products, quotients, minus signs and whole numbers, and nothing else."""
 
 import ast
 import operator
@@ -20,9 +19,8 @@ OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def countdown_reward_fn(response: str, ground_truth: str) -> Score:
-    """Score the continuation of a prompt that ends in `<think>`; the reward is the answer's. Format: 1 for exactly
-    `...</think>\\n<answer>...</answer>`, else 0.1 for a closed thought and 0.5 for an answer in its tags. Answer: 1 where the
-    last answer is right (`is_right`), else 0."""
+    """Score the continuation of a prompt that ends in `<think>`. Format: 1 for `...</think>\\n<answer>...</answer>` alone, else
+    0.1 for a closed thought, 0.5 for an answer in its tags. Answer, which is the reward: 1 where the last answer is right."""
     turn = f"<think>{response}".strip()
     answers = ANSWER.findall(turn)
     format_reward = 1.0 if WHOLE.fullmatch(turn) else 0.1 * ("</think>" in turn) + 0.5 * bool(answers)

@@ -1,7 +1,6 @@
 r"""The R1-Zero rewards: the format of a response, and whether its final answer equals the ground truth.
 
-Model text is hostile input: it is never evaluated as Python, and every size is bounded before anything is computed.
-"""
+Model text is hostile input: it is never evaluated as Python, and every size is bounded before anything is computed."""
 
 from contextlib import suppress
 from fractions import Fraction
@@ -48,8 +47,7 @@ def _score(well_formed: bool, verdict: Verdict | None) -> dict[str, float]:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The text after the last `<answer>` up to the next `</answer>`, or its last \boxed{...} or \fbox{...}. None where the
-    format rule fails or the last `<answer>` is never closed."""
+    r"""The text from the last `<answer>` to its `</answer>`, or its last \boxed or \fbox; None if the format is wrong."""
     if "</think> <answer>" not in response:
         return None
     answer, end, _ = response.rpartition("<answer>")[2].partition("</answer>")
@@ -70,8 +68,7 @@ def strict_answer(response: str) -> str | None:
 
 def worked_out(answer: str, ground_truth: str) -> bool:
     """False for an expression still to be evaluated, 48/2 + 48 or 2^10, where the ground truth is a plain number. A whole
-    number must be given as digits, with a power of ten, percent sign or unit; a fraction as any fraction or decimal. Both may
-    stand in a sentence."""
+    number must be digits, with a power of ten, percent sign or unit; a fraction any fraction or decimal; also in a sentence."""
     truth = _read(ground_truth)
     if not isinstance(truth, Quantity) or not _is_numeral(truth.value, fractions=True):
         return True
@@ -88,8 +85,7 @@ def _read(text: str) -> Answer | None:
 
 
 def _values(answer: Answer | None) -> list[Node]:
-    """The values of an answer's quantities, at any depth, and the right sides of its relations; [] if it contains anything
-    else."""
+    """The values of an answer's quantities, at any depth, and the right sides of its relations; [] if it has anything else."""
     match answer:
         case Quantity(value) | Relation(right=value):
             return [value]

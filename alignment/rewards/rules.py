@@ -1,7 +1,6 @@
 """Rules and parts of rewards. A rule says how good a response is, from the response and the ground truth alone; evaluations
 report a rule. A part is a function that a run may add up with weights: ours, the user's own, or TRL's. A negative control is a
-part that has nothing to teach about answers. The reward of a run is a rule, a control, or a weighted sum of parts.
-"""
+part that has nothing to teach about answers. The reward of a run is a rule, a control, or a weighted sum of parts."""
 
 import hashlib
 import math
@@ -25,15 +24,12 @@ RewardFn = Callable[[str, str], Score]  # (response, ground truth) -> score.
 GRADING_THREADS = 8  # each may wait for a worker process that runs math-verify
 
 RULES: Mapping[str, RewardFn] = {
-    "r1_zero": r1_zero_reward_fn,
-    "r1_zero_strict": r1_zero_strict_reward_fn,
-    "countdown": countdown_reward_fn,
-}
+    "r1_zero": r1_zero_reward_fn, "r1_zero_strict": r1_zero_strict_reward_fn, "countdown": countdown_reward_fn,
+}  # fmt: skip
 
 
 def find_rule(name: str, seconds: float | None = None) -> RewardFn:
-    """The rule `name` of `RULES`, or the user's own, a `UsersFunction` of a response and its ground truth, as
-    package.module:function, whose calls may take `seconds`. Raises `UserError` for any other name."""
+    """The rule `name` of `RULES`, or the user's package.module:function, whose calls take up to `seconds`; else `UserError`."""
     rule = find("--reward", name, RULES)
     return rule if name in RULES else users_function(name, seconds).score
 
@@ -44,8 +40,7 @@ def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
 
 
 def random_reward(response: str, ground_truth: str) -> float:
-    """0 or 1, as a hash of the response and the ground truth decides, so that a run can be repeated. The same response to the
-    same problem always gets the same reward, so with few enough problems it could be learnt."""
+    """0 or 1, by a hash of response and ground truth, so that a run can be repeated; of few problems it could be learnt."""
     return float(hashlib.sha256(f"{ground_truth}\0{response}".encode("utf-8", "surrogatepass")).digest()[0] & 1)
 
 
@@ -133,8 +128,7 @@ class Reward:
     parts: tuple[tuple[str, float, Part], ...] = ()
 
     def score(self, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        """Each problem with its completions and their scores; with parts, "part_<name>" of those that apply is in each
-        score too, and "unscored" where none does."""
+        """Each problem with its completions and their scores, which hold "part_<name>" of parts that apply, or "unscored"."""
         groups = score_groups(problems, completions, self.rule)
         if not self.parts:
             return groups
@@ -153,9 +147,8 @@ class Reward:
 
 def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -> Reward:
     """The reward that --reward names, for a task with these rules: one of them, or `part[:weight]`, several with commas. A part
-    is one of `PARTS` or `CONTROLS`, a rule, or a function of the user's own, package.module:function, whose calls may take
-    `seconds`. Raises `UserError` for any other name, for a rule that is not the task's, and for a part that cannot go with the
-    task's rules."""
+    is one of `PARTS` or `CONTROLS`, a rule, or the user's own package.module:function, whose calls may take `seconds`. Raises
+    `UserError` for any other name, a rule that is not the task's, and a part that cannot go with its rules."""
     if name in rules:
         return Reward(find_rule(name, seconds))
     if name in RULES:
@@ -208,8 +201,7 @@ def score_groups(problems: Sequence[Problem], completions: Sequence[Sequence[Com
 
 @contextmanager
 def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callable[[int, str], Future[Score]]]:
-    """Gives a function of a problem's number and a response, which grades that response in a thread: its future score. The
-    grader caches slow verdicts, so scoring the rollout afterwards is fast."""
+    """Yields a function that has a response to a problem, by its number, graded in a thread; scoring then finds it cached."""
     threads = ThreadPoolExecutor(GRADING_THREADS)
     try:
         yield lambda number, text: threads.submit(rule, text, problems[number].ground_truth)
@@ -218,8 +210,7 @@ def graded_ahead(rule: RewardFn, problems: Sequence[Problem]) -> Iterator[Callab
 
 
 def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, float]:
-    """The mean reward under each rule of the task, the mean of each part, and the number of gradings that failed. Verdicts are
-    cached, so this costs little after the scoring."""
+    """Mean reward under each of a task's rules (verdicts are cached), mean of each part, and number of failed gradings."""
     pairs = [(completion.text, group.problem.ground_truth) for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     parts = dict.fromkeys(name for score in scores for name in score if name.startswith("part_"))

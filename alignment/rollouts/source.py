@@ -157,8 +157,7 @@ class SyncRollouts:
 
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
-        """Give the sampler the weights that `step` steps have made while the block runs, and wait for it after. Defers signals
-        from here on: the step is made, but not yet logged."""
+        """Give the sampler the weights of `step` steps beside the block. Defers signals, since the step is not logged yet."""
         defer_signals()
         self.clock.begin("sync")
         with run_in_background(lambda: self._give_weights(policy, step), self.clock("sync")):

@@ -43,8 +43,7 @@ class Health:
             raise RunStopped(f"{fault}: look at their batches in bad_batches/, and {remedy}")
         recent = self.latest[-GRADER_WINDOW:]
         failed, graded = (sum(record[key] for record in recent) for key in ("grading_failed", "responses"))
-        # The share is of a whole window, from the first step on.
-        allowed = self.max_grader_failures * GRADER_WINDOW * graded / len(recent)
+        allowed = self.max_grader_failures * GRADER_WINDOW * graded / len(recent)  # of a whole window, from the first step on
         if failed > allowed:
             fault = f"grading failed on {failed} of {graded} answers (time or memory ran out), which then count as wrong"
             limit = f"more than --max_grader_failures {self.max_grader_failures} allows"

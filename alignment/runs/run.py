@@ -27,8 +27,7 @@ CHANGEABLE_ON_RESUME = frozenset(
     """resume run_name num_steps save_interval keep_checkpoints eval_interval output_dir sampler_timeout max_bad_steps
     max_grader_failures policy_parallelism policy_ranks policy_devices rank_timeout sample_device sampler_tensor_parallel
     reward_timeout trackers""".split()
-)
-"""Arguments that a resumed run may change. Evaluations draw from a generator of their own, so their number changes no step."""
+)  # Arguments that a resumed run may change. Evaluations draw from a generator of their own, so their number changes no step.
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,7 @@ class Run:
         for damage in damages:
             self._print(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
         run_folder.put_aside(self.path, after=step)
-        # These belong to the end of a shorter run. Its last checkpoint still has the model.
-        summary.unlink(missing_ok=True)
+        summary.unlink(missing_ok=True)  # of a shorter run, whose last checkpoint still has the model
         shutil.rmtree(self.path / "final", ignore_errors=True)
         self.step = self.resumed_at = step
 
@@ -170,8 +168,7 @@ class Run:
         run_folder.drop_old_checkpoints(self.path, self.config.keep_checkpoints, spared=self.resumed_at)
 
     def finish(self, title: str) -> None:
-        """Write the final model, the learning curve and the summary, and print the accuracy before and after. The last
-        checkpoint is whole by now, so an OSError is reported as it is."""
+        """Write the final model, learning curve and summary. The last checkpoint is whole: an OSError is reported as it is."""
         self.started, word = False, run_folder.reproducibility(self.path)
         self.clock.begin("checkpoint")
         with atomic_folder(self.path / "final") as building, manifested(building):

@@ -26,8 +26,7 @@ from alignment.system.terminal import printable
 
 Record = Mapping[str, object]
 LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # log file -> prefix of its numbers in trackers
-# Not in the top folder, where loaders take every *.safetensors file for model weights.
-TRAINER = "trainer"
+TRAINER = "trainer"  # not in the top folder, where loaders take every *.safetensors file for weights
 ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
 SETTING = """model sft_base dtype optimizer lora_rank lora_alpha lora_targets sampler sampler_url sample_device rollouts
     policy_devices policy_parallelism policy_ranks deterministic""".split()  # that decides how far a run is reproducible

@@ -14,9 +14,8 @@ from alignment.system.terminal import make_table, printable
 
 
 def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, Any]) -> None:
-    """Draw the learning curve, print the run's before and after, and write summary.json. `title` says how the evaluations were
-    sampled; `facts` are "seconds_beside_steps", what the process took for all but its steps, "reproducibility", what `verify`
-    showed, and "peak_bytes" (place -> phase -> measured and predicted)."""
+    """Draw the learning curve, print the run's before and after, and write summary.json. `title` says how evaluations were
+    sampled; `facts` are "seconds_beside_steps", "reproducibility", "peak_bytes" (place -> phase -> measured, predicted)."""
     evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
     before, after, total = evals[0], evals[-1], sum(m["seconds"] for m in metrics)
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
@@ -43,17 +42,10 @@ def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, 
     for label, record in zip(("before", "after"), changed, strict=True):
         console.print(f"  {label}: <think>{printable(record['text'])}", markup=False, highlight=False)
     console.print(f"learning curve: {path / 'learning_curve.png'}\nmodel: {path / 'final'}", markup=False)
-    # Last, because a run with a summary counts as finished.
-    summary = {
-        "before": before,
-        "after": after,
-        "steps": len(metrics),
-        "seconds": total,
-        **facts,
-        "warnings": Counter(name for m in metrics for name in m["warnings"]),  # in how many steps each
-        **{key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")},
-    }
-    write_json(path / "summary.json", summary)
+    summary = {"before": before, "after": after, "steps": len(metrics), "seconds": total, **facts}
+    summary["warnings"] = Counter(name for m in metrics for name in m["warnings"])  # in how many steps each
+    summary |= {key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")}
+    write_json(path / "summary.json", summary)  # last, because a run with a summary counts as finished
 
 
 def write_card(folder: Path, run: Path, reproducibility: str) -> None:

@@ -194,7 +194,6 @@ class EngineProcess:
         self.policy_version = version
 
     def weight_checksums(self, version: int) -> Held | None:
-        """See `load_proven`."""
         return self._ask("checksums", version)
 
     def close(self) -> None:
@@ -215,7 +214,6 @@ class SamplerProcess(EngineProcess):
         super().__init__("sampler", f"{__name__}:serve", environment, config, *start)
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
-        """See `Sampler.sample`."""
         return self._ask("sample", list(prompts), sampling)
 
 

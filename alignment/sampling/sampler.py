@@ -87,12 +87,11 @@ class SamplerEngine:
     can_be_lost: bool = False  # Whether it lives in another process, and is replaced where it dies, hangs or answers garbage.
 
 
-SAMPLERS: Mapping[str, SamplerEngine] = {
+SAMPLERS: Mapping[str, SamplerEngine] = {  # --sampler -> the engine; --sampler_url chooses "vllm_server".
     "transformers": SamplerEngine("alignment.sampling.transformers:open_transformers"),
     "vllm": SamplerEngine("alignment.sampling.vllm:VLLMSampler", package="vllm", claims_gpu=True, can_be_lost=True),
     "vllm_server": SamplerEngine("alignment.sampling.vllm_server:VLLMServerSampler", can_be_lost=True),
 }
-"""--sampler -> the engine; --sampler_url chooses "vllm_server"."""
 
 
 def engine_name(sampler: str) -> str:

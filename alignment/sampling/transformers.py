@@ -9,7 +9,7 @@ import torch
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
-from alignment.policy.loading import context_length, copy_weights, first_device, load_model, mlp_width
+from alignment.policy.loading import copy_weights, first_device, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
 from alignment.policy.packing import (
@@ -50,7 +50,6 @@ class TransformersSampler:
         self._token_text = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """See `copy_weights`."""
         copy_weights(self.model, named_tensors)
         self.policy_version = version
 
@@ -59,7 +58,6 @@ class TransformersSampler:
         return self.model.dtype
 
     def weight_checksums(self, version: int) -> Held:
-        """See `load_proven`."""
         return {name: ([name], tensor_checksum(tensor, version, self.dtype)) for name, tensor in self.model.named_parameters()}
 
     def close(self) -> None:
@@ -298,7 +296,7 @@ def open_transformers(config: SamplerConfig, tokenizer, policy: Policy | None = 
     dtype = getattr(torch, config.dtype)
     model = policy.model_on(config.device, dtype) if policy is not None else None
     model = load_model(config.model_path, (config.device,), dtype) if model is None else model
-    sampler = TransformersSampler(model, tokenizer, context_length(model.config), config.policy_version)
+    sampler = TransformersSampler(model, tokenizer, model.config.max_position_embeddings, config.policy_version)
     sampler.plain_path |= once("decoding", model, lambda: choose_decoding(sampler))
     return sampler
 

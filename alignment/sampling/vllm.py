@@ -29,10 +29,10 @@ class VLLMSampler(EngineProcess):
 
     def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         # Not at the top, which the worker imports too: vLLM needs all of transformers.
-        from alignment.policy.loading import context_length, load_config
+        from alignment.policy.loading import load_config
 
         device, model_path = config.device, config.model_path
-        self.tokenizer, self.context = tokenizer, context or context_length(load_config(model_path))
+        self.tokenizer, self.context = tokenizer, context or load_config(model_path).max_position_embeddings
         options = {"model": str(model_path), "dtype": config.dtype, "max_model_len": self.context, "seed": 0}
         options |= {"gpu_memory_utilization": config.memory_share, "tensor_parallel_size": len(config.devices)}
         options |= {"enable_sleep_mode": config.sleeps, "weight_transfer_config": {"backend": config.transfer_backend}}

@@ -16,7 +16,7 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import context_length, load_config, load_weights
+from alignment.policy.loading import load_config, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, NamedTensors, load_proven
 from alignment.sampling.sampler import Completions, SamplerConfig, SamplerLost, check_sampler_url, encode_prompts
@@ -50,7 +50,7 @@ class VLLMServerSampler:
         model_path, dtype = config.model_path, config.dtype
         model_config = load_config(model_path)
         self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
-        self.context = context or context_length(model_config)
+        self.context = context or model_config.max_position_embeddings
         self._timeout, self.dtype = min(config.timeout, CHECK_SECONDS), getattr(torch, dtype)
         self._weights_folder = Path(config.weights_folder).resolve()
         check_sampler_url(config.url, token := os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
@@ -80,7 +80,6 @@ class VLLMServerSampler:
         self._timeout = config.timeout
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
-        """See `VLLMSampler.sample`."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         repeats = sampling.n if sampling.temperature == 0 else 1
         self._drop_cached_prefixes()
@@ -96,7 +95,6 @@ class VLLMServerSampler:
         return [_completions(answer, tuple(ids), self.policy_version) * repeats for ids, answer in pairs]
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """See `Sampler.load_weights`."""
         # A new name each time: another machine may remember for a while what an old one had in it.
         with tempfile.TemporaryDirectory(".tmp", ".sampler_weights.", self._weights_folder, True) as folder:
             os.chmod(folder, 0o755)  # the server may have a user of its own
@@ -107,7 +105,6 @@ class VLLMServerSampler:
         self.policy_version = version
 
     def weight_checksums(self, version: int) -> Held | None:
-        """See `load_proven`."""
         held = self._call("sampler_checksums", version)
         return held[0] if len(held) == 1 else None
 
@@ -225,7 +222,6 @@ class SamplerWorker:
             "context": config.model_config.max_model_len,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode,
-            # A prompt cut into chunks makes vLLM rewind its seeded generator, which torch has no way to do on a CPU.
             "chunked_on_cpu": on_cpu and config.scheduler_config.enable_chunked_prefill,
             "loaded": self.sampler_loaded,
         }

@@ -19,8 +19,7 @@ def end_with_parent(parent: int) -> None:
 
 def main() -> None:
     parent, action, target, *arguments = sys.argv[1:]
-    # Imports take many seconds, so the thread starts before them.
-    threading.Thread(target=end_with_parent, args=(int(parent),), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(int(parent),), daemon=True).start()  # before imports: they take long
     if action == "run":
         sys.path.insert(0, os.getcwd())  # as `python -m` does
         sys.argv = ["-m", *arguments]

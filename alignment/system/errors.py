@@ -45,8 +45,7 @@ def run_command(main: Callable[[], None]) -> None:
         print(f"error: {' '.join(in_words(error).split())}", file=sys.stderr)
         sys.exit(error.code if isinstance(error, UserError) else 2)
     except (Interrupted, Exception) as error:
-        # A library that is interrupted while it is imported may make another error of it.
-        stop = error if isinstance(error, Interrupted) else received_signal()
+        stop = error if isinstance(error, Interrupted) else received_signal()  # a library may make another of it
         if stop is None:
             if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for it
                 raise

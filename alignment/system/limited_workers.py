@@ -121,8 +121,7 @@ def _call_in_fork(function: str, arguments: Sequence, seconds: float) -> bytes:
     receiver, sender = Pipe(duplex=False)
     if (child := os.fork()) == 0:
         try:
-            # The kernel's timers end this process even if all of its parents are gone.
-            signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process even if all of its parents are gone
             signal.setitimer(signal.ITIMER_REAL, seconds * CLOCK_PER_CPU + 5)
             with suppress(ValueError, OSError):
                 _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -15,9 +15,3 @@ def followed(seconds: float) -> bool:
 
     follow(seconds)
     return True
-
-
-def may_have_started_before(named: bool) -> bool:
-    """Whether this command may have begun its run already: torchrun starts all ranks again after one is lost, of which only
-    the machine that lost it is told. So behind torchrun a run that is `named` goes on where it exists."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and (named or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0)

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -33,13 +34,8 @@ class SFTConfig:
     seed: int
 
 
-@dataclass(frozen=True)
-class SFTData:
-    """Token ids of the examples to train on and of those to validate on, and the id that pads them."""
-
-    train: Sequence[Example]
-    validation: Sequence[Example]
-    pad_token_id: int
+SFTData = NamedTuple("SFTData", [("train", Sequence[Example]), ("validation", Sequence[Example]), ("pad_token_id", int)])
+"""Token ids of the examples to train on and of those to validate on, and the id that pads them."""
 
 
 def fine_tune(policy: Policy, data: SFTData, config: SFTConfig, on_step: Callable[[dict, str], None], done: int = 0) -> None:
@@ -48,7 +44,6 @@ def fine_tune(policy: Policy, data: SFTData, config: SFTConfig, on_step: Callabl
     words, rest = "", itertools.islice(batches(data.train, config), done, None)
     for step, examples in zip(range(done + 1, config.num_steps + 1), rest, strict=False):
         defer_signals()
-        # A linear rise, then a linear fall to a tenth at the last step.
         fall = 1 - 0.9 * (step - config.warmup_steps) / max(1, config.num_steps - config.warmup_steps)
         rate = config.learning_rate * (step / config.warmup_steps if step <= config.warmup_steps else fall)
         batch, tokens = collate(*zip(*examples, strict=True), data.pad_token_id), sum(len(response) for _, response in examples)

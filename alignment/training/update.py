@@ -111,8 +111,7 @@ def rollout_loss(
         return None if tensor is None else send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
 
     rewards_b1, advantages_b1, old_bt = map(take, (rollout.raw_rewards_B1, rollout.advantages_B1, rollout.old_log_probs_BT))
-    # Without old log-probs a rollout has one update, so the old policy is the current one.
-    old_bt = log_probs_bt.detach() if old_bt is None else old_bt
+    old_bt = log_probs_bt.detach() if old_bt is None else old_bt  # one update: the old policy is the current
     others = map(take, (rollout.reference_log_probs_BT, rollout.sampler_log_probs_BT))
     inputs = LossInputs(config.loss, log_probs_bt, mask_bt, rewards_b1, advantages_b1, old_bt, *others)
     return micro_batch_loss(inputs, denominator)

@@ -1,7 +1,7 @@
 """Advantages and losses against numbers worked by hand, and the properties that micro-batching relies on."""
 
 import math
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -47,11 +47,12 @@ def close(actual, expected):
 
 def test_names_on_the_command_line_are_the_keys_of_the_tables():
     assert all(arguments.RLArgs(loss_type=name).loss is loss for name, loss in LOSSES.items())
-    assert get_args(arguments.LossNormalization) == tuple(NORMALIZATIONS)
-    assert get_args(arguments.Baseline) == tuple(BASELINES) and get_args(arguments.Deviation) == tuple(DEVIATIONS)
-    assert get_args(arguments.KLEstimator) == tuple(KL_ESTIMATORS)
+    choices = {name: get_args(hint) for name, hint in get_type_hints(arguments.RLArgs).items()}
+    assert choices["loss_normalization"] == tuple(NORMALIZATIONS)
+    assert choices["baseline"] == tuple(BASELINES) and choices["std_of"] == tuple(DEVIATIONS)
+    assert choices["kl_estimator"] == tuple(KL_ESTIMATORS)
     assert arguments.CONTROLS is CONTROLS
-    assert get_args(arguments.Correction) == tuple(CORRECTIONS)
+    assert choices["sampler_correction"] == tuple(CORRECTIONS)
     assert {name for name, loss in LOSSES.items() if loss.at_ratio_one} == set(WITH_RATIO)
 
 

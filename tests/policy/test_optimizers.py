@@ -2,13 +2,12 @@
 
 import math
 import sys
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from alignment import args as arguments
 from alignment import plan
 from alignment.args import RLArgs, parse
 from alignment.policy.optimizers import OPTIMIZERS, make_optimizer
@@ -35,7 +34,7 @@ def train_once(policy: SingleDevicePolicy, step: int) -> float:
 
 
 def test_the_names_are_those_of_the_flag():
-    assert get_args(arguments.OptimizerName) == tuple(OPTIMIZERS)
+    assert get_args(get_type_hints(RLArgs)["optimizer"]) == tuple(OPTIMIZERS)
     assert RLArgs().optimizer == "adamw"
     with pytest.raises(UserError, match="--optimizer sgd: choose one of adamw, adamw_cpu_offload, adamw_8bit"):
         parse(RLArgs, ["--optimizer", "sgd"])

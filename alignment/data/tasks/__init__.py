@@ -63,8 +63,7 @@ TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}
 
 
 def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008, it is frozen
-    """The task `name` of `TASKS`, the user's own, as package.module:name, or the one of the data that `data` describes, as
-    file:FILE or hf:NAME. Raises `UserError` for any other name."""
+    """The task `name` of `TASKS`, the user's package.module:name, or `data`'s file:FILE or hf:NAME; else raises `UserError`."""
     if name.startswith(("file:", "hf:")):
         return Task(name, partial(own_data.problems, name, data), partial(own_data.demonstrations, name, data), "r1_zero")
     if data != DataConfig():

@@ -5,8 +5,7 @@ the run's prompt template, or a whole "prompt", with a "response" or "completion
 Longer "messages", and a "prompt" and "completion" of messages, are conversations, for the tokenizer's chat template:
 
     {"question": "What is 2 + 3?", "response": " 2 + 3 = 5 </think> <answer> 5 </answer>"}
-    {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]}
-"""
+    {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]}"""
 
 import csv
 import io
@@ -93,8 +92,7 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
             raise UserError(f'{place}: "{data.answer_column}" holds no answer where --answer_pattern {pattern.pattern} looks')
         steps = ANNOTATION.sub("", cell[: match.start()] or str(row.get("solution") or "")).strip()
         response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
-        # Dates and the like as text, because checkpoints are JSON.
-        columns = json.loads(json.dumps(dict.fromkeys(names) | row, default=str))
+        columns = json.loads(json.dumps(dict.fromkeys(names) | row, default=str))  # dates as text: checkpoints are JSON
         pairs.append((Problem(place, question, fill_prompt("r1_zero", question), answer, columns=columns), response))
     return pairs
 

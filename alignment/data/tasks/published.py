@@ -22,8 +22,7 @@ PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text(e
 
 
 def problems(name: str, split: str, dataset_path: str = "") -> list[Problem]:
-    """The problems of a split of the data set `name`, with the r1_zero prompt, in file order. Raises `UserError`, naming file
-    and line, for a missing or empty file and for a bad row."""
+    """The problems of a split of the data set `name`, in file order. `UserError`, with file and line, where they are bad."""
     return [problem for problem, _ in _pairs(name, split, dataset_path)]
 
 

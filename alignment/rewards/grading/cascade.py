@@ -26,12 +26,9 @@ FAILURES = ("time-out", "memory", "died", "error")
 """Stages of a failed grading: the reward is 0, and the run counts and reports it."""
 
 
-class Verdict(NamedTuple):
-    """Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or too long), "unread"
-    (no stage could read both texts), or one of `FAILURES` ("error" is a defect of the grader)."""
-
-    equal: bool
-    stage: str
+Verdict = NamedTuple("Verdict", [("equal", bool), ("stage", str)])
+"""Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or too long), "unread" (no
+stage could read both texts), or one of `FAILURES` ("error" is a defect of the grader)."""
 
 
 def grade(answer: str, ground_truth: str, fast: bool = False) -> bool:
@@ -95,15 +92,12 @@ def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool 
         return list(threads.map(lambda pair: grade_detail(*pair, fast), pairs))
 
 
-# --- math-verify ------------------------------------------------------------------------------------------
-
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
 _TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"})
 
 
 def ask_math_verify(answer: str, truth: str) -> Verdict:
     """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get. Raises `CallFailed`."""
-    # Only where one of the texts has notation that math-verify alone reads, and both are harmless.
     if not PATTERNS.for_math_verify.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
         return Verdict(False, "unread")
     pair = answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)
@@ -111,16 +105,6 @@ def ask_math_verify(answer: str, truth: str) -> Verdict:
 
 
 _ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)  # a failure raises, so it is not cached
-
-
-def math_verify_detail(answer: str, truth: str) -> tuple[bool, str]:
-    """math-verify's verdict on the unchanged texts and its reading of the answer; for audits."""
-    if max(len(answer), len(truth)) > MAX_CHARS:
-        return False, "too long to ask"
-    try:
-        return tuple(WORKERS.submit(_READING, (answer, truth), SECONDS).result())
-    except CallFailed as failure:
-        return False, str(failure)
 
 
 def _harmless(text: str) -> bool:

@@ -30,8 +30,7 @@ class Comparison:
     stage: str = "normalised"
 
     def texts(self, answer: str, truth: str, extracted: bool = False) -> bool | None:
-        """Whether two normalised texts state the same answer; None if `read` refuses the notation of one of them. `extracted`:
-        the answer was extracted from a sentence already, which happens once."""
+        """Whether two normalised texts state the same answer; None if `read` refuses one. `extracted`: from a sentence."""
         if not answer or not truth:
             return False
         same_digits = "..." in answer and answer.replace(" ", "") == truth.replace(" ", "")

@@ -1,6 +1,5 @@
-"""The parser of expressions in a subset of maths and LaTeX. The text is hostile: a grammar of our own parses it. It is never
-evaluated as Python nor handed to sympy, whose constructors compute eagerly (`Integer(9)**Integer(9)**...`). Its size is bounded
-here, that of its values in `values.py`."""
+"""The parser of expressions in a subset of maths and LaTeX. The text is hostile: it is never evaluated as Python nor handed to
+sympy, which computes eagerly (`Integer(9)**Integer(9)**...`). Its size is bounded here, that of its values in `values.py`."""
 
 import re
 from collections.abc import Callable
@@ -33,8 +32,7 @@ def fraction(sign: str, number: str, exponent: str = "", period: str = "") -> Fr
     return value * Fraction(10) ** int(exponent) if exponent else value
 
 
-# A number, the name of a variable or constant (a command with its backslash), or an operation with its operands.
-Node = Fraction | str | tuple
+Node = Fraction | str | tuple  # a number, a name (a command with its backslash), or an operation with its operands
 
 GREEK, CAPITALS = list(TABLES["greek"]), list(TABLES["greek_capitals"])
 TRIGONOMETRIC = "sin cos tan cot sec csc".split()
@@ -42,16 +40,14 @@ _INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name
 FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
 _COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS}
 _COMMANDS |= set("pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split())
-# Names that need no backslash.
-NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
+NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}  # that need no backslash
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
 _TOKEN = re.compile(
     rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|"
     rf"(?P<other>{PATTERNS.number.pattern}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
 )
 _BRACKETS = ("(", "[", "{")
-# Each opening sign with the closing one, and the function of what stands between them.
-_CLOSING = {
+_CLOSING = {  # opening sign -> the closing one, and the function of what stands between them
     "(": (")", ""), "[": ("]", ""), "{": ("}", ""), "|": ("|", "abs"),
     r"\lfloor": (r"\rfloor", "floor"), r"\lceil": (r"\rceil", "ceil"),
 }  # fmt: skip

@@ -8,8 +8,6 @@ from alignment.rewards.grading.answers import About, Answer, Clock, Listing, Qua
 from alignment.rewards.grading.expressions import NAMES, TRIGONOMETRIC, NoAnswer, Node, Refused, fraction, parse_expression
 from alignment.rewards.grading.text import PATTERNS, TABLES, split
 
-# --- units and numbers in words ---------------------------------------------------------------------------
-
 _UNIT_NAMES = {
     name + plural: unit
     for unit, names in TABLES["units"].items()
@@ -145,9 +143,6 @@ def _cardinal(words: list[str]) -> Fraction | None:
     return Fraction(total + current) if words else None
 
 
-# --- words, options and sentences ----------------------------------------------------------------------
-
-
 def plain_words(text: str) -> str:
     """A text of nothing but words, in one spelling; "" for any other text."""
     if not PATTERNS.words.fullmatch(text) or len(text) < 2 or not NAMES.isdisjoint(re.findall("[A-Za-z]+", text)):
@@ -216,9 +211,6 @@ def without_clause(text: str) -> str:
         return whole
     renamed = len(alone.findall(letters)) == letters.count(name) and "n" not in letters
     return alone.sub("n", text) if renamed else text
-
-
-# --- quantities ------------------------------------------------------------------------------------------
 
 
 def read_clock(text: str, levels: int) -> Answer | None:

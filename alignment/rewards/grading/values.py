@@ -102,8 +102,7 @@ def substitute(node: Node, point: dict[str, Node]) -> Node:
 
 
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
-    """Rational points, half of them positive, with values below and above one in turn. They depend on the two trees, so that no
-    answer can be written to agree with the truth at these points alone."""
+    """Rational points, half of them positive, with values below and above one in turn, by a seed that no answer can foresee."""
     rng = random.Random(seed)
     for k in range(POINTS):
         values = [Fraction(rng.randrange(101, 199), rng.randrange(201, 399)) for _ in names]
