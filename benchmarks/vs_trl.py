@@ -28,7 +28,7 @@ from alignment.core.losses import grpo_microbatch_train_step, loss_denominator
 from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
 from alignment.data.tasks import find_task
-from alignment.evaluate import evaluate_model
+from alignment.evaluate import evaluate_models
 from alignment.policy.frozen import model_log_probs
 from alignment.policy.loading import load_model, load_tokenizer
 from alignment.rewards.rules import find_reward
@@ -270,7 +270,9 @@ def same_training(args: RLArgs, model: str, steps: int, seed: int) -> Table:
 
 
 def accuracy(args: RLArgs, model: str) -> tuple[float, tuple[float, float]]:
-    record = evaluate_model(from_preset(EvaluateArgs, args.preset), model, Console(quiet=True)).record
+    evaluation = from_preset(EvaluateArgs, args.preset)
+    ((_, _, evaluated),) = evaluate_models(evaluation, [model], {evaluation.task: evaluation}, Console(quiet=True))
+    record = evaluated.record
     return record["avg_all_rewards"], record["avg_all_rewards_ci"]
 
 

@@ -1,5 +1,6 @@
 """What is imported when: commands say what is wrong with their arguments before they load what takes seconds."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -45,6 +46,11 @@ def test_a_mistake_is_said_before_anything_heavy_is_loaded(command, tmp_path):
     assert reports == ["imported []"] + ["exit code 2 []"] * len(mistakes)
     for line, (_, message) in zip(done.stderr.splitlines(), mistakes, strict=True):
         assert message in line
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py")), ids=lambda file: file.stem)
+def test_a_benchmark_can_be_imported(file):
+    importlib.import_module(f"benchmarks.{file.stem}")
 
 
 def test_python_m_says_it_before_it_loads_torch():
