@@ -29,7 +29,7 @@ from alignment.system.torchrun import PROCESSES, followed
 MOST_SAMPLES, MOST_TOKENS = 4, 64  # responses of a prompt, and tokens of each: the plain computation is slow
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 PAGE = "verification.html"
-SHORTEST = 0.01  # seconds of a phase that is compared with a prediction
+SHORTEST = 0.1  # seconds of a phase that is compared with a prediction; less is latency, and other processes
 TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # prefixes of the names of what differs from run to run
 
 
