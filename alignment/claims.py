@@ -54,6 +54,7 @@ def main() -> None:
     rows = [(name, of[0][0].file["about"]["claim"], *(row[1] for row in of)) for name, of in facts["told"].items()]
     console.print(make_table("published claims", ("claim", "what it says", *args.preset), rows))
     for page in ("claims.md", "claims.html") if args.report else ():
+        Path(args.report).mkdir(parents=True, exist_ok=True)
         write_atomically(Path(args.report) / page, fill_template(Path(__file__).parent / f"ablation/{page}.j2", **facts))
     if failed:
         raise UserError(f"{len(failed)} runs failed and are missing from the verdicts: {', '.join(failed)}")
