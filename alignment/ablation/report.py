@@ -66,7 +66,8 @@ def contents(study: Study) -> dict[str, object]:
     question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?" if varied else "What did training change?"
     run = any_run if len(arms) == len(study.runs) == 1 else None
     return {
-        "study": study, "run": run, "question": question, "varied": varied or [], "headline": headline(factors, pairs), "factors": factors,
+        "study": study, "run": run, "question": question, "varied": varied or [],
+        "headline": headline(factors, pairs), "factors": factors,
         "pairs": _ranked(pairs), "pairs_area": _ranked(decide(study, verdicts.areas(study))),
         "over_tasks": verdicts.over_tasks(study),
         "completions": read_jsonl(run.path / "completions" / f"eval_{run.evals[-1]['step']:06d}.jsonl") if run else [],

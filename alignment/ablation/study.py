@@ -1,4 +1,4 @@
-"""A study: finished runs, from a sweep's folder or several run folders, grouped into the arms that a report compares."""
+"""A study: finished runs, from folders of sweeps or of runs, grouped into the arms that a report compares."""
 
 import dataclasses
 import json
