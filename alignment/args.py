@@ -613,7 +613,7 @@ class GradientsArgs:
 class ReportArgs:
     """Write a report from a sweep's folder, or from folders of runs: report.html, report.md, figures and tables."""
 
-    runs: tuple[str, ...]  # A sweep's folder, or the folders of runs; a single run may still be training.
+    runs: tuple[str, ...]  # Folders of sweeps and of runs; a single one, also of a run, may still be training.
     output: str = ""  # Folder to write to; empty: the first of --runs.
     tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own.
     follow: bool = False  # Write the report again, every 30 s, until all runs are finished.

@@ -25,7 +25,7 @@ from alignment.system.terminal import make_table, printable
 
 SHOWN_PAIRS = 30  # in the Markdown summary and the figure; the page has all
 WINNERS = 4  # differences that the headline names
-PAGES = ("report.html", "report.md", "report.tex", "comparisons.csv", "arms.csv")
+PAGES = ("report.html", "report.md", "report.tex", "comparisons.csv", "arms.csv", "curves.csv")
 INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, light or dark
 
 
@@ -36,6 +36,8 @@ def report(study: Study, folder: Path, console: Console) -> None:
     for title, comparisons in (factors or {"final accuracy": pairs for pairs in [decide(study)] if pairs}).items():
         rows = map(cells, _ranked(comparisons))
         console.print(make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows))
+    for warning in study.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     for name in study.missing:
         console.print(f"unfinished: {name}", style="red", markup=False)
     console.print(f"report: {write_report(study, folder)[0]}", markup=False, soft_wrap=True)
@@ -51,8 +53,9 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     options |= {"loader": jinja2.FileSystemLoader(Path(__file__).parent), "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(**options)
     environment.filters |= {"p": lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}", "printable": printable}
+    facts |= {"shown": SHOWN_PAIRS, "methods": " ".join(environment.get_template("methods.txt.j2").render(facts).split())}
     for page in PAGES:
-        write_atomically(folder / page, environment.get_template(f"{page}.j2").render(facts, shown=SHOWN_PAIRS))
+        write_atomically(folder / page, environment.get_template(f"{page}.j2").render(facts))
     return [folder / page for page in PAGES]
 
 
@@ -63,7 +66,8 @@ def contents(study: Study) -> dict[str, object]:
     question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?" if varied else "What did training change?"
     run = any_run if len(arms) == len(study.runs) == 1 else None
     return {
-        "study": study, "run": run, "question": question, "headline": headline(factors, pairs), "factors": factors,
+        "study": study, "run": run, "question": question, "varied": varied or [],
+        "headline": headline(factors, pairs), "factors": factors,
         "pairs": _ranked(pairs), "pairs_area": _ranked(decide(study, verdicts.areas(study))),
         "over_tasks": verdicts.over_tasks(study),
         "completions": read_jsonl(run.path / "completions" / f"eval_{run.evals[-1]['step']:06d}.jsonl") if run else [],
@@ -182,7 +186,7 @@ def _draw_differences(axes, styles: dict, study: Study, comparisons: Sequence[Co
             x, y, *reach = zip(*mine, strict=True)
             axes.errorbar(x, y, xerr=reach, fmt="o", color=colour, label=kind)
     axes.set_yticks(range(len(rows)), [f"{c.a} − {c.b}" for _, c in rows])
-    axes.set(xlabel="difference of final accuracy, with its 95 % interval")
+    axes.set(xlabel="difference of final accuracy, with its 95 % interval", ylim=(-0.6, len(rows) - 0.4))
 
 
 def _draw_curves(axes, styles: dict, study: Study, key: str, cost: str) -> None:
@@ -198,6 +202,7 @@ def _draw_curves(axes, styles: dict, study: Study, key: str, cost: str) -> None:
             margins = [half_width(study, arm, at) for at in scores] or None
             axes.errorbar(x, y, yerr=margins, **styles[arm], label=arm)
     axes.set(xlabel=cost, ylabel=CURVES[key])
+    axes.locator_params(axis="x", integer=True)
 
 
 def _points(run: Run, key: str, cost: str) -> dict[int, tuple[float, float]]:
@@ -216,4 +221,4 @@ def _draw_final(axes, styles: dict, study: Study) -> None:
         values, margin, colour = [s.mean() for s in by_seed.values()], half_width(study, arm, by_seed), styles[arm]["color"]
         axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.45)
         axes.errorbar(np.mean(values), y, xerr=margin, color=colour, marker="D")
-    axes.set(xlabel="accuracy", yticks=range(len(scores)), yticklabels=list(scores))
+    axes.set(xlabel="accuracy", yticks=range(len(scores)), yticklabels=list(scores), ylim=(-0.6, len(scores) - 0.4))

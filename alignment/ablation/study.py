@@ -1,4 +1,4 @@
-"""A study: finished runs, from a sweep's folder or several run folders, grouped into the arms that a report compares."""
+"""A study: finished runs, from folders of sweeps or of runs, grouped into the arms that a report compares."""
 
 import dataclasses
 import json
@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alignment.ablation.design import ALPHA, varied_values
+from alignment.ablation.design import ALPHA, BOOKKEEPING, varied_values
 from alignment.args import RLArgs
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
-
-RUN_ARGUMENTS = {"seed", "run_name", "output_dir", "resume", "preview", "trackers", "reward_timeout"}  # which vary in an arm
 
 
 class EvalScores(NamedTuple):
@@ -40,6 +38,7 @@ class Run:
     metrics: tuple[dict, ...]
     evals: tuple[dict, ...]
     finished: bool
+    machine: str  # "" in records of older versions
 
     @property
     def seed(self) -> int:
@@ -95,16 +94,19 @@ def read_run(path: Path) -> Run:
     if not typed or type(args.get("seed")) is not int:
         raise UserError(f"{file} is damaged: it needs args with a seed, command and versions")
     metrics, evals = (tuple(read_jsonl(path / name, have_steps=True)) for name in ("metrics.jsonl", "evals.jsonl"))
-    return Run(path, args, tuple(map(str, command)), versions, metrics, evals, (path / "summary.json").exists())
+    finished, machine = (path / "summary.json").exists(), str(facts.get("machine", ""))
+    return Run(path, args, tuple(map(str, command)), versions, metrics, evals, finished, machine)
 
 
 def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
-    """Read a sweep's folder, or group run folders into arms by their arguments; a single run may still be training. Raises
-    `UserError` for a folder that is neither, for damaged files, and for two runs of equal arguments and seed."""
-    if len(folders) == 1 and (folders[0] / "sweep.json").exists():
-        return _read_sweep(folders[0])
-    runs = [read_run(folder) for folder in folders]
-    names = {key for run in runs for key in run.args if key not in RUN_ARGUMENTS}
+    """Read a sweep's folder, or group runs that were made apart, in folders of their own or of several sweeps, into arms by
+    their arguments; a single run may still be training. Raises `UserError` for a folder that is neither, for damaged files, and
+    for two runs of equal arguments and seed."""
+    sweeps = {folder: _read_sweep(folder) for folder in folders if (folder / "sweep.json").exists()}
+    if len(folders) == len(sweeps) == 1:
+        return sweeps[folders[0]]
+    runs = [run for folder in folders for run in (sweeps[folder].runs if folder in sweeps else [read_run(folder)])]
+    names = {key for run in runs for key in run.args if key not in BOOKKEEPING}
     defaults = {f.name: f.default for f in dataclasses.fields(RLArgs)}  # of arguments that are newer than a run
     value_of = lambda run, name: run.args.get(name, defaults.get(name))
     differing = sorted(name for name in names if len({json.dumps(value_of(run, name) or None) for run in runs}) > 1)
@@ -114,12 +116,18 @@ def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
         values = {name: value_of(run, name) for name in differing}
         arm = ", ".join(f"{name} {value}" for name, value in values.items()) or "all runs"
         if run.seed in arms.setdefault(arm, {}):
-            raise UserError(f"{run.path} and {arms[arm][run.seed].path} have the same arguments and seed")
+            raise UserError(f"{run.path} and {arms[arm][run.seed].path} have the same arguments and seed: give one of them")
         varied[arm] = values
         if run.finished or (len(runs) == 1 and run.evals):
             arms[arm][run.seed] = run
-    missing = tuple(run.path.name for run in runs if not run.finished)
-    return Study(arms, varied, missing, tie, "", (), "")
+    missing = [run.path.name for run in runs if not run.finished] + [name for of in sweeps.values() for name in of.missing]
+    return Study(arms, varied, tuple(missing), tie, "", _other_versions(runs), "")
+
+
+def _other_versions(runs: Sequence[Run]) -> tuple[str, ...]:
+    """A warning for each package, and the code, that the runs have in several versions."""
+    of = {name: {run.versions.get(name, "none") for run in runs} for name in sorted({n for run in runs for n in run.versions})}
+    return tuple(f"the runs differ in {name}: {', '.join(sorted(several))}" for name, several in of.items() if len(several) > 1)
 
 
 def _read_sweep(folder: Path) -> Study:
@@ -139,7 +147,8 @@ def _read_sweep(folder: Path) -> Study:
         if (path / "args.json").exists() and (run := read_run(path)).finished:
             arms[arm][int(seed)] = run
     missing = tuple(f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm])
-    warnings, command = tuple(map(str, sweep["warnings"])), shell_command(["", *map(str, sweep["command"])])
+    command = shell_command(["", *map(str, sweep["command"])])
+    warnings = *map(str, sweep["warnings"]), *_other_versions([run for by_seed in arms.values() for run in by_seed.values()])
     settings = {name: sweep[name] for name in ("tie", "hold", "alpha")}
     return Study(arms, varied_values(planned), missing, warnings=warnings, command=command, **settings)
 

@@ -41,8 +41,9 @@ def decide(study: Study, scores: Mapping[str, Scores] | None = None) -> list[Com
 def question_groups(runs: Iterable[Run]) -> list[str] | None:
     """The key of every question that the runs were evaluated on (`Task.key`); None where no two are equal, as of all runs whose
     evaluations ask a question once. Raises `UserError` where the runs were evaluated on different questions."""
-    if len(by_questions := {run.scores.questions: run for run in runs}) > 1:
-        raise UserError("the runs were evaluated on different questions, so they cannot be compared")
+    if len(by_questions := {run.scores.texts: run for run in runs}) > 1:
+        a, b, *_ = (run.path for run in by_questions.values())
+        raise UserError(f"{a} and {b} were evaluated on different questions, so they cannot be compared: give runs of the same")
     for run in by_questions.values():
         task = TASKS.get(str(run.args.get("task")))
         key = task.key if task else question_text  # a task of the user's own is not imported for a report

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from markupsafe import escape
 
 from alignment import report
 from alignment.ablation.report import _points, _styles, headline, write_report
@@ -132,6 +133,15 @@ def test_figures_and_tables_are_files_of_their_own(grid):
     arms = list(csv.DictReader((grid / "arms.csv").open()))
     assert {row["arm"]: row["seeds"] for row in arms} == dict.fromkeys(study.arms, "0 1 2")
     assert all(len(row["accuracies"].split()) == 3 for row in arms)
+    assert {(row["loss_type"], row["group_size"]) for row in arms} == {
+        (loss, size) for loss in ("grpo_clip", "no_baseline") for size in "48"
+    }
+    curves = list(csv.DictReader((grid / "curves.csv").open()))
+    assert [(row["arm"], row["seed"], row["step"]) for row in curves[1:3]] == [
+        ("grpo_clip_group_size4", "0", "4"),
+        ("grpo_clip_group_size4", "1", "0"),
+    ]
+    assert len(curves) == 4 * 3 * 2 and {row["accuracy"] for row in curves if row["step"] == "0"} == {"0.1"}
     latex = (grid / "report.tex").read_text()
     assert r"grpo\_clip $-$ no\_baseline & $+0.396$" in latex and r"grpo\_clip $>$ no\_baseline \\" in latex
     assert latex.count(r"\begin{longtable}") == latex.count(r"\end{longtable}") == 4
@@ -234,6 +244,137 @@ def test_unfinished_and_missing_runs_are_named(grid):
     assert study.missing == ("grpo_clip_group_size4_seed1",)
     html, *_ = write_report(study, grid)
     assert "Missing, and so not in any verdict: grpo_clip_group_size4_seed1" in html.read_text()
+
+
+def methods_of(study, folder: Path) -> str:
+    """The paragraph of methods of the report, which its page, its Markdown and its LaTeX have."""
+    html, markdown, latex, *_ = (path.read_text() for path in write_report(study, folder))
+    methods = markdown.partition("## Methods\n\n")[2].splitlines()[0]
+    assert methods.replace("%", "\\%").replace("_", "\\_") in latex
+    assert str(escape(methods)) in html
+    return methods
+
+
+def change_record(run: Path, of: str, **facts) -> None:
+    record = json.loads((run / "args.json").read_text())
+    record[of] = {**record[of], **facts}
+    (run / "args.json").write_text(json.dumps(record))
+
+
+def test_methods_are_told_from_the_records(grid):
+    """Twelve runs of 4 steps with 8 responses each: 8 prompts of groups of 4, or 4 of groups of 8."""
+    for run in grid.glob("*_seed*"):
+        change_record(run, "args", model="tiny", task="sums", num_problems=1234, sampling_temperature=0.7)
+    methods = methods_of(read_study([grid]), grid)
+    for fact in (
+        "tiny was trained by reinforcement learning on sums.",
+        "4 arms differ in loss_type (grpo_clip, no_baseline) and group_size (4, 8), in 12 finished runs",
+        "with the seeds 0, 1, 2 each.",
+        "A run took 4 steps, with 32 responses to 4 to 8 prompts in all.",
+        "the first 1,234 problems of the task's training problems",
+        "on 40 held-out questions, of answers sampled at the temperature 0.7.",
+        "while the group size varies, rollouts stay the same.",
+        "for the comparisons of a table, at most 6, by Holm's correction",
+        "at most 5 %. A tie is a difference shown to be below 0.03 ",
+        "Versions: python 3.11.7, code (git commit) abc1234.",
+    ):
+        assert fact in methods
+    assert "made apart" not in methods
+    sweep = json.loads((grid / "sweep.json").read_text())
+    (grid / "sweep.json").write_text(json.dumps({**sweep, "alpha": 0.01, "tie": 0.05, "hold": "prompts"}))
+    (grid / "grpo_clip_group_size4_seed1" / "summary.json").unlink()
+    methods = methods_of(read_study([grid]), grid)
+    for fact in ("at most 1 %", "below 0.05 ", "prompts stay the same", "11 finished runs with other seeds from arm to arm"):
+        assert fact in methods
+    assert "1 unfinished run is left out." in methods and "0, 1, 2 each" not in methods
+
+
+def test_methods_leave_out_what_is_not_known(tmp_path):
+    runs = [make_run(tmp_path / f"{loss}{seed}", seed, 0.5, loss_type=loss) for loss in "ab" for seed in (0, 1)]
+    for run in runs:
+        record = json.loads((run / "args.json").read_text())
+        (run / "args.json").write_text(json.dumps({**record, "versions": {"code": "unknown"}}))
+        (run / "metrics.jsonl").write_text("")
+    methods = methods_of(read_study(runs), tmp_path)
+    assert methods.startswith("2 arms differ in loss_type (a, b), in 4 finished runs")
+    for word in ("trained by", "A run took", "drawn from", "temperature", "Versions", "machine", "reproducible", "None"):
+        assert word not in methods
+    assert "With a single comparison the p value needs no correction" in methods and "Holm" not in methods
+
+
+def test_methods_name_the_machine_and_what_was_verified_there(grid, monkeypatch):
+    for run in grid.glob("*_seed*"):
+        record = json.loads((run / "args.json").read_text())
+        (run / "args.json").write_text(json.dumps({**record, "machine": "secret-host: Linux-6.18, 2 processors"}))
+    methods = methods_of(read_study([grid]), grid)
+    assert "The machine was Linux-6.18, 2 processors; the steps of all runs took" in methods and "secret-host" not in methods
+    assert "reproducible" not in methods
+    monkeypatch.setattr("alignment.ablation.report.reproducibility", lambda run: "bitwise")
+    assert "found the runs reproducible: bitwise." in methods_of(read_study([grid]), grid)
+
+
+def test_names_are_escaped_in_latex(tmp_path):
+    """Every special character has its escape, and braces and dollars are closed."""
+    runs = [make_run(tmp_path / f"r{i}", i % 2, 0.5, task="a_b.py:50%&#1", loss_type=f"x_{i // 2}^~${{}}\\") for i in range(4)]
+    write_report(read_study(runs), tmp_path)
+    text = "".join(line for line in (tmp_path / "report.tex").read_text().splitlines(True) if not line.startswith("%"))
+    assert r"x\_1\textasciicircum \textasciitilde \$\{\}\textbackslash " in text
+    bare = re.sub(r"\\[_%&#${}]", "", text)
+    assert bare.count("{") == bare.count("}") and bare.count("$") % 2 == 0
+    assert not re.search(r"[%#^~]", bare)
+    outside = re.sub(r"(?s)\\begin\{longtable\}.*?\\end\{longtable\}|\$[^$]*\$", "", bare)
+    assert not re.search(r"[_&$]", outside)
+    rows = [line for line in bare.splitlines() if line.endswith(r"\\") and "caption" not in line]
+    assert {line.count("&") for line in rows} == {5}
+
+
+def test_runs_of_several_sweeps_are_compared_as_made_apart(grid, tmp_path_factory, monkeypatch, capsys):
+    """A second sweep, of another commit, has one more loss and asks the same questions; single runs go with both."""
+    other, alone = tmp_path_factory.mktemp("other"), tmp_path_factory.mktemp("alone")
+    arm = {"loss_type": "gspo", "group_size": 4, "prompts_per_rollout": 64, "num_steps": 4, "save_interval": 7}
+    for seed in range(3):
+        change_record(make_run(other / f"gspo_seed{seed}", seed, 0.6, **arm), "versions", code="def5678")
+    (other / "gspo_seed2" / "summary.json").unlink()
+    sweep = json.loads((grid / "sweep.json").read_text())
+    (other / "sweep.json").write_text(json.dumps({**sweep, "arms": {"gspo": arm}}))
+    single = make_run(alone / "cispo", 0, 0.6, **{**arm, "loss_type": "cispo"})
+    study = read_study([grid, other, single])
+    assert len(study.arms) == 6 and sorted(study.arms["group_size 4, loss_type gspo, prompts_per_rollout 64"]) == [0, 1]
+    assert study.missing == ("gspo_seed2",) and study.warnings == ("the runs differ in code: abc1234, def5678",)
+    methods = methods_of(study, alone)
+    assert "The runs were made apart, not by one sweep" in methods and "share the order" not in methods
+    assert "code (git commit) abc1234 or def5678; where two are named, the runs differ." in methods
+    assert "the runs differ in code: abc1234, def5678" in (alone / "report.md").read_text()
+    runs = sorted(grid.glob("*_seed*"))
+    assert "made apart" not in methods_of(read_study(runs), alone)  # the runs of one sweep, each by its name
+
+    words = ["report", "--output", str(alone), "--runs"]
+    monkeypatch.setattr("sys.argv", [*words, str(grid), str(other)])
+    run_command(report.main)
+    printed = capsys.readouterr().out
+    assert "warning: the runs differ in code: abc1234, def5678" in printed and "unfinished: gspo_seed2" in printed
+    monkeypatch.setattr("sys.argv", [*words, str(single), str(make_run(alone / "b", 0, 0.5, 30, loss_type="b"))])
+    with pytest.raises(SystemExit):
+        run_command(report.main)
+    (line,) = capsys.readouterr().err.splitlines()
+    reason = "were evaluated on different questions, so they cannot be compared: give runs of the same"
+    assert line == f"error: {single} and {alone / 'b'} {reason}"
+
+
+def test_questions_of_equal_names_and_other_texts_are_refused(tmp_path):
+    runs = [make_run(tmp_path / name, 0, 0.5, loss_type=name) for name in "ab"]
+    for step in (0, 4):
+        file = runs[1] / "completions" / f"eval_{step:06d}.jsonl"
+        file.write_text(file.read_text().replace("What is 7?", "What is seven?"))
+    with pytest.raises(UserError, match="different questions"):
+        decide(read_study(runs))
+
+
+def test_a_sweep_continued_by_other_code_says_so(grid):
+    change_record(grid / "grpo_clip_group_size4_seed1", "versions", code="def5678-dirty")
+    study = read_study([grid])
+    assert study.warnings == ("careful <b>", "the runs differ in code: abc1234, def5678-dirty")
+    assert "changes that were not committed" in methods_of(study, grid)
 
 
 def test_runs_without_a_sweep_are_grouped_by_their_arguments(tmp_path):
