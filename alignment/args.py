@@ -344,7 +344,7 @@ class SweepOptions:
     hold: Literal["rollouts", "prompts"] = "rollouts"
     """What stays equal while --group_size varies: a step's responses (larger groups, fewer prompts), or its prompts."""
     tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie, once that is shown.
-    controls: bool = False  # Add arms with random, format-only and inverted reward, to show what the evaluation alone produces.
+    controls: bool = False  # Add arms of random, format-only and inverted reward, and at learning rate 0: what comes by itself.
     strict: bool = False  # Take the design's warnings for errors.
     dry_run: bool = False  # Print the design, and train nothing.
     until_decided: bool = False

@@ -134,9 +134,11 @@ def name_of(arm: RLArgs, base: RLArgs) -> str:
 
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
-    """The arms, and copies of the first one trained on each negative control."""
+    """The arms, and copies of the first one: trained on each negative control, and at a learning rate of 0, so not at all."""
     first = next(iter(arms.values()))
-    return {**arms, **{f"control_{name}": dataclasses.replace(first, reward=name) for name in CONTROLS}}
+    controls = {name: dataclasses.replace(first, reward=name) for name in CONTROLS}
+    controls["no_training"] = dataclasses.replace(first, learning_rate=0.0)
+    return {**arms, **{f"control_{name}": arm for name, arm in controls.items()}}
 
 
 def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:

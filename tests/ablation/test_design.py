@@ -91,7 +91,10 @@ def test_controls():
     arms = with_controls({"a": arm()})
     assert {name: a.reward for name, a in arms.items()} == {
         "a": "r1_zero", "control_random": "random", "control_format_only": "format_only", "control_inverted": "inverted",
+        "control_no_training": "r1_zero",
     }  # fmt: skip
+    assert arms["control_no_training"] == dataclasses.replace(arms["a"], learning_rate=0.0)
+    assert all(args.learning_rate == arms["a"].learning_rate for name, args in arms.items() if name != "control_no_training")
 
 
 # --- files of arms ----------------------------------------------------------------------------------------
