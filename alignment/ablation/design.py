@@ -45,6 +45,7 @@ class Design:
     tie: float
     alpha: float  # Chance that any verdict is false; with --until_decided, the share of that chance for each interim analysis.
     warnings: tuple[LintWarning, ...]
+    match: str = "steps"  # What arms are compared at equal amounts of: an entry of `AMOUNTS`.
 
     @property
     def varied(self) -> dict[str, dict[str, object]]:
@@ -53,7 +54,8 @@ class Design:
     def facts(self) -> dict[str, object]:
         """The part of sweep.json that must stay the same when a sweep is continued: all but the seeds."""
         arms = {name: vars(args) for name, args in self.arms.items()}
-        return json.loads(json.dumps({"hold": self.hold, "tie": self.tie, "alpha": self.alpha, "arms": arms}))
+        settings = {"hold": self.hold, "match": self.match, "tie": self.tie, "alpha": self.alpha}
+        return json.loads(json.dumps({**settings, "arms": arms}))
 
 
 def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:

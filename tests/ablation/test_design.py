@@ -223,4 +223,6 @@ def test_a_sweep_goes_on_with_what_a_run_may_change_and_from_an_older_version():
         del args["trackers"], args["preview"]
     assert schedule._fixed(older) == schedule._fixed(before) == schedule._fixed(facts("--trackers", "--reward_timeout", "5"))
     assert schedule._fixed(before) != schedule._fixed(facts("--num_steps", "3"))
+    assert schedule._fixed(before) == schedule._fixed({name: value for name, value in before.items() if name != "match"})
+    assert schedule._fixed(before) != schedule._fixed(facts("--match", "tokens"))
     assert schedule._fixed({}) != schedule._fixed(before)
