@@ -38,6 +38,7 @@ OTHER_NAMES = Path(__file__).parent / "other_names.toml"
 FLAGS = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 
 TrackerName = Literal[tuple(TRACKERS)]
+Match = Literal["steps", "samples", "tokens", "seconds"]
 
 Config = TypeVar("Config")
 COMPARISONS = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
@@ -343,8 +344,10 @@ class SweepOptions:
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # Where every run's numbers go besides its folder.
     hold: Literal["rollouts", "prompts"] = "rollouts"
     """What stays equal while --group_size varies: a step's responses (larger groups, fewer prompts), or its prompts."""
+    match: Match = "steps"
+    """Compare arms after their --num_steps, or at equal sampled responses, tokens (of refills too) or seconds: what all had."""
     tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie, once that is shown.
-    controls: bool = False  # Add arms with random, format-only and inverted reward, to show what the evaluation alone produces.
+    controls: bool = False  # Add arms of random, format-only and inverted reward, and at learning rate 0: what comes by itself.
     strict: bool = False  # Take the design's warnings for errors.
     dry_run: bool = False  # Print the design, and train nothing.
     until_decided: bool = False
@@ -616,6 +619,7 @@ class ReportArgs:
     runs: tuple[str, ...]  # Folders of sweeps and of runs; a single one, also of a run, may still be training.
     output: str = ""  # Folder to write to; empty: the first of --runs.
     tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own.
+    match: Match = "steps"  # What arms are compared at equal amounts of, as sweep's; a sweep's folder has its own.
     follow: bool = False  # Write the report again, every 30 s, until all runs are finished.
 
 

@@ -16,7 +16,7 @@ def main() -> None:
 
     folders, console = [Path(run) for run in args.runs], make_console()
     while True:
-        study = read_study(folders, args.tie)
+        study = read_study(folders, args.tie, args.match)
         if study.runs:
             from alignment.ablation.report import report  # loads scipy and matplotlib
 

@@ -58,7 +58,7 @@ def make_design(args: SweepOptions) -> Design:
     warnings = tuple(lint(arms, seeds))
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(map(str, warnings))}")
-    design = Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings)
+    design = Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings, args.match)
     if args.question:
         from alignment.ablation.verdicts import refuse_unknown_question
 

@@ -282,6 +282,9 @@ def other_settings() -> Iterator[Setting]:
             yield Setting(name, (0.5,) * arms, first, spreads, shape, last_seeds=last)
         name = f"until decided, {arms} arms, {first} to {last} seeds, one 0.05 better"
         yield Setting(name, (0.5,) * (arms - 1) + (0.55,), first, (2 * BASE,) * arms, last_seeds=last)
+    for noise in (2 * BASE, 8 * BASE):  # of the arms that go on; the last one stops early
+        name = f"until decided, 4 arms, 3 to 8 seeds, one 0.3 worse, noise {noise:g}"
+        yield Setting(name, (0.5,) * 3 + (0.2,), 3, (noise,) * 3 + (2 * BASE,), last_seeds=8)
 
 
 def printed_power() -> Iterator[tuple[str, Setting, float]]:

@@ -82,9 +82,10 @@ def test_updates_per_rollout_count_a_remainder(prompts, group, epochs, mini):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
 def test_numbers_that_cannot_work_are_refused(value):
-    for name in ("learning_rate", "max_grad_norm", "max_sampler_mismatch"):
+    for name in ("max_grad_norm", "max_sampler_mismatch", *["learning_rate"] * (value != 0)):  # at 0 a control trains nothing
         with pytest.raises(UserError, match=f"--{name}"):
             RLArgs(**{name: value})
+    assert RLArgs(learning_rate=0).learning_rate == 0
 
 
 def test_arguments_are_frozen():

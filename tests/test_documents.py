@@ -222,7 +222,7 @@ def test_the_names_that_trl_logs_are_trls():
 
 
 def test_the_recorded_run_has_the_fields_that_few_runs_have(recorded):
-    rare = {"kl", "correction_mean", "fine", "prompts_asked", "reward_asked", "ratio_mean", "part_random", "seconds_reference"}
+    rare = {"kl", "correction_mean", "fine", "prompts_asked", "reward_asked", "tokens_asked", "ratio_mean", "part_random", "seconds_reference"}
     assert rare <= fields_of(recorded / "metrics.jsonl")
 
 

@@ -45,6 +45,7 @@ class Design:
     tie: float
     alpha: float  # Chance that any verdict is false; with --until_decided, the share of that chance for each interim analysis.
     warnings: tuple[LintWarning, ...]
+    match: str = "steps"  # What arms are compared at equal amounts of: an entry of `AMOUNTS`.
 
     @property
     def varied(self) -> dict[str, dict[str, object]]:
@@ -53,7 +54,8 @@ class Design:
     def facts(self) -> dict[str, object]:
         """The part of sweep.json that must stay the same when a sweep is continued: all but the seeds."""
         arms = {name: vars(args) for name, args in self.arms.items()}
-        return json.loads(json.dumps({"hold": self.hold, "tie": self.tie, "alpha": self.alpha, "arms": arms}))
+        settings = {"hold": self.hold, "match": self.match, "tie": self.tie, "alpha": self.alpha}
+        return json.loads(json.dumps({**settings, "arms": arms}))
 
 
 def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
@@ -134,9 +136,11 @@ def name_of(arm: RLArgs, base: RLArgs) -> str:
 
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
-    """The arms, and copies of the first one trained on each negative control."""
+    """The arms, and copies of the first one: trained on each negative control, and at a learning rate of 0, so not at all."""
     first = next(iter(arms.values()))
-    return {**arms, **{f"control_{name}": dataclasses.replace(first, reward=name) for name in CONTROLS}}
+    controls = {name: dataclasses.replace(first, reward=name) for name in CONTROLS}
+    controls["no_training"] = dataclasses.replace(first, learning_rate=0.0)
+    return {**arms, **{f"control_{name}": arm for name, arm in controls.items()}}
 
 
 def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:

@@ -32,12 +32,15 @@ INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, li
 def report(study: Study, folder: Path, console: Console) -> None:
     """Print a table of verdicts for each varied argument of a full grid, else one of the pairs of arms; write the report."""
     cells = lambda c: (f"{c.a} - {c.b}", f"{c.difference:+.3f}", f"{c.low:+.3f} .. {c.high:+.3f}", str(c.seeds), c.verdict)
-    factors = {f"final accuracy: {name}, averaged over all else": rows for name, rows in decide_factors(study).items()}
-    for title, comparisons in (factors or {"final accuracy": pairs for pairs in [decide(study)] if pairs}).items():
+    compared, measured = verdicts.outcome(study)
+    factors = {f"{compared}: {name}, averaged over all else": rows for name, rows in decide_factors(study).items()}
+    for title, comparisons in (factors or {compared: pairs for pairs in [decide(study)] if pairs}).items():
         rows = map(cells, _ranked(comparisons))
         console.print(make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows))
     for warning in study.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    if study.match != "steps":
+        console.print(f"verdicts are on {measured}", soft_wrap=True)
     for name in study.missing:
         console.print(f"unfinished: {name}", style="red", markup=False)
     console.print(f"report: {write_report(study, folder)[0]}", markup=False, soft_wrap=True)
@@ -66,7 +69,7 @@ def contents(study: Study) -> dict[str, object]:
     question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?" if varied else "What did training change?"
     run = any_run if len(arms) == len(study.runs) == 1 else None
     return {
-        "study": study, "run": run, "question": question, "varied": varied or [],
+        "study": study, "run": run, "question": question, "varied": varied or [], "compared": verdicts.outcome(study),
         "headline": headline(factors, pairs), "factors": factors,
         "pairs": _ranked(pairs), "pairs_area": _ranked(decide(study, verdicts.areas(study))),
         "over_tasks": verdicts.over_tasks(study),
@@ -81,7 +84,7 @@ def contents(study: Study) -> dict[str, object]:
 
 def arm_rows(study: Study) -> list[dict]:
     """For each arm: its seeds, accuracies, their means and margin, the parts of its gain, its arguments and a sample."""
-    scores = final_scores(study)
+    scores, end = final_scores(study), (study.match, verdicts.budget(study))
     accuracy = {arm: [float(s.mean()) for s in by_seed.values()] for arm, by_seed in scores.items()}
     return [
         {
@@ -89,7 +92,7 @@ def arm_rows(study: Study) -> list[dict]:
             "accuracies": accuracy[arm], "margin": half_width(study, arm, scores[arm]),
             "mean": float(np.mean(accuracy[arm])) if runs else math.nan,
             "iqm": interquartile_mean(accuracy[arm]) if runs else math.nan,
-            "split": np.mean([verdicts.split_of_gain(run) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
+            "split": np.mean([verdicts.split_of_gain(run, *end) for run in runs.values()], axis=0) if runs else [math.nan] * 3,
         }
         for arm, runs in study.arms.items()
     ]  # fmt: skip
@@ -126,11 +129,7 @@ CURVES = {
     ACCURACY: "held-out accuracy", "reward": "training reward", "response_length": "response tokens",
     "entropy": "entropy, nats a token", "clip_fraction": "share of clipped tokens", "grad_norm": "gradient norm",
 }  # fmt: skip
-COSTS = {
-    "rollout steps": lambda record: 1,
-    "sampled tokens": lambda record: record.get("responses", 0) * record.get("response_length", 0),
-    "seconds of training": lambda record: record.get("seconds", 0),
-}
+COSTS = {"rollout steps": "steps", "sampled tokens": "tokens", "seconds of training": "seconds"}
 KINDS = {"greater": "tab:green", "tie": "tab:blue", "undecided": "tab:orange"}
 DASHES = ("-", "--", ":", "-.")
 
@@ -139,12 +138,13 @@ def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure
     """The figures by title."""
     plt.switch_backend("svg")
     plt.style.use(Path(__file__).with_name("report.mplstyle"))
-    drawn = {"Differences of final accuracy": _draw(_draw_differences, study, comparisons)} if comparisons else {}
+    compared, _ = verdicts.outcome(study)
+    drawn = {f"Differences of {compared}": _draw(_draw_differences, study, comparisons)} if comparisons else {}
     for key, label in CURVES.items():
         for cost in list(COSTS)[: None if key == ACCURACY else 1]:
             if any(x for run in study.runs for x, _ in _points(run, key, cost).values()):
                 drawn[f"{label[0].upper()}{label[1:]} by {cost}"] = _draw(_draw_curves, study, key, cost)
-    return drawn | ({"Final held-out accuracy": _draw(_draw_final, study)} if comparisons else {})
+    return drawn | ({f"{compared.capitalize()} by arm": _draw(_draw_final, study)} if comparisons else {})
 
 
 def _draw(draw: Callable, study: Study, *args) -> Figure:
@@ -186,7 +186,8 @@ def _draw_differences(axes, styles: dict, study: Study, comparisons: Sequence[Co
             x, y, *reach = zip(*mine, strict=True)
             axes.errorbar(x, y, xerr=reach, fmt="o", color=colour, label=kind)
     axes.set_yticks(range(len(rows)), [f"{c.a} − {c.b}" for _, c in rows])
-    axes.set(xlabel="difference of final accuracy, with its 95 % interval", ylim=(-0.6, len(rows) - 0.4))
+    label = f"difference of {verdicts.outcome(study)[0]}, with its 95 % interval"
+    axes.set(xlabel=label, ylim=(-0.6, len(rows) - 0.4))
 
 
 def _draw_curves(axes, styles: dict, study: Study, key: str, cost: str) -> None:
@@ -208,9 +209,7 @@ def _draw_curves(axes, styles: dict, study: Study, key: str, cost: str) -> None:
 def _points(run: Run, key: str, cost: str) -> dict[int, tuple[float, float]]:
     """By step: what the run had cost, and the value of `key`, where there is one."""
     records = [r for r in (run.evals if key == ACCURACY else run.metrics) if r.get(key) is not None]
-    total = np.cumsum([0, *map(COSTS[cost], run.metrics)])
-    costs = np.interp([r["step"] for r in records], [0, *(r["step"] for r in run.metrics)], total)
-    return {r["step"]: (float(x), r[key]) for r, x in zip(records, costs, strict=True)}
+    return {r["step"]: (float(x), r[key]) for r, x in zip(records, run.spent(COSTS[cost], records), strict=True)}
 
 
 def _draw_final(axes, styles: dict, study: Study) -> None:

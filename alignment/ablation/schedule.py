@@ -72,7 +72,8 @@ def _fixed(facts: Mapping[str, Any]) -> dict[str, object]:
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
     defaults = json.loads(json.dumps({name: value for name, value in vars(RLArgs()).items() if name not in free}))
     arms = {arm: {name: args.get(name, defaults[name]) for name in defaults} for arm, args in facts.get("arms", {}).items()}
-    return {"hold": facts.get("hold"), "tie": facts.get("tie"), "alpha": facts.get("alpha"), "arms": arms}
+    settings = {"match": facts.get("match", "steps")} | {name: facts.get(name) for name in ("hold", "tie", "alpha")}
+    return settings | {"arms": arms}
 
 
 def expected_seconds(design: Design, output_dir: str) -> float | None:

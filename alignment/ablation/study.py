@@ -17,6 +17,19 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
 
 
+def _samples(run: "Run", step: Mapping) -> float:
+    return step["prompts_asked"] * run.args["group_size"] if "prompts_asked" in step else step.get("responses", 0)
+
+
+AMOUNTS = {
+    "steps": lambda run, step: 1,
+    "samples": _samples,
+    "tokens": lambda run, step: step.get("tokens_asked", _samples(run, step) * step.get("response_length", 0)),
+    "seconds": lambda run, step: step.get("seconds", 0),
+}
+"""--match -> how much of it a step of a run took, by the step's record: responses and tokens of refills too."""
+
+
 class EvalScores(NamedTuple):
     """Rewards by evaluation and question: steps of the evaluations [E], ids of the questions [Q], mean rewards [E, Q], and the
     questions' texts [Q]. A question that was asked twice is there twice, so means are those of `evals.jsonl`."""
@@ -43,6 +56,11 @@ class Run:
     @property
     def seed(self) -> int:
         return int(self.args["seed"])
+
+    def spent(self, match: str, records: Sequence[Mapping]) -> np.ndarray:
+        """How much of what --match names the run had taken by the step of each of the records."""
+        total = np.cumsum([0, *(AMOUNTS[match](self, step) for step in self.metrics)])
+        return np.interp([record["step"] for record in records], [0, *(step["step"] for step in self.metrics)], total)
 
     @cached_property
     def scores(self) -> EvalScores:
@@ -76,6 +94,7 @@ class Study:
     warnings: tuple[str, ...]
     command: str
     alpha: float = ALPHA  # Largest probability that a table has any false verdict.
+    match: str = "steps"  # --match of `sweep`
 
     @property
     def runs(self) -> list[Run]:
@@ -98,7 +117,7 @@ def read_run(path: Path) -> Run:
     return Run(path, args, tuple(map(str, command)), versions, metrics, evals, finished, machine)
 
 
-def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
+def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps") -> Study:
     """Read a sweep's folder, or group runs that were made apart, in folders of their own or of several sweeps, into arms by
     their arguments; a single run may still be training. Raises `UserError` for a folder that is neither, for damaged files, and
     for two runs of equal arguments and seed."""
@@ -121,7 +140,7 @@ def read_study(folders: Sequence[Path], tie: float = 0.03) -> Study:
         if run.finished or (len(runs) == 1 and run.evals):
             arms[arm][run.seed] = run
     missing = [run.path.name for run in runs if not run.finished] + [name for of in sweeps.values() for name in of.missing]
-    return Study(arms, varied, tuple(missing), tie, "", _other_versions(runs), "")
+    return Study(arms, varied, tuple(missing), tie, "", _other_versions(runs), "", match=match)
 
 
 def _other_versions(runs: Sequence[Run]) -> tuple[str, ...]:
@@ -131,10 +150,10 @@ def _other_versions(runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def _read_sweep(folder: Path) -> Study:
-    sweep = read_json(folder / "sweep.json")
+    sweep = {"match": "steps"} | read_json(folder / "sweep.json")
     types = {"arms": dict, "seeds": list, "command": list, "warnings": list, "tie": float, "alpha": float, "hold": str}
     planned = sweep.get("arms")
-    complete = all(isinstance(sweep.get(key), of_type) for key, of_type in types.items())
+    complete = all(isinstance(sweep.get(key), of_type) for key, of_type in types.items()) and sweep["match"] in tuple(AMOUNTS)
     if not (complete and planned and all(isinstance(arm, dict) for arm in planned.values())):
         raise UserError(f"{folder / 'sweep.json'} is damaged: it needs {', '.join(types)}")
     arms: dict[str, dict[int, Run]] = {arm: {} for arm in planned}
@@ -149,7 +168,7 @@ def _read_sweep(folder: Path) -> Study:
     missing = tuple(f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm])
     command = shell_command(["", *map(str, sweep["command"])])
     warnings = *map(str, sweep["warnings"]), *_other_versions([run for by_seed in arms.values() for run in by_seed.values()])
-    settings = {name: sweep[name] for name in ("tie", "hold", "alpha")}
+    settings = {name: sweep[name] for name in ("tie", "hold", "alpha", "match")}
     return Study(arms, varied_values(planned), missing, warnings=warnings, command=command, **settings)
 
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
+import numpy as np
+
 from alignment.ablation import statistics
 from alignment.ablation.design import varied_values
 from alignment.ablation.statistics import Comparison, Contrast, Scores, compare
@@ -14,15 +16,43 @@ from alignment.data.tasks import TASKS
 from alignment.system.errors import UserError
 
 
+def budget(study: Study) -> float:
+    """How much of what `study.match` names all runs had taken by their last evaluations; infinite for steps, of which each run
+    counts its own."""
+    least = min((float(run.spent(study.match, run.evals[-1:])[0]) for run in study.runs), default=math.inf)
+    return math.inf if study.match == "steps" else least
+
+
+def outcome(study: Study) -> tuple[str, str]:
+    """What is compared, as a title, and as part of a sentence."""
+    if study.match == "steps":
+        return "final accuracy", "the accuracy of the last evaluation"
+    unit = {"samples": "sampled responses", "tokens": "sampled tokens", "seconds": "seconds of steps"}[study.match]
+    where = f"the accuracy at {budget(study):,.0f} {unit}, which all runs have reached, on straight lines between evaluations"
+    return f"accuracy at equal {study.match}", where
+
+
+def curve(run: Run, match: str, most: float) -> tuple[np.ndarray, np.ndarray]:
+    """What the run had taken [E] by its evaluations, in the unit of `match`, and every question's reward in them [E, Q]. A
+    curve that goes on ends at `most`, on a straight line between the evaluations before and after."""
+    amounts_E, rewards_EQ = run.spent(match, run.evals), run.scores.rewards_EQ
+    end = min(most, amounts_E[-1])
+    weights_E = np.array([np.interp(end, amounts_E, of_evaluation) for of_evaluation in np.eye(len(amounts_E))])
+    before = amounts_E < end
+    return np.append(amounts_E[before], end), np.vstack([rewards_EQ[before], weights_E @ rewards_EQ])
+
+
 def final_scores(study: Study) -> dict[str, Scores]:
-    """For each arm and seed, the reward [Q] of every question in the last evaluation."""
-    return {arm: {seed: run.scores.rewards_EQ[-1] for seed, run in runs.items()} for arm, runs in study.arms.items()}
+    """For each arm and seed, the reward [Q] of every question where its curve ends: in the last evaluation, or at `budget`."""
+    most, match = budget(study), study.match
+    return {arm: {seed: curve(run, match, most)[1][-1] for seed, run in runs.items()} for arm, runs in study.arms.items()}
 
 
 def areas(study: Study) -> dict[str, Scores]:
     """For each arm and seed, the area [Q] under every question's learning curve."""
-    area = lambda scores: statistics.area_under_curve(scores.steps, scores.rewards_EQ)
-    return {arm: {seed: area(run.scores) for seed, run in runs.items()} for arm, runs in study.arms.items()}
+    most = budget(study)
+    area = lambda run: statistics.area_under_curve(*curve(run, study.match, most))
+    return {arm: {seed: area(run) for seed, run in runs.items()} for arm, runs in study.arms.items()}
 
 
 def decide(study: Study, scores: Mapping[str, Scores] | None = None) -> list[Comparison]:
@@ -124,10 +154,11 @@ def _level(name: str, value: object) -> str:
     return value if isinstance(value, str) else f"{name} {value}"
 
 
-def split_of_gain(run: Run) -> tuple[float, float, float]:
-    """(gain, format's part, answers' part) of accuracy from the first to the last evaluation. Accuracy is the format rate f
+def split_of_gain(run: Run, match: str = "steps", most: float = math.inf) -> tuple[float, float, float]:
+    """(gain, format's part, answers' part) of accuracy from a `curve`'s beginning to its end. Accuracy is the format rate f
     times the accuracy c of well-formed responses; the parts, which add up, are f's change at mean c and c's at mean f."""
-    f, a = ([e[key] for e in (run.evals[0], run.evals[-1])] for key in ("avg_format_rewards", "avg_all_rewards"))
+    rates = ([evaluation[key] for evaluation in run.evals] for key in ("avg_format_rewards", "avg_all_rewards"))
+    f, a = ([rate[0], float(np.interp(most, run.spent(match, run.evals), rate))] for rate in rates)
     c = [x / y if y else 0.0 for x, y in zip(a, f, strict=True)]
     by_format, by_answers = (f[1] - f[0]) * (c[0] + c[1]) / 2, (c[1] - c[0]) * (f[0] + f[1]) / 2
     return a[1] - a[0], by_format, by_answers

@@ -56,6 +56,7 @@ class RolloutSource:
         if self.config.max_refills:
             rewards = [score["reward"] for group in sampled for score in group.scores]
             report |= {"prompts_asked": len(sampled), "reward_asked": sum(rewards) / len(rewards)}
+            report["tokens_asked"] = sum(len(c.token_ids) for group in sampled for c in group.completions)
         return SampledStep(step, version, groups, report, clock.seconds)
 
 

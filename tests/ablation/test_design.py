@@ -91,7 +91,10 @@ def test_controls():
     arms = with_controls({"a": arm()})
     assert {name: a.reward for name, a in arms.items()} == {
         "a": "r1_zero", "control_random": "random", "control_format_only": "format_only", "control_inverted": "inverted",
+        "control_no_training": "r1_zero",
     }  # fmt: skip
+    assert arms["control_no_training"] == dataclasses.replace(arms["a"], learning_rate=0.0)
+    assert all(args.learning_rate == arms["a"].learning_rate for name, args in arms.items() if name != "control_no_training")
 
 
 # --- files of arms ----------------------------------------------------------------------------------------
@@ -220,4 +223,6 @@ def test_a_sweep_goes_on_with_what_a_run_may_change_and_from_an_older_version():
         del args["trackers"], args["preview"]
     assert schedule._fixed(older) == schedule._fixed(before) == schedule._fixed(facts("--trackers", "--reward_timeout", "5"))
     assert schedule._fixed(before) != schedule._fixed(facts("--num_steps", "3"))
+    assert schedule._fixed(before) == schedule._fixed({name: value for name, value in before.items() if name != "match"})
+    assert schedule._fixed(before) != schedule._fixed(facts("--match", "tokens"))
     assert schedule._fixed({}) != schedule._fixed(before)

@@ -10,12 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from markupsafe import escape
+from rich.console import Console
 
 from alignment import report
-from alignment.ablation.report import _points, _styles, headline, write_report
+from alignment.ablation.report import _points, _styles, arm_rows, headline, write_report
+from alignment.ablation.report import report as write_and_print
 from alignment.ablation.statistics import half_width, half_width_of_mean
 from alignment.ablation.study import read_run, read_study, shell_command
-from alignment.ablation.verdicts import decide, decide_factors, over_tasks, question_groups, split_of_gain
+from alignment.ablation.verdicts import (
+    areas,
+    budget,
+    decide,
+    decide_factors,
+    final_scores,
+    over_tasks,
+    question_groups,
+    split_of_gain,
+)
 from alignment.system.errors import UserError, run_command
 
 
@@ -178,6 +189,92 @@ def test_accuracy_is_drawn_against_what_it_cost(tmp_path):
     assert _points(run, "avg_all_rewards", "sampled tokens") == {0: (0.0, 0.1), 4: (240.0, 0.5)}
     assert _points(run, "avg_all_rewards", "seconds of training") == {0: (0.0, 0.1), 4: (8.0, 0.5)}
     assert _points(run, "response_length", "rollout steps") == {1: (1, 6.0), 2: (2, 7.0), 3: (3, 8.0), 4: (4, 9.0)}
+
+
+def rewrite_metrics(run: Path, **changes) -> None:
+    """Give every step of a run made by hand these values."""
+    records = [json.loads(line) | changes for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def unequal(tmp_path):
+    """Arm "long" ends at 0.9 after 4 steps of 8 responses of 10 tokens and 2 s, 320 tokens in all; arm "short" at 0.6 after as
+    many of 5 tokens and 1 s. Both begin at 0.1. A seed differs from another by one question."""
+    arms = {name: {"loss_type": name, "group_size": 4} for name in ("long", "short")}
+    for name, accuracy, tokens, seconds in (("long", 0.9, 10.0, 2.0), ("short", 0.6, 5.0, 1.0)):
+        for seed in range(3):
+            run = make_run(tmp_path / f"{name}_seed{seed}", seed, accuracy + (seed - 1.4) / 400, questions=400, **arms[name])
+            rewrite_metrics(run, response_length=tokens, seconds=seconds)
+    facts = {"arms": arms, "seeds": [0, 1, 2], "tie": 0.03, "hold": "rollouts", "alpha": 0.05, "warnings": [], "command": []}
+
+    def study(match: str | None):
+        (tmp_path / "sweep.json").write_text(json.dumps(facts | ({"match": match} if match else {})))
+        return read_study([tmp_path])
+
+    return study
+
+
+@pytest.mark.parametrize(
+    ("match", "most", "long", "verdict"),
+    [
+        (None, np.inf, 0.9, "long > short"),
+        ("steps", np.inf, 0.9, "long > short"),
+        ("samples", 32, 0.9, "long > short"),
+        ("tokens", 160, 0.5, "short > long"),  # half of the 320: midway between 0.1 and 0.9
+        ("seconds", 4, 0.5, "short > long"),
+    ],
+)
+def test_arms_are_compared_at_equal_amounts(unequal, match, most, long, verdict):
+    study = unequal(match)
+    scores = final_scores(study)
+    assert budget(study) == most
+    assert scores["long"][1].mean() == pytest.approx(long, abs=1e-12) and scores["short"][1].mean() == pytest.approx(0.6)
+    (comparison,) = decide(study)
+    assert comparison.verdict == verdict and comparison.difference == pytest.approx(long - 0.6, abs=1e-12)
+    # A straight line's mean is that of its ends.
+    assert areas(study)["long"][1].mean() == pytest.approx((0.1 + long) / 2, abs=1e-12)
+    rows = {row["name"]: row for row in arm_rows(study)}
+    assert rows["long"]["mean"] == pytest.approx(long) and rows["long"]["split"][0] == pytest.approx(long - 0.1)
+
+
+def test_the_report_names_the_amount_at_which_arms_were_compared(unequal, tmp_path, capsys):
+    study = unequal("tokens")
+    write_and_print(study, tmp_path, Console(width=300))
+    said = "the accuracy at 160 sampled tokens, which all runs have reached, on straight lines between evaluations"
+    html, markdown, latex = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md", "tex"))
+    assert f"On {said}, paired" in html and f"- verdicts are on {said}\n" in markdown and said in capsys.readouterr().out
+    assert "Accuracy at equal tokens: pairs of arms" in latex and "Differences of accuracy at equal tokens" in html
+    write_and_print(unequal("steps"), tmp_path, Console(width=300))
+    assert "verdicts are on" not in (tmp_path / "report.md").read_text() + capsys.readouterr().out
+
+
+def test_an_evaluation_before_the_budget_counts(unequal, tmp_path):
+    """An evaluation in which "long" had 0.3 after 3 of its steps, 240 tokens: at 160 it has two thirds of the way from 0.1."""
+    for seed in range(3):
+        run = tmp_path / f"long_seed{seed}"
+        first, last = (run / "evals.jsonl").read_text().splitlines()
+        middle = json.dumps(json.loads(last) | {"step": 3, "avg_all_rewards": 0.3})
+        (run / "evals.jsonl").write_text("\n".join((first, middle, last)) + "\n")
+        lines = (run / "completions" / "eval_000004.jsonl").read_text().splitlines()
+        rows = [json.loads(line) | {"score": {"reward": float(i < 120)}} for i, line in enumerate(lines)]
+        (run / "completions" / "eval_000003.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert final_scores(unequal("tokens"))["long"][1].mean() == pytest.approx(0.1 + 0.2 * 160 / 240, abs=1e-12)
+
+
+def test_refills_are_samples_too(unequal, tmp_path):
+    """3 prompts of 4 responses were sampled for a step that trains on 8; older runs say only how many, not how long."""
+    study = unequal("tokens")
+    run = study.arms["long"][0].path
+    rewrite_metrics(run, prompts_asked=3)
+    assert [float(read_run(run).spent(match, [{"step": 2}])[0]) for match in ("samples", "tokens")] == [24, 240]
+    rewrite_metrics(run, tokens_asked=70)
+    assert read_run(run).spent("tokens", [{"step": 0}, {"step": 2}]).tolist() == [0, 140]
+
+
+def test_an_unknown_amount_in_a_sweeps_file_is_damage(unequal):
+    with pytest.raises(UserError, match="sweep.json is damaged"):
+        unequal("hours")
 
 
 def test_few_seeds_are_said_in_the_headline(grid):

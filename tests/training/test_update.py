@@ -178,6 +178,14 @@ def test_an_update_raises_the_probability_of_rewarded_responses(policy, sampler)
     assert ((new - old).sum(dim=1, keepdim=True) * rollout.advantages_B1).sum() > 0
 
 
+def test_at_a_learning_rate_of_0_an_update_leaves_every_weight_as_it_is(policy, sampler):
+    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    args = dataclasses.replace(ARGS, learning_rate=0, weight_decay=0.1)
+    report = update(policy, sample_rollout(sampler), args.update_config, 1).report
+    assert report["grad_norm"] > 0 and report["learning_rate"] == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.weights())
+
+
 def test_mini_batches_take_groups_whole_and_in_another_order_each_time():
     rows = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11]  # of three groups of four; one row is not trained on
     orders = {tuple(shuffled_groups(rows, 4, str(seed))) for seed in range(40)}
