@@ -17,10 +17,9 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import TASKS
 from alignment.models import kind_of_policy
 from alignment.policy.loading import compute_dtype, load_config, load_tokenizer
-from alignment.policy.memory import SPARE, DevicePeak, StepShape, peak_bytes, total_bytes
+from alignment.policy.memory import SPARE, DevicePeak, PeakMeter, StepShape, peak_bytes, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.parallel_micro_batches import PARALLEL
-from alignment.policy.peak import PeakMeter
 from alignment.policy.placement import ModelShape, Roles
 from alignment.policy.policy import RANKED, Policy
 from alignment.sampling.sampler import engine_name
@@ -80,9 +79,8 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
     config = load_config(base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
     # Ranks on a CPU share the host's memory.
-    card, vllm = memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm"
     prompts = prompts_of(run.task, run.dataset_path, run.prompt, base)
-    step = step_shape(run, roles, card, vllm, machines, prompts)
+    step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm", machines, prompts)
     peaks = peak_bytes(shape, config, roles, step) if memory else []
     return Prediction(run, shape, config, roles, kind, step, peaks)
 

@@ -14,7 +14,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment.policy.optimizers import OPTIMIZERS, make_optimizer
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.single_device import make_optimizer
 
 
 def main(layers: int = 4, width: int = 1024, repeats: int = 5) -> None:

@@ -1,8 +1,11 @@
-"""Bytes on a device: the micro-batch tokens that the free memory allows; a training step's peak, by kind, from shapes alone."""
+"""Bytes on a device: the micro-batch tokens that fit; a training step's peak, by kind, from shapes alone; and as measured."""
 
 import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,7 +17,8 @@ from alignment.policy.log_probs import row_pieces
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import QUERIES_AT_A_TIME
 from alignment.policy.placement import ModelShape, Roles, Share, engine_share, policy_shares
-from alignment.policy.policy import RANKED, PolicyConfig
+from alignment.policy.policy import RANKED, Policy, PolicyConfig
+from alignment.system.processes import trim_heap
 
 MAX_TOKENS = 16384  # larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
 # 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free memory is a limit.
@@ -351,3 +355,43 @@ def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str)
     backward = 4 * head + max(int(without * piece), rounded)
     forward = int((without if use == "pass" else with_entropies) * piece)
     return cast + max(forward, backward * (use == "trained"))
+
+
+class PeakMeter:
+    """Measures from a phase's beginning to that of the next: on a CPU the bytes of each of the policy's processes that were
+    resident (VmHWM, on Linux), on a GPU those that torch had allocated in this process."""
+
+    def __init__(self, policy: Policy, expected: Sequence[DevicePeak]):
+        ranks = getattr(policy, "ranks", None)
+        pids = [os.getpid(), *(child.process.pid for child in ranks.children)] if ranks else [os.getpid()]
+        names = [f"rank {rank}, {device}" if ranks else device for rank, device in enumerate(policy.devices)]
+        self.pids = dict(zip(names, pids)) if policy.devices[0] == "cpu" else {}
+        own = zip(names, policy.devices[:1] if ranks else policy.devices)
+        self.devices = {name: device for name, device in own if device != "cpu"}
+        self.expected = {peak.name: {phase: sum(kinds.values()) for phase, kinds in peak.phases.items()} for peak in expected}
+        self.phase, self.run, self.step = "", {}, {}  # place -> phase -> [measured, predicted]: of the run, and since `take`
+        self.begin("")
+
+    def begin(self, phase: str) -> None:
+        """End the phase before, and start one."""
+        for name, pid in self.pids.items():
+            with suppress(OSError, ValueError):  # the process is lost, or the system is another
+                (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+                self._note(name, 1024 * int(line.split()[1]))
+                trim_heap()
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # begins anew at what is resident now
+        for name, device in self.devices.items():
+            self._note(name, torch.cuda.max_memory_allocated(device))
+            torch.cuda.reset_peak_memory_stats(device)
+        self.phase = phase
+
+    def _note(self, name: str, measured: int) -> None:
+        for peaks in (self.run, self.step) if self.phase else ():
+            before, _ = peaks.setdefault(name, {}).get(self.phase, (0, None))
+            peaks[name][self.phase] = [max(before, measured), self.expected.get(name, {}).get(self.phase)]
+
+    def take(self) -> dict[str, dict[str, list[int | None]]]:
+        """Place -> phase -> measured and predicted bytes, since the last call."""
+        self.begin(self.phase)
+        taken, self.step = self.step, {}
+        return taken

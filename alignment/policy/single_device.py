@@ -16,10 +16,11 @@ from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device
 from alignment.policy.log_probs import head_log_probs, hidden_states
 from alignment.policy.memory import choose_micro_batch_tokens, whole
-from alignment.policy.optimizers import make_optimizer
+from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.system.files import full_disk_is_an_os_error
+from alignment.system.registry import import_object
 
 OPTIMIZER_FILE = "optimizer.safetensors"  # of a policy of one process
 
@@ -175,3 +176,12 @@ def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[s
     with warnings.catch_warnings(action="ignore"):  # which says that no ranks take part
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
+
+
+def make_optimizer(model: torch.nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> torch.optim.Optimizer:
+    """The optimiser of that kind, of what needs a gradient, with betas 0.9 and 0.95; only matrices decay."""
+    entry = OPTIMIZERS[kind]
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return import_object("--optimizer", entry.path)(groups, lr=lr, betas=(0.9, 0.95), **entry.options)

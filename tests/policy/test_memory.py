@@ -10,7 +10,7 @@ from alignment.models import make_policy
 from alignment.policy import memory
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.memory import activation_bytes, checkpointed_activation_bytes, choose_micro_batch_tokens
-from alignment.policy.optimizers import make_optimizer
+from alignment.policy.single_device import make_optimizer
 from alignment.policy.policy import PolicyConfig
 
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from alignment.policy.memory import DevicePeak
-from alignment.policy.peak import PeakMeter
+from alignment.policy.memory import DevicePeak, PeakMeter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
 

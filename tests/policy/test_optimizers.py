@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignment import plan
 from alignment.args import RLArgs, parse
-from alignment.policy.optimizers import OPTIMIZERS, make_optimizer
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.single_device import make_optimizer
 from alignment.policy.placement import place
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
