@@ -29,7 +29,7 @@ from alignment.system.torchrun import PROCESSES, followed
 MOST_SAMPLES, MOST_TOKENS = 4, 64  # responses of a prompt, and tokens of each: the plain computation is slow
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 PAGE = "verification.html"
-SHORTEST = 0.1  # seconds of a phase that is compared with a prediction; less is latency, and other processes
+SHORTEST = 0.1  # seconds; less than that is latency, and other processes, whatever was predicted
 TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # prefixes of the names of what differs from run to run
 
 
@@ -99,8 +99,9 @@ def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
     by_device = read_json(path / "summary.json")["peak_bytes"]
     peaks = {f"{device}, {phase}": both for device, of in by_device.items() for phase, both in of.items() if both[1]}
     predicted = duration(predict(rl), hardware_of(""), Known())["phases"]
-    measured = {phase: phase_seconds(phase, read_run(path)) for phase in predicted}
-    return peaks, {phase: (taken, predicted[phase]) for phase, taken in measured.items() if taken > SHORTEST}
+    run, at_least = read_run(path), lambda seconds: max(seconds, SHORTEST)
+    seconds = {phase: (at_least(phase_seconds(phase, run)), [*map(at_least, span)]) for phase, span in predicted.items()}
+    return peaks, seconds
 
 
 def _run(args: RLArgs, killed_at: Path | None = None) -> None:

@@ -185,7 +185,7 @@ CASES = [
     ("evaluate", ["--num_samples", "0"], "--num_samples 0"),
     ("evaluate", ["--max_problems", "-1"], "--max_problems -1"),
     ("evaluate", ["--max_new_tokens", "250"], "do not fit in the model's context of 256"),
-    ("sft", ["--learning_rate", "-1"], "--learning_rate -1.0: must be a number above 0"),
+    ("sft", ["--learning_rate", "-1"], "--learning_rate -1.0: must be 0 (trains nothing) or more"),
     ("sft", ["--batch_size", "0"], "--batch_size 0"),
     ("plan", ["--num_gpus", "-1"], "--num_gpus -1"),
     ("gradients", ["--prompts", "1"], "--prompts 1: must be at least 2"),
