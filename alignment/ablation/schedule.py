@@ -212,7 +212,7 @@ def working_in(folder: Path, resources: tuple, console: Console) -> Iterator[Exe
             with lock_run_folder(folder):
                 yield executor
     except signals.Interrupted:
-        console.print("stopped; the same command goes on")
+        console.print("stopped; the same command continues")
         raise
 
 

@@ -14,8 +14,9 @@ from alignment.ablation import schedule
 from alignment.ablation.design import lint
 from alignment.args import CLAIMS, ClaimsArgs, RLArgs, parse
 from alignment.claims import MEASURES, decide, read_trial
-from alignment.system.errors import UserError, run_command
+from alignment.system.errors import UserError
 from tests.ablation.test_report import make_run
+from tests.command_line import exit_code
 
 PRESETS = ("tiny", "countdown_tiny")
 FILES = {name: tomllib.loads(path.read_text()) for name, path in CLAIMS.items()}
@@ -27,12 +28,7 @@ def trial(name: str, preset: str = "tiny", *flags: str):
 
 
 def run_claims(monkeypatch, *flags: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["alignment/claims.py", *flags])
-    try:
-        run_command(claims.main)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return exit_code(monkeypatch, claims.main, "alignment/claims.py", *flags)
 
 
 # --- the files ------------------------------------------------------------------------------------------------------

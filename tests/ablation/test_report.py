@@ -6,6 +6,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from alignment import report
 from alignment.ablation.report import _points, _styles, arm_rows, headline, write_report
 from alignment.ablation.report import report as write_and_print
 from alignment.ablation.statistics import half_width, half_width_of_mean
-from alignment.ablation.study import read_run, read_study, shell_command
+from alignment.ablation.study import AMOUNTS, read_run, read_study, shell_command
 from alignment.ablation.verdicts import (
     areas,
     budget,
@@ -27,6 +28,7 @@ from alignment.ablation.verdicts import (
     question_groups,
     split_of_gain,
 )
+from alignment.args import Match
 from alignment.system.errors import UserError, run_command
 
 
@@ -213,6 +215,10 @@ def unequal(tmp_path):
         return read_study([tmp_path])
 
     return study
+
+
+def test_every_choice_of_match_is_an_amount():
+    assert get_args(Match) == tuple(AMOUNTS)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import inspect
 import shutil
-import sys
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -10,8 +9,8 @@ import pytest
 from huggingface_hub import HfApi
 
 from alignment import publish
-from alignment.system.errors import run_command
 from alignment.system.files import manifested
+from tests.command_line import exit_code
 
 
 @pytest.fixture
@@ -47,12 +46,7 @@ def hub(monkeypatch):
 
 def published(monkeypatch, capsys, run, *flags: str) -> tuple[int, str, str]:
     """The exit code of the command, and what it printed."""
-    monkeypatch.setattr(sys, "argv", ["publish", "--run", str(run), *flags])
-    code = 0
-    try:
-        run_command(publish.main)
-    except SystemExit as stop:
-        code = stop.code
+    code = exit_code(monkeypatch, publish.main, "publish", "--run", str(run), *flags)
     return code, *capsys.readouterr()
 
 

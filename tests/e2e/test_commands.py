@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from alignment.core.losses import LOSSES
 from alignment.data.tasks import arithmetic
 from alignment.rewards.rules import RULES
 from alignment.runs.run_folder import claim_run_folder
-from alignment.system.errors import run_command
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import printable
 from alignment.verify import TIMINGS
+from tests.command_line import exit_code
 
 MAIN = {"evaluate": evaluate.main, "sft": sft.main, "train_rl": train_rl.main}
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
@@ -27,12 +26,7 @@ SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_
 
 def run(monkeypatch, command: str, *flags: str) -> int:
     """Run a command in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", [f"alignment.{command}", *flags])
-    try:
-        run_command(MAIN[command])
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return exit_code(monkeypatch, MAIN[command], f"alignment.{command}", *flags)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from alignment.system.errors import run_command
 from alignment.system.files import damage, lock_run_folder, read_jsonl
 from alignment.verify import digests
 from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
+from tests.command_line import exit_code
 
 KILLS, KILLS_A_RUN = 50, 5
 
@@ -215,12 +216,8 @@ def test_the_newest_whole_checkpoint_is_used_and_a_damaged_one_is_named_and_kept
 
 
 def main(monkeypatch, warm: Path, output: Path, *flags: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["train_rl", *SMALL, "--sft_base", str(warm), "--output_dir", str(output), *flags])
-    try:
-        run_command(train_rl.main)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    words = ["train_rl", *SMALL, "--sft_base", str(warm), "--output_dir", str(output), *flags]
+    return exit_code(monkeypatch, train_rl.main, *words)
 
 
 def test_a_folder_in_use_is_refused_and_a_stale_lock_is_not(warm, tmp_path, monkeypatch, capsys):

@@ -38,9 +38,10 @@ from alignment.ablation.study import read_study
 from alignment.ablation.verdicts import decide
 from alignment.args import SweepArgs, parse
 from alignment.sweep import make_design
-from alignment.system.errors import UserError, run_command
+from alignment.system.errors import UserError
 from alignment.system.files import lock_run_folder, read_jsonl
 from alignment.system.processes import start_command
+from tests.command_line import exit_code
 
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
 SMALL += ["--save_interval", "1"]
@@ -58,12 +59,7 @@ def arguments(warm: Path, output: Path, *flags: str):
 
 
 def main(monkeypatch, *flags: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["alignment/sweep.py", *flags])
-    try:
-        run_command(sweep.main)
-    except SystemExit as stop:
-        return stop.code
-    return 0
+    return exit_code(monkeypatch, sweep.main, "alignment/sweep.py", *flags)
 
 
 def runs_under(folder: Path) -> list[int]:
