@@ -113,8 +113,8 @@ def read_run(path: Path) -> Run:
     if not typed or type(args.get("seed")) is not int:
         raise UserError(f"{file} is damaged: it needs args with a seed, command and versions")
     metrics, evals = (tuple(read_jsonl(path / name, have_steps=True)) for name in ("metrics.jsonl", "evals.jsonl"))
-    finished, machine = (path / "summary.json").exists(), str(facts.get("machine", ""))
-    return Run(path, args, tuple(map(str, command)), versions, metrics, evals, finished, machine)
+    versions, machine = {name: str(version) for name, version in versions.items()}, str(facts.get("machine", ""))
+    return Run(path, args, tuple(map(str, command)), versions, metrics, evals, (path / "summary.json").exists(), machine)
 
 
 def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps") -> Study:

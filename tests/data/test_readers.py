@@ -149,3 +149,13 @@ def test_one_changed_bit_is_found(tmp_path_factory, content, place, bit):
     spoilt[place % len(content)] ^= 1 << bit
     (folder / "weights").write_bytes(spoilt.tobytes())
     assert damage(folder) == "weights has changed since it was written"
+
+
+def test_versions_that_are_no_text_are_read_as_text(tmp_path):
+    for file in ("args.json", "evals.jsonl", "metrics.jsonl", "summary.json"):
+        if file in FILES:
+            (tmp_path / file).write_text(FILES[file])
+    facts = json.loads(FILES["args.json"])
+    (tmp_path / "args.json").write_text(json.dumps({**facts, "versions": {"torch": [2]}}))
+    assert read_run(tmp_path).versions == {"torch": "[2]"}
+    assert read_study([tmp_path]).warnings == ()

@@ -366,7 +366,7 @@ def test_a_sweep_that_stops_cancels_its_slurm_jobs(tmp_path, wait_for):
     assert executor.finished(0.0) == {}
     wait_for(lambda: all((tmp_path / name).exists() for name in "ab"), 60)
     executor.close()
-    wait_for(lambda: runs_under(tmp_path) == [], 60)
+    wait_for(lambda: runs_under(tmp_path) == [], 20)
 
 
 def test_runs_that_wait_together_are_one_job_array(tmp_path, monkeypatch):
