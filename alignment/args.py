@@ -604,6 +604,7 @@ class GradientsArgs:
     updates: Literal[0, 1] = 1  # 1: also look at clipped losses after one update on these rollouts, where the ratio is not 1.
     seed: int = 0  # Seed of prompts and samples.
     output_dir: str = "checkpoints"  # Folder that holds the warm start.
+    sweep_file: str = ""  # TOML file of named arms, a sweep's: compare the gradients of their first two updates instead.
 
     def __post_init__(self) -> None:
         _check_values(self)

@@ -1,53 +1,104 @@
 """A microscope for gradients: on one frozen set of rollouts, what does each estimator's gradient look like?
 
-uv run -m alignment.gradients --preset tiny"""
+uv run -m alignment.gradients --preset tiny
+uv run -m alignment.gradients --sweep_file arms.toml    # which of a sweep's arms have the same gradients"""
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 
 from rich.console import Console
 
+from alignment.ablation.design import differing, named_arms
 from alignment.args import GradientsArgs, RLArgs, from_preset, parse
 from alignment.checks import check_rl, roles_of
-from alignment.core.losses import LOSSES
+from alignment.core.advantages import AdvantageConfig
+from alignment.core.losses import LOSSES, LossConfig
 from alignment.system.errors import UserError, run_command
 from alignment.system.terminal import make_console, make_table
 
+SAME = 1e-3  # of the longer gradient's length; bfloat16 rounds its numbers by up to four times as much, but alike in all arms
+
 
 def main() -> None:
-    args = parse(GradientsArgs)
+    args, console = parse(GradientsArgs), make_console()
+    arms = named_arms(args.sweep_file, args.preset, {}) if args.sweep_file else {}
+    sizes = {arm.group_size for arm in arms.values()} or set(args.group_size)
+    if any(max(sizes) % size for size in sizes):
+        raise UserError(f"--sweep_file {args.sweep_file}: every group_size must divide the largest, {max(sizes)}")
     once = {"max_refills": 0, "rollouts": "sync", "max_staleness": None, "sync_every": 1}
-    size = {"group_size": max(args.group_size), "prompts_per_rollout": args.prompts}
-    rl = from_preset(RLArgs, args.preset, seed=args.seed, output_dir=args.output_dir, **size, **once)
+    once |= {"group_size": max(sizes), "prompts_per_rollout": args.prompts, "seed": args.seed, "output_dir": args.output_dir}
+    rl = dataclasses.replace(next(iter(arms.values()), from_preset(RLArgs, args.preset)), **once)
     check_rl(rl)
-    console = make_console()
-    print_statistics(look(rl, args, console), console)
+    if arms:
+        print_arms(arms, *frozen(rl, f"--sweep_file {args.sweep_file}", len(arms), console), console)
+    else:
+        print_statistics(look(rl, args, console), console)
 
 
 def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple]:
-    """Each `Estimator`, `Statistics` of sampled rollouts. Raises `UserError` where no response is right, or memory is short."""
+    """Each `Estimator`, `Statistics` of sampled rollouts. Raises `UserError` as `frozen` does."""
     from rich.progress import track
 
+    from alignment.training.microscope import estimators, inspect
+
+    planned = list(estimators(args.group_size, args.updates))
+    inspected = inspect(*frozen(rl, f"--prompts {args.prompts}", args.prompts, console), planned, rl.update_config)
+    return list(track(inspected, "looking", total=len(planned), console=console, transient=True))
+
+
+def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
+    """The policy at its warm start, and a rollout of it. Raises `UserError` where no response is right, or where the memory is
+    too small for twice so many `gradients`, of which `flag` speaks."""
     from alignment.core.tokens import pad_token_id
     from alignment.models import make_policy, make_sampler, warm_start
     from alignment.policy.loading import load_tokenizer
     from alignment.rollouts.source import collate_groups, open_source
-    from alignment.training.microscope import estimators, inspect, refuse_too_many_gradients
+    from alignment.training.microscope import refuse_too_many_gradients
 
     base = warm_start(rl, console)
     tokenizer, policy = load_tokenizer(base), make_policy(rl, base)
-    refuse_too_many_gradients(args.prompts, sum(tensor.numel() for _, tensor in policy.weights()))
+    refuse_too_many_gradients(flag, gradients, sum(tensor.numel() for _, tensor in policy.weights()))
     sampler = make_sampler(rl, base, roles_of(rl).sample, tokenizer, policy)
-    with closing(sampler), console.status(f"sampling {args.prompts} prompts x {rl.group_size}"):
+    with closing(sampler), console.status(f"sampling {rl.prompts_per_rollout} prompts x {rl.group_size}"):
         sampled = open_source(rl.rollout_config, tokenizer).sample_step(1, sampler)
     rollout = collate_groups(sampled.groups, rl.rollout_config, pad_token_id(tokenizer))
     if message := policy.choose_micro_batch_tokens(rollout.batch.labels.shape[1]):
         console.print(message)
     if not rollout.raw_rewards_B1.any():
         raise UserError("no sampled response is right, so every gradient is zero: take more --prompts, or a warmer start")
-    planned = list(estimators(args.group_size, args.updates))
-    inspected = inspect(policy, rollout, planned, rl.update_config)
-    return list(track(inspected, "looking", total=len(planned), console=console, transient=True))
+    return policy, rollout
+
+
+def print_arms(arms: Mapping[str, RLArgs], policy, rollout, console: Console) -> None:
+    """Print how the gradient of each arm differs from the first arm's, in the first update, and in a second one where an arm's
+    ratio to the old policy is not always 1."""
+    from alignment.training.microscope import arm_gradients
+
+    updates = 1 + any(arm.updates_per_rollout > 1 or arm.trusts_sampler or arm.staleness for arm in arms.values())
+    found = arm_gradients(policy, rollout, {name: arm.update_config for name, arm in arms.items()}, updates)
+    (base, of_base), *others = found.items()
+    seen = {
+        "loss_type",
+        "old_log_probs",
+        *(field.name for of in (LossConfig, AdvantageConfig) for field in dataclasses.fields(of)),
+    }
+    rows = []
+    for name, gradients in others:
+        lengths = [max(a.norm(), b.norm()).item() or 1.0 for a, b in zip(gradients, of_base, strict=True)]
+        apart = [(a - b).norm().item() / length for a, b, length in zip(gradients, of_base, lengths, strict=True)]
+        cosines = [(a @ b / (a.norm() * b.norm())).item() for a, b in zip(gradients, of_base, strict=True)]
+        unseen = [f"--{flag}" for flag in differing((arms[name], arms[base])) if flag not in seen]
+        verdict = "other" if max(apart) > SAME else "the same" if unseen else "changes nothing"
+        rows.append((name, *(f"{x:.2g}" for x in apart), *(f"{x:.4f}" for x in cosines), verdict, " ".join(unseen)))
+    numbers = ("apart", "2nd apart")[:updates] + ("cosine", "2nd cosine")[:updates]
+    console.print(make_table(f"gradients against {base}'s", ("arm", *numbers, "gradients", "acts elsewhere"), rows, numbers))
+    console.print(
+        "apart: the length of the difference of two gradients by the longer one's, on one frozen set of rollouts, of the first"
+        " update and, where a ratio counts, of a second one. A cosine of 1 beside it is a difference of length alone, which Adam"
+        " takes away. What acts elsewhere, in sampling or by the number of updates, is not looked at.",
+        soft_wrap=True,
+    )
 
 
 def print_statistics(inspected: Iterable[tuple], console: Console) -> None:

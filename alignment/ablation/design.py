@@ -132,7 +132,7 @@ def _label(key: str, value) -> str:
 
 def name_of(arm: RLArgs, base: RLArgs) -> str:
     """A name, fit for a folder, by the arguments in which an arm differs from `base`; "" where it does in none."""
-    return "_".join(_label(name, getattr(arm, name)) for name in _differing((arm, base)))
+    return "_".join(_label(name, getattr(arm, name)) for name in differing((arm, base)))
 
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
@@ -204,11 +204,12 @@ def _why_equivalent(arms: Sequence[RLArgs]) -> str:
         names = sorted(losses - {"reinforce_with_baseline"})
         have = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
         return f"with one update a rollout the ratio is 1, so {have} the gradient of reinforce_with_baseline"
-    differing = _differing(arms)
-    return f"{' and '.join(f'--{name}' for name in differing)} plays no part here" if differing else "equal arguments"
+    idle = " and ".join(f"--{name}" for name in differing(arms))
+    return f"{idle} plays no part here" if idle else "equal arguments"
 
 
-def _differing(arms: Sequence[RLArgs]) -> list[str]:
+def differing(arms: Sequence[RLArgs]) -> list[str]:
+    """The arguments in which arms differ, less those that never decide a result."""
     names = (f.name for f in dataclasses.fields(RLArgs) if f.name not in BOOKKEEPING)
     return [name for name in names if len({getattr(args, name) for args in arms}) > 1]
 
@@ -230,12 +231,12 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
     """A warning for each argument whose change, alone between two arms, also changes another quantity."""
     confounded: dict[tuple, list[str]] = {}
     for (a, x), (b, y) in itertools.combinations(arms.items(), 2):
-        differing = _differing((x, y))
-        if "group_size" in differing:
-            differing = [name for name in differing if name != "prompts_per_rollout"]
-        if len(differing) != 1:
+        names = differing((x, y))
+        if "group_size" in names:
+            names = [name for name in names if name != "prompts_per_rollout"]
+        if len(names) != 1:
             continue
-        name = differing[0]
+        (name,) = names
         effects = [label for label, (value, factors) in DERIVED.items() if value(x) != value(y) and name not in factors]
         if name in _EVALUATED and (name != "reward" or x.evaluation_rule != y.evaluation_rule):
             effects.append("how the evaluation samples or scores")

@@ -29,7 +29,9 @@ Contrast = NamedTuple("Contrast", [("a", str), ("b", str), ("weights", Mapping[s
 class Comparison:
     """The difference a - b with its 95 % interval, NaN without a second seed, and its verdict. `kind`: "greater" (one side is),
     "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of comparisons. `more_seeds` estimates
-    the further seeds that would settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms."""
+    the further seeds that would settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms.
+    `shows` is the smallest difference that so many seeds and questions find with a chance of CHANCE, at the variances that
+    were measured, between seeds and of what the two sides differ in by question (Cohen 1988); NaN without a second seed."""
 
     a: str
     b: str
@@ -42,6 +44,7 @@ class Comparison:
     verdict: str
     more_seeds: int | None = None
     arms: tuple[str, ...] = ()
+    shows: float = math.nan
 
     @property
     def decided(self) -> bool:
@@ -254,18 +257,25 @@ def _verdict(e: _Estimate, p: float, p_tie: float, tie: float, alpha: float, fam
         reason = f"{e.seeds} seeds cannot bear an arm as unstable as {' and '.join(sorted(e.unstable))}; " if e.unstable else ""
         verdict = f"undecided: {reason}{needs}"
     half = half_width(e.own / e.seeds, e.seeds - 1, e.questions)
-    return Comparison(a, b, e.seeds, e.mean, e.mean - half, e.mean + half, p, kind, verdict, more, tuple(e.contrast.weights))
+    std = math.sqrt((e.own if family == 1 else e.by_sides) / e.seeds + e.questions)
+    shows = float(_halves(e, np.zeros(1), alpha, family)[0] + ndtri(CHANCE) * std)
+    interval, sides = (e.mean - half, e.mean + half), tuple(e.contrast.weights)
+    return Comparison(a, b, e.seeds, e.mean, *interval, p, kind, verdict, more, sides, shows)
 
 
-def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:
-    """The further seeds that would settle the comparison at the present estimates, None above MOST_SEEDS; and that in words."""
-    more = np.arange(1, MOST_SEEDS + 1)
+def _halves(e: _Estimate, more: np.ndarray, alpha: float, family: int) -> np.ndarray:
+    """The difference that makes a verdict at the present variances, for each number of further seeds, and at last for ever more."""
     together = -stdtrit(e.dof * (1 + more / (e.seeds - 1)), alpha / family / 2)  # the degrees of freedom grow with the seeds
     alone = -stdtrit(e.seeds - 1 + more, alpha / 2)
     by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
     of_family = np.maximum(together * math.sqrt(e.by_sides), alone * math.sqrt(max(e.own, e.by_sides)))
     errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(e.seeds + more)
-    half = np.append(np.hypot(errors, by_questions), by_questions)  # the last: with any number of seeds
+    return np.append(np.hypot(errors, by_questions), by_questions)
+
+
+def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:
+    """The further seeds that would settle the comparison at the present estimates, None above MOST_SEEDS; and that in words."""
+    half = _halves(e, np.arange(1, MOST_SEEDS + 1), alpha, family)
     enough = (abs(e.mean) > half) | (abs(e.mean) + half < tie)
     if not enough.any():
         return None, "more questions are needed, not more seeds"

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -65,16 +65,40 @@ def inspect(
 ) -> Iterator[tuple[Estimator, Statistics]]:
     """Each estimator with the statistics of its per-prompt gradients; first those before, then those after `policy` has made
     one update on the rollout. `config` is the run's own, used without the KL penalty and the sampler's correction."""
-    loss = dataclasses.replace(config.loss, beta=0.0, sampler_correction="none")
-    one_update = {"epochs_per_rollout": 1, "train_mini_batch_size": 0, "warmup_steps": 0, "old_log_probs": "ratio_one"}
-    config = dataclasses.replace(config, loss=loss, max_sampler_mismatch=math.inf, **one_update)
+    config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, beta=0.0, sampler_correction="none"))
     for estimator in sorted(planned, key=lambda estimator: estimator.second_update):
         if estimator.second_update and rollout.old_log_probs_BT is None:
             old_BT = policy.log_probs(rollout.batch, config.distribution)
-            update(policy, with_advantages(rollout, config.advantage), config, step=1)
-            deliver_signals()  # `update` defers them
+            update_once(policy, rollout, config)
             rollout = dataclasses.replace(rollout, old_log_probs_BT=old_BT)
         yield estimator, gradient_statistics(policy, rollout, estimator, config)
+
+
+def update_once(policy: Policy, rollout: Rollout, config: UpdateConfig) -> None:
+    """Make one optimiser update of all responses, at the full learning rate."""
+    one_update = {"epochs_per_rollout": 1, "train_mini_batch_size": 0, "warmup_steps": 0, "old_log_probs": "ratio_one"}
+    config = dataclasses.replace(config, max_sampler_mismatch=math.inf, **one_update)
+    update(policy, with_advantages(rollout, config.advantage), config, step=1)
+    deliver_signals()  # `update` defers them
+
+
+def arm_gradients(policy: Policy, rollout: Rollout, arms: Mapping[str, UpdateConfig], updates: int) -> dict[str, list]:
+    """For each arm the gradients [D] of its first `updates` (1 or 2) updates of all responses, between which `policy` has made
+    one as the first arm makes it. `policy` as it comes is the old policy and the reference of a KL penalty."""
+    first, found = next(iter(arms.values())), {name: [] for name in arms}
+    start_BT = policy.log_probs(rollout.batch, first.distribution)
+    rollout = dataclasses.replace(rollout, old_log_probs_BT=start_BT, reference_log_probs_BT=start_BT)
+    by_sampler = dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
+    for done in range(updates):
+        if done:
+            update_once(policy, rollout, first)
+        for name, config in arms.items():
+            weighted = with_advantages(by_sampler if config.old_log_probs == "sampler" else rollout, config.advantage)
+            rows = weighted.trained_rows
+            list(policy.accumulate(weighted.batch, rows, rollout_objective(weighted, rows, config)))
+            found[name].append(policy.gradient())
+            policy.drop_gradient()
+    return found
 
 
 def gradient_statistics(policy: Policy, rollout: Rollout, estimator: Estimator, config: UpdateConfig) -> Statistics:
@@ -107,9 +131,10 @@ def statistics(gradients_PD: torch.Tensor, weights_B1: torch.Tensor) -> Statisti
     return Statistics(*numbers, silent=1 - nonzero.float().mean().item())
 
 
-def refuse_too_many_gradients(prompts: int, parameters: int) -> None:
-    """Raise `UserError` where one gradient a prompt, in float32 and twice while they are stacked, exceeds the free memory."""
-    needed, free = 2 * 4 * prompts * parameters, psutil.virtual_memory().available
+def refuse_too_many_gradients(flag: str, number: int, parameters: int) -> None:
+    """Raise `UserError` where twice so many gradients (two an arm, or a prompt's while it is stacked), in float32, exceed the
+    free memory. `flag` names what they are of."""
+    needed, free = 2 * 4 * number * parameters, psutil.virtual_memory().available
     if needed > free:
         fault = f"their gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free"
-        raise UserError(f"--prompts {prompts}: {fault}; take at most {max(2, free // (8 * parameters))}")
+        raise UserError(f"{flag}: {fault}; take at most {max(2, free // (8 * parameters))}")

@@ -169,9 +169,9 @@ def test_all_losses_and_normalisations_are_compared():
 
 
 def test_too_many_gradients_are_refused_before_they_are_computed():
-    refuse_too_many_gradients(2, 1000)
+    refuse_too_many_gradients("--prompts 2", 2, 1000)
     with pytest.raises(UserError, match="--prompts 1000: their gradients take .* GiB"):
-        refuse_too_many_gradients(1000, 10**12)
+        refuse_too_many_gradients("--prompts 1000", 1000, 10**12)
 
 
 def test_the_second_update_ignores_the_sampler_and_delivers_signals(tiny_folder):
