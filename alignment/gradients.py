@@ -95,7 +95,7 @@ def print_arms(arms: Mapping[str, RLArgs], policy, rollout, console: Console) ->
     console.print(make_table(f"gradients against {base}'s", ("arm", *numbers, "gradients", "acts elsewhere"), rows, numbers))
     console.print(
         "apart: the length of the difference of two gradients by the longer one's, on one frozen set of rollouts, of the first"
-        " update and, where a ratio counts, of a second one. A cosine of 1 beside it is a difference of length alone, which Adam"
+        " update and, where a ratio counts, of a second one. A cosine of 1 beside it is a difference of length that Adam"
         " takes away. What acts elsewhere, in sampling or by the number of updates, is not looked at.",
         soft_wrap=True,
     )

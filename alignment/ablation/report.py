@@ -55,7 +55,7 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     options = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": lambda name: name.endswith(".html.j2")}
     options |= {"loader": jinja2.FileSystemLoader(Path(__file__).parent), "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(**options)
-    environment.filters |= {"p": lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}", "printable": printable}
+    environment.filters |= {"p": lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}", "printable": printable, "file": _file_name}
     facts |= {"shown": SHOWN_PAIRS, "methods": " ".join(environment.get_template("methods.txt.j2").render(facts).split())}
     for page in PAGES:
         write_atomically(folder / page, environment.get_template(f"{page}.j2").render(facts))
@@ -164,9 +164,13 @@ def _styles(study: Study) -> dict[str, dict]:
     return {arm: {"color": f"C{i}", "linestyle": DASHES[j]} for arm, (i, j) in zip(study.varied, places, strict=True)}
 
 
+def _file_name(title: str) -> str:
+    return re.sub(r"\W+", "_", title.lower())
+
+
 def _save(figure: Figure, folder: Path, title: str) -> Markup:
     """Write the figure as SVG and PDF. Returns the SVG for the page."""
-    svg, file = io.StringIO(), folder / re.sub(r"\W+", "_", title.lower())
+    svg, file = io.StringIO(), folder / _file_name(title)
     figure.savefig(svg, format="svg", metadata={"Date": None})
     figure.savefig(f"{file}.pdf", metadata={"CreationDate": None})
     plt.close(figure)

@@ -264,7 +264,8 @@ def _verdict(e: _Estimate, p: float, p_tie: float, tie: float, alpha: float, fam
 
 
 def _halves(e: _Estimate, more: np.ndarray, alpha: float, family: int) -> np.ndarray:
-    """The difference that makes a verdict at the present variances, for each number of further seeds, and at last for ever more."""
+    """The difference that makes a verdict at the present variances, for each number of further seeds, and at last for endless
+    ones."""
     together = -stdtrit(e.dof * (1 + more / (e.seeds - 1)), alpha / family / 2)  # the degrees of freedom grow with the seeds
     alone = -stdtrit(e.seeds - 1 + more, alpha / 2)
     by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)

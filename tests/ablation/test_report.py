@@ -157,7 +157,13 @@ def test_figures_and_tables_are_files_of_their_own(grid):
     assert len(curves) == 4 * 3 * 2 and {row["accuracy"] for row in curves if row["step"] == "0"} == {"0.1"}
     latex = (grid / "report.tex").read_text()
     assert r"grpo\_clip $-$ no\_baseline & $+0.396$" in latex and r"grpo\_clip $>$ no\_baseline \\" in latex
-    assert latex.count(r"\begin{longtable}") == latex.count(r"\end{longtable}") == 4
+    assert latex.count(r"\begin{longtable}") == latex.count(r"\end{longtable}") == 5
+    assert latex.count(r"\begin{figure}") == latex.count(r"\end{figure}") > 2
+    drawn = re.findall(r"\\includegraphics\[width=\\linewidth\]\{(figures/.*)\}", latex)
+    assert sorted(drawn) == sorted(f"figures/{file.name}" for file in (grid / "figures").glob("*.pdf"))
+    compared = next(row for row in rows if row["a"] == "grpo_clip" and row["b"] == "no_baseline")
+    assert 0 < float(compared["would_find"]) < 1
+    assert f"| {compared['seeds']} | {float(compared['would_find']):.3f} | " in (grid / "report.md").read_text()
 
 
 @pytest.mark.parametrize("word", ["bitwise", "to rounding", "statistical", "not verified"])
@@ -425,7 +431,7 @@ def test_names_are_escaped_in_latex(tmp_path):
     bare = re.sub(r"\\[_%&#${}]", "", text)
     assert bare.count("{") == bare.count("}") and bare.count("$") % 2 == 0
     assert not re.search(r"[%#^~]", bare)
-    outside = re.sub(r"(?s)\\begin\{longtable\}.*?\\end\{longtable\}|\$[^$]*\$", "", bare)
+    outside = re.sub(r"(?s)\\begin\{longtable\}.*?\\end\{longtable\}|\{figures/.*\}|\$[^$]*\$", "", bare)
     assert not re.search(r"[_&$]", outside)
     rows = [line for line in bare.splitlines() if line.endswith(r"\\") and "caption" not in line]
     assert {line.count("&") for line in rows} == {5}

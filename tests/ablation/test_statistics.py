@@ -149,9 +149,32 @@ def test_verdicts():
     assert c.verdict == f"undecided: about {c.more_seeds} more seeds" and c.more_seeds > 1
 
 
+def test_the_difference_that_would_be_found_is_by_hand_that_of_a_t_test_and_of_questions():
+    """t(2, 0.975) and z(0.8) times s / sqrt(3), where one pair has no spread over questions; with one, it adds to the variance."""
+    a = {seed: np.full(5_000, 0.5 + mean) for seed, mean in enumerate((0.10, 0.14, 0.18))}
+    (c,) = compare({"a": a, "b": constant(0.5, 3, 5_000)}, tie=0.01)
+    error = 0.04 / math.sqrt(3)
+    assert c.shows == pytest.approx((4.302653 + 0.841621) * error, rel=1e-4)
+    better = np.tile([0.1, -0.1], 2_500)  # by how much each question is easier for a: a variance of 0.01 over 5,000 questions
+    (c,) = compare({"a": {seed: scores + better for seed, scores in a.items()}, "b": constant(0.5, 3, 5_000)}, tie=0.01)
+    by_questions = 0.1 / math.sqrt(4_999)
+    half = math.hypot(4.302653 * error, 1.959964 * by_questions)
+    assert c.shows == pytest.approx(half + 0.841621 * math.hypot(error, by_questions), rel=1e-4)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_difference_that_would_be_found_is_found_with_a_chance_of_80_percent(number):
+    """Of `number` arms with the same spread, the first is better by what a table without differences says it would find."""
+    rng = np.random.default_rng(0)
+    arms = lambda gain: {str(arm): noisy(rng, 0.5 + gain * (arm == 0), 6, 400) for arm in range(number)}
+    shows = np.median([compare(arms(0.0), 0.0)[0].shows for _ in range(200)])
+    found = np.mean([compare(arms(shows), 0.0)[0].kind == "greater" for _ in range(400)])
+    assert 0.7 < found < 0.9
+
+
 def test_a_single_seed_gets_no_verdict():
     (c,) = compare({"a": constant(1.0, 1), "b": constant(0.0, 1)}, tie=0.03)
-    assert not c.decided and math.isnan(c.low) and c.more_seeds == 1
+    assert not c.decided and math.isnan(c.low) and math.isnan(c.shows) and c.more_seeds == 1
     (c,) = compare({"a": constant(1.0, 1), "b": {}}, tie=0.03)
     assert not c.decided and c.more_seeds == 2
 

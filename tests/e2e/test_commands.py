@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alignment import evaluate, sft, train_rl
+from alignment import evaluate, gradients, sft, train_rl
 from alignment.core.losses import LOSSES
 from alignment.data.tasks import arithmetic
 from alignment.rewards.rules import RULES
@@ -20,7 +20,7 @@ from alignment.system.terminal import printable
 from alignment.verify import TIMINGS
 from tests.command_line import exit_code
 
-MAIN = {"evaluate": evaluate.main, "sft": sft.main, "train_rl": train_rl.main}
+MAIN = {"evaluate": evaluate.main, "gradients": gradients.main, "sft": sft.main, "train_rl": train_rl.main}
 SMALL = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_problems", "16"]
 
 
@@ -166,6 +166,21 @@ def test_one_update_a_rollout_needs_no_old_policy_and_says_so(warm, tmp_path, mo
     assert record["ratio_mean"] == record["ratio_max"] == 1
     assert record["clip_fraction"] == 0
     assert "seconds_old_log_probs" not in record
+
+
+def test_gradients_say_which_arms_of_a_sweep_differ(warm, tmp_path, monkeypatch, capsys, made_up_reward):
+    """With two updates a rollout, and with one, where the bounds of a ratio that is 1 do nothing."""
+    arms = {"usual": "", "bound": "cliprange = 0.001", "longer": "num_steps = 7", "no_std": "normalize_by_std = false"}
+    said = {}
+    for updates in (1, 2):
+        shared = f"sft_base = '{warm / 'sft'}'\ngroup_size = 4\nepochs_per_rollout = {updates}\ntrain_mini_batch_size = 0\n"
+        file = tmp_path / "arms.toml"
+        file.write_text(shared + "".join(f"[arms.{name}]\n{own}\n" for name, own in arms.items()))
+        assert run(monkeypatch, "gradients", "--sweep_file", str(file), "--prompts", "4") == 0
+        rows = (line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines())
+        said[updates] = {row[0]: " ".join(row[1 + 2 * updates :]) for row in rows if row and row[0] in arms}
+    same = {"longer": "the same --num_steps", "no_std": "other"}
+    assert said == {1: {"bound": "changes nothing"} | same, 2: {"bound": "other"} | same}
 
 
 def test_bfloat16_is_borne_by_the_check_of_the_sampler(warm, tmp_path, monkeypatch, capsys, made_up_reward):

@@ -20,6 +20,7 @@ from alignment.system.errors import UserError
 from alignment.system.signals import signals_are_deferred
 from alignment.training.microscope import (
     Estimator,
+    arm_gradients,
     estimators,
     gradient_statistics,
     inspect,
@@ -110,6 +111,32 @@ def test_every_setting_of_an_update_is_one_of_the_microscope(tiny_folder, sample
     for whole, prompts in zip(of_updates, (of_prompts[:4], of_prompts[4:]), strict=True):
         assert whole.norm() > 0.01
         torch.testing.assert_close(torch.stack(prompts).sum(dim=0), whole, rtol=0, atol=1e-6)
+
+
+def test_arms_have_the_gradients_of_their_first_two_updates(tiny_folder, sampler):
+    """Those that `update` makes of all responses at once. Bounds of the ratio tell arms apart in the second update only, and a
+    learning rate in neither."""
+    settings = {"epochs_per_rollout": 2, "max_grad_norm": 1e9, "warmup_steps": 0, "learning_rate": 0.3, "cliprange": 0.02}
+    args = dataclasses.replace(ARGS, **settings)
+    arms = {
+        "narrow": args,
+        "wide": dataclasses.replace(args, cliprange=0.2),
+        "slow": dataclasses.replace(args, learning_rate=0.1),
+    }
+    arms |= {"penalty": dataclasses.replace(args, beta=0.5, kl_estimator="k3")}
+    rollout, trained, looked_at = sample_rollout(sampler), open_tiny(tiny_folder), open_tiny(tiny_folder)
+    for policy in (trained, looked_at):
+        policy.optimizer = torch.optim.SGD(policy.model.parameters())
+    of_updates, clip = [], trained.clip_gradient
+    trained.clip_gradient = lambda norm: (of_updates.append(trained.gradient()), clip(norm))[1]
+    update(trained, with_old_log_probs(rollout, trained, args), args.update_config, 1)
+    found = arm_gradients(looked_at, rollout, {name: arm.update_config for name, arm in arms.items()}, 2)
+    for whole, mine in zip(of_updates, found["narrow"], strict=True):
+        assert whole.norm() > 0.01
+        torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
+    apart = {name: [(a - b).norm().item() for a, b in zip(found[name], found["narrow"], strict=True)] for name in arms}
+    assert apart["slow"] == [0, 0] and apart["wide"][0] == 0 and apart["wide"][1] > 0.01
+    assert apart["penalty"][0] < 1e-6 < 0.01 < apart["penalty"][1]  # at the reference, the gradient of k3 is 0 (Schulman 2020)
 
 
 def test_reinforce_without_baseline_agrees_with_its_closed_form():
