@@ -48,7 +48,7 @@ def test_a_claim_states_what_a_trial_needs(name):
         assert set(about) == {"claim", "paper", "cannot"} and not arms
         assert about["cannot"].startswith("cannot be shown here: ")
         return
-    assert {"claim", "paper", "equal", "measure", "tie", "seeds", "hours"} == set(about) - {"above"}
+    assert {"claim", "paper", "equal", "measure", "tie", "seeds", "hours"} == set(about) - {"above", "why"}
     assert about["measure"] in MEASURES and about["tie"] > 0 and about["hours"] > 0 and len(about["seeds"]) >= 2
     assert about.get("above") in (None, *arms) and len(arms) >= 2
 
