@@ -6,6 +6,7 @@ uv run -m alignment.gradients --sweep_file arms.toml    # which of a sweep's arm
 import dataclasses
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from functools import partial
 
 from rich.console import Console
 
@@ -24,8 +25,9 @@ def main() -> None:
     args, console = parse(GradientsArgs), make_console()
     arms = named_arms(args.sweep_file, args.preset, {}) if args.sweep_file else {}
     sizes = {arm.group_size for arm in arms.values()} or set(args.group_size)
-    if any(max(sizes) % size for size in sizes):
-        raise UserError(f"--sweep_file {args.sweep_file}: every group_size must divide the largest, {max(sizes)}")
+    if len(arms) == 1 or any(max(sizes) % size for size in sizes):
+        fault = "every group_size must divide the largest" if len(arms) > 1 else "it has one arm, and none to compare it with"
+        raise UserError(f"--sweep_file {args.sweep_file}: {fault}")
     once = {"max_refills": 0, "rollouts": "sync", "max_staleness": None, "sync_every": 1}
     once |= {"group_size": max(sizes), "prompts_per_rollout": args.prompts, "seed": args.seed, "output_dir": args.output_dir}
     rl = dataclasses.replace(next(iter(arms.values()), from_preset(RLArgs, args.preset)), **once)
@@ -43,13 +45,14 @@ def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple]:
     from alignment.training.microscope import estimators, inspect
 
     planned = list(estimators(args.group_size, args.updates))
-    inspected = inspect(*frozen(rl, f"--prompts {args.prompts}", args.prompts, console), planned, rl.update_config)
+    policy, collated = frozen(rl, f"--prompts {args.prompts}", args.prompts, console)
+    inspected = inspect(policy, collated(rl.rollout_config), planned, rl.update_config)
     return list(track(inspected, "looking", total=len(planned), console=console, transient=True))
 
 
 def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
-    """The policy at its warm start, and a rollout of it. Raises `UserError` where no response is right, or where the memory is
-    too small for twice so many `gradients`, of which `flag` speaks."""
+    """The policy at its warm start, and what makes a `Rollout` of its scored responses by a `RolloutConfig`. Raises `UserError`
+    where no response is right, or where the memory is too small for twice so many `gradients`, of which `flag` speaks."""
     from alignment.core.tokens import pad_token_id
     from alignment.models import make_policy, make_sampler, warm_start
     from alignment.policy.loading import load_tokenizer
@@ -62,21 +65,23 @@ def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
     sampler = make_sampler(rl, base, roles_of(rl).sample, tokenizer, policy)
     with closing(sampler), console.status(f"sampling {rl.prompts_per_rollout} prompts x {rl.group_size}"):
         sampled = open_source(rl.rollout_config, tokenizer).sample_step(1, sampler)
-    rollout = collate_groups(sampled.groups, rl.rollout_config, pad_token_id(tokenizer))
+    collated = partial(collate_groups, sampled.groups, pad_token_id=pad_token_id(tokenizer))
+    rollout = collated(rl.rollout_config)
     if message := policy.choose_micro_batch_tokens(rollout.batch.labels.shape[1]):
         console.print(message)
     if not rollout.raw_rewards_B1.any():
         raise UserError("no sampled response is right, so every gradient is zero: take more --prompts, or a warmer start")
-    return policy, rollout
+    return policy, collated
 
 
-def print_arms(arms: Mapping[str, RLArgs], policy, rollout, console: Console) -> None:
+def print_arms(arms: Mapping[str, RLArgs], policy, collated, console: Console) -> None:
     """Print how the gradient of each arm differs from the first arm's, in the first update, and in a second one where an arm's
     ratio to the old policy is not always 1."""
     from alignment.training.microscope import arm_gradients
 
     updates = 1 + any(arm.updates_per_rollout > 1 or arm.trusts_sampler or arm.staleness for arm in arms.values())
-    found = arm_gradients(policy, rollout, {name: arm.update_config for name, arm in arms.items()}, updates)
+    own = {name: (collated(arm.rollout_config), arm.update_config) for name, arm in arms.items()}
+    found = arm_gradients(policy, own, updates)
     (base, of_base), *others = found.items()
     seen = {
         "loss_type",

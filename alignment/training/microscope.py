@@ -1,10 +1,10 @@
 """Gradients of different estimators on one frozen set of rollouts, by the very code that updates are made with."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 import torch
@@ -65,35 +65,37 @@ def inspect(
 ) -> Iterator[tuple[Estimator, Statistics]]:
     """Each estimator with the statistics of its per-prompt gradients; first those before, then those after `policy` has made
     one update on the rollout. `config` is the run's own, used without the KL penalty and the sampler's correction."""
-    config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, beta=0.0, sampler_correction="none"))
+    config = replace(config, loss=replace(config.loss, beta=0.0, sampler_correction="none"))
     for estimator in sorted(planned, key=lambda estimator: estimator.second_update):
         if estimator.second_update and rollout.old_log_probs_BT is None:
             old_BT = policy.log_probs(rollout.batch, config.distribution)
             update_once(policy, rollout, config)
-            rollout = dataclasses.replace(rollout, old_log_probs_BT=old_BT)
+            rollout = replace(rollout, old_log_probs_BT=old_BT)
         yield estimator, gradient_statistics(policy, rollout, estimator, config)
 
 
 def update_once(policy: Policy, rollout: Rollout, config: UpdateConfig) -> None:
     """Make one optimiser update of all responses, at the full learning rate."""
     one_update = {"epochs_per_rollout": 1, "train_mini_batch_size": 0, "warmup_steps": 0, "old_log_probs": "ratio_one"}
-    config = dataclasses.replace(config, max_sampler_mismatch=math.inf, **one_update)
+    config = replace(config, max_sampler_mismatch=math.inf, **one_update)
     update(policy, with_advantages(rollout, config.advantage), config, step=1)
     deliver_signals()  # `update` defers them
 
 
-def arm_gradients(policy: Policy, rollout: Rollout, arms: Mapping[str, UpdateConfig], updates: int) -> dict[str, list]:
-    """For each arm the gradients [D] of its first `updates` (1 or 2) updates of all responses, between which `policy` has made
-    one as the first arm makes it. `policy` as it comes is the old policy and the reference of a KL penalty."""
-    first, found = next(iter(arms.values())), {name: [] for name in arms}
-    start_BT = policy.log_probs(rollout.batch, first.distribution)
-    rollout = dataclasses.replace(rollout, old_log_probs_BT=start_BT, reference_log_probs_BT=start_BT)
-    by_sampler = dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
+def arm_gradients(policy: Policy, arms: Mapping[str, tuple[Rollout, UpdateConfig]], updates: int) -> dict[str, list]:
+    """For each arm, with its rewards of the same responses, the gradients [D] of its first `updates` (1 or 2) updates of them
+    all, between which `policy` has made one as the first arm makes it. `policy` as it comes is the old policy and the reference
+    of a KL penalty."""
+    (rollout, config), *_ = arms.values()
+    start_BT, found = policy.log_probs(rollout.batch, config.distribution), {name: [] for name in arms}
+    referring = lambda rollout, old_BT: replace(rollout, reference_log_probs_BT=start_BT, old_log_probs_BT=old_BT)
+    first_update = partial(update_once, policy, referring(rollout, start_BT), config)
     for done in range(updates):
         if done:
-            update_once(policy, rollout, first)
-        for name, config in arms.items():
-            weighted = with_advantages(by_sampler if config.old_log_probs == "sampler" else rollout, config.advantage)
+            first_update()
+        for name, (rollout, config) in arms.items():
+            old_BT = rollout.sampler_log_probs_BT if config.old_log_probs == "sampler" else start_BT
+            weighted = with_advantages(referring(rollout, old_BT), config.advantage)
             rows = weighted.trained_rows
             list(policy.accumulate(weighted.batch, rows, rollout_objective(weighted, rows, config)))
             found[name].append(policy.gradient())
@@ -104,11 +106,11 @@ def arm_gradients(policy: Policy, rollout: Rollout, arms: Mapping[str, UpdateCon
 def gradient_statistics(policy: Policy, rollout: Rollout, estimator: Estimator, config: UpdateConfig) -> Statistics:
     """The statistics of one estimator's per-prompt gradients, over the counted responses of each of the run's groups."""
     size, std = config.advantage.group_size, estimator.normalize_by_std
-    advantage = dataclasses.replace(config.advantage, group_size=estimator.group_size, normalize_by_std=std)
-    loss = dataclasses.replace(config.loss, loss=LOSSES[estimator.loss_type], loss_normalization=estimator.loss_normalization)
+    advantage = replace(config.advantage, group_size=estimator.group_size, normalize_by_std=std)
+    loss = replace(config.loss, loss=LOSSES[estimator.loss_type], loss_normalization=estimator.loss_normalization)
     weighted = with_advantages(rollout, advantage)
     rows = weighted.trained_rows
-    objective = rollout_objective(weighted, rows, dataclasses.replace(config, loss=loss, advantage=advantage))
+    objective = rollout_objective(weighted, rows, replace(config, loss=loss, advantage=advantage))
     gradients = []
     for prompt in range(len(rollout.lengths) // size):
         for _ in policy.accumulate(rollout.batch, [row for row in rows if row // size == prompt], objective):

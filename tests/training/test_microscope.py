@@ -130,7 +130,7 @@ def test_arms_have_the_gradients_of_their_first_two_updates(tiny_folder, sampler
     of_updates, clip = [], trained.clip_gradient
     trained.clip_gradient = lambda norm: (of_updates.append(trained.gradient()), clip(norm))[1]
     update(trained, with_old_log_probs(rollout, trained, args), args.update_config, 1)
-    found = arm_gradients(looked_at, rollout, {name: arm.update_config for name, arm in arms.items()}, 2)
+    found = arm_gradients(looked_at, {name: (rollout, arm.update_config) for name, arm in arms.items()}, 2)
     for whole, mine in zip(of_updates, found["narrow"], strict=True):
         assert whole.norm() > 0.01
         torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
