@@ -90,9 +90,8 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
         steps = run.metrics[1:] if run.finished else ()  # the first one also warms up
         of_rl = any("rows_with_gradient" in step for step in steps)
         if not of_rl or not (rows := read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")):
-            raise UserError(
-                f"--calibrate {path}: must be a finished run of train_rl, of two steps or more, with its completions"
-            )
+            needed = "a finished run of train_rl, of two steps or more, with its completions"
+            raise UserError(f"--calibrate {path}: must be {needed}")
         args = {key: tuple(v) if isinstance(v, list) else v for key, v in run.args.items() if hasattr(RLArgs, key)}
         args |= {"sft_base": str(path / "final"), "micro_batch_tokens": steps[0]["micro_batch_tokens"]}
         prediction = predict(RLArgs(**args))

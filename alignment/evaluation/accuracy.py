@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import multimode
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +47,7 @@ def evaluate_vllm(
         raise UserError("nothing to evaluate: the task has no problem in its test split")
     start = time.perf_counter()
     completions = vllm_model.sample([problem.prompt for problem in problems], eval_sampling_params, on_response_end)
-    groups = score_groups(problems, completions, reward_fn)
-    return summarise(groups, time.perf_counter() - start, rules)
+    return summarise(score_groups(problems, completions, reward_fn), time.perf_counter() - start, rules)
 
 
 def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:
@@ -96,9 +96,8 @@ def majority_share(group: Group) -> float:
     """1 where the most frequent answer is right, 0 where it is wrong; among equally frequent answers, the share that is right.
     Answers are compared as written; a response without an answer has no vote (Wang et al. 2023, arXiv:2203.11171)."""
     answers = [extract_answer(completion.text) for completion in group.completions]
-    votes = Counter(answer for answer in answers if answer is not None)
+    leaders = set(multimode(answer for answer in answers if answer is not None))
     right = {answer for answer, score in zip(answers, group.scores, strict=True) if score["reward"] == 1}
-    leaders = {answer for answer, count in votes.items() if count == max(votes.values())}
     return len(leaders & right) / len(leaders) if leaders else 0.0
 
 

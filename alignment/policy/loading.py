@@ -89,8 +89,7 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, pr
     """Load a causal language model on one device, or by layers on several (what autocast would cast in `products`, else
     `dtype`), and choose its path by a self-check. Raises `UserError` for missing or damaged weights, or if no path is exact."""
     model = _load_weights(model_path, dtype, products)
-    whole = len(devices) == 1
-    model = model.to(devices[0]) if whole else spread(model, partition_layers(ModelShape.of(model), devices))
+    model = model.to(devices[0]) if len(devices) == 1 else spread(model, partition_layers(ModelShape.of(model), devices))
     if once("path", model, functools.partial(choose_path, model)):
         take_plain_path(model)
     return model

@@ -45,9 +45,7 @@ def _may_run_in_parallel(model: PreTrainedModel) -> bool:
     return on_cpu and model.config._attn_implementation == ATTENTION and not (draws or re.search("dynamic|longrope", rotary))
 
 
-def run_parallel(
-    work: Callable[[Piece], Result], pieces: Sequence[Piece], parallel: int, parameters: Iterable[torch.nn.Parameter] = ()
-) -> Iterator[Result]:
+def run_parallel(work: Callable[[Piece], Result], pieces: Sequence[Piece], parallel: int, parameters=()) -> Iterator[Result]:
     """`work` of each piece, in the order of the pieces, `parallel` of them at once in threads that share torch's threads.
     Threads that multiply their own matrices keep the cores busy; those that share every product wait for one another after each
     (benchmarks/README.md). `work` adds to gradients of `parameters`, in its thread's own gradient mode and autocast."""

@@ -99,9 +99,7 @@ def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence
     return placed
 
 
-def _refuse_vllm_clashes(
-    named: dict[str, str], helpers: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
-) -> None:
+def _refuse_vllm_clashes(named: dict, helpers: dict, spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]) -> None:
     """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another role needs. The sampler and
     eval may share a GPU, and so an engine; a single GPU holds all roles; sampler and reference may share if no GPU is spare."""
     greedy = "but vLLM claims most of its GPU's memory at start"

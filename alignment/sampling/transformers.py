@@ -12,9 +12,7 @@ from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, S
 from alignment.policy.loading import copy_weights, first_device, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
-from alignment.policy.packing import (
-    OWN_ATTENTION, Layout, attention_by_layout, attention_named, pack, soft_capped, takes_plain_path,
-)  # fmt: skip
+from alignment.policy.packing import OWN_ATTENTION, attention_by_layout, attention_named, pack, soft_capped, takes_plain_path
 from alignment.policy.policy import Policy
 from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces
 from alignment.sampling.arrival import Held, NamedTensors, tensor_checksum
@@ -44,7 +42,7 @@ class TransformersSampler:
         self.model, self.tokenizer, self.context = model, tokenizer, context
         self.policy_version, self.restarts = policy_version, 0
         self.plain_path = takes_plain_path(model)
-        self._device = first_device(model)
+        self._device, self.dtype = first_device(model), model.dtype
         ends = model.generation_config.eos_token_id
         self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
         self._token_text = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
@@ -52,10 +50,6 @@ class TransformersSampler:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         copy_weights(self.model, named_tensors)
         self.policy_version = version
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
 
     def weight_checksums(self, version: int) -> Held:
         return {name: ([name], tensor_checksum(tensor, version, self.dtype)) for name, tensor in self.model.named_parameters()}
@@ -182,7 +176,7 @@ class _SharedDecoding:
         self.positions = self.positions + 1
         return head_logits(self.model, hidden)
 
-    def _hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Cache, layout: Layout) -> torch.Tensor:
+    def _hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Cache, layout) -> torch.Tensor:
         with attention_by_layout(self.model, layout):
             inputs = {"input_ids": input_ids, "position_ids": position_ids, "past_key_values": cache}
             return self.model.get_decoder()(**inputs, use_cache=True, layout=layout).last_hidden_state

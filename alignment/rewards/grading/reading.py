@@ -243,9 +243,7 @@ def _set_operation(text: str, levels: int) -> Answer | None:
             raise NoAnswer("too many parts")
         if len(parts) > 1:
             return answers.combine(operation, [answers.as_region(read(part, levels - 1)) for part in parts])
-    if text.startswith("ℝ-"):
-        return _set_operation(text.replace("-", "∖", 1), levels)
-    return None
+    return _set_operation(text.replace("-", "∖", 1), levels) if text.startswith("ℝ-") else None
 
 
 def _whole_bracket(text: str) -> bool:

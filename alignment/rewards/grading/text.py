@@ -16,11 +16,10 @@ RELATIONS = "=<>≤≥≠≈∈"
 _SIGN_OF = {name: sign for sign, names in TABLES["signs"].items() for name in names.split()}
 _VULGAR_FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _WIDE = map(chr, (*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)))
-_GREEK = TABLES["greek"] | TABLES["greek_capitals"]
 _CHARACTERS = str.maketrans(
     {c: unicodedata.normalize("NFKC", c) for c in _WIDE}
     | {c: r"\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", c).split("⁄")) for c in _VULGAR_FRACTIONS}
-    | {c: rf"\{name} " for name, characters in _GREEK.items() for c in characters}
+    | {c: rf"\{name} " for name, characters in (TABLES["greek"] | TABLES["greek_capitals"]).items() for c in characters}
     | {c: replacement for replacement, characters in TABLES["characters"].items() for c in characters}
 )
 _SCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ₀₁₂₃₄₅₆₇₈₉", "0123456789-+nx0123456789")
