@@ -60,13 +60,12 @@ def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, f
 
     passed, pieces = computed(shares["trained"] * run.epochs_per_rollout, updates)
     summed = 4 * trained * (1 - 1 / parts) * pieces if parts > 1 else 8 * trained * updates * (ranks > machines)
-    hidden = 8 * config.hidden_size * tokens * (stages - 1) * run.epochs_per_rollout  # and its gradients
     # Backward computes gradients of inputs and of weights. Through memory pass autocast's casts, additions to gradients, and 40
     # bytes a parameter of the gradient's norm and AdamW.
     update = (2 if shape.adapters else 3) * passed + work(
         bytes=6 * total * pieces * (step.itemsize == 2) + (12 * pieces + 40 * updates) * trained / parts,
         launches=27 * len(shape.layers) * updates,
-        link=hidden + summed,
+        link=8 * config.hidden_size * tokens * (stages - 1) * run.epochs_per_rollout + summed,  # hidden states, their gradients
         network=8 * trained / parts * updates * (ranks > 1) * (machines > 1),
     )
     return {

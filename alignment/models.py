@@ -265,8 +265,7 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
     known = problems if isinstance(source.problems, Endless) else [*source.problems, *problems]
     longest_response = max(args.max_new_tokens, args.eval_max_new_tokens)
     prompts, context = [problem.prompt for problem in known], load_config(base).max_position_embeddings
-    encoded = encode_prompts(tokenizer, prompts, context, longest_response)
-    return max(map(len, encoded)) + args.max_new_tokens
+    return max(map(len, encode_prompts(tokenizer, prompts, context, longest_response))) + args.max_new_tokens
 
 
 def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:

@@ -31,7 +31,6 @@ HERE = Path(__file__).parent  # of the templates
 SHOWN = 200  # problems of each kind on the page of a comparison
 Interval = tuple[float, float]
 
-
 Evaluation = NamedTuple("Evaluation", [("groups", tuple[Group, ...]), ("record", Mapping[str, Any])])
 """Scored groups of one size, and their `record`: averages in [0, 1], their 95 % intervals, and what docs/files.md lists."""
 
@@ -145,8 +144,7 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
     (low_a, high_a), (low_b, high_b) = map(clustered_interval, rewards)
     means_a, means_b = (torch.tensor([sum(row) / len(row) for row in rows], dtype=torch.float64) for rows in rewards)
     mean_a, mean_b = means_a.mean().item(), means_b.mean().item()
-    varies = means_a.std() > 0 and means_b.std() > 0
-    r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if varies else 0.0
+    r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if means_a.std() > 0 and means_b.std() > 0 else 0.0
     reach = lambda one, other: math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
     difference = mean_b - mean_a
     interval = difference - reach(mean_b - low_b, high_a - mean_a), difference + reach(high_b - mean_b, mean_a - low_a)

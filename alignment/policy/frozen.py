@@ -127,17 +127,9 @@ def serve(descriptor: int) -> None:
         return FrozenModel(path, device, dtype)
 
     def log_probs(model: FrozenModel, _, arrays: Sequence[np.ndarray], *settings) -> np.ndarray:
-        batch = Batch(*map(torch.from_numpy, arrays))
-        return of_responses(model.log_probs(batch, *settings), batch.response_mask).numpy()
+        log_probs_BT = model.log_probs(Batch(*map(torch.from_numpy, arrays)), *settings)
+        if not (log_probs_BT.isfinite() & (log_probs_BT <= 1e-3)).all():  # a bfloat16 sum may pass 0
+            raise ValueError("some are no logarithms of probabilities")
+        return log_probs_BT.numpy()
 
     answer_requests(descriptor, {"start": start, "log_probs": log_probs, "stop": lambda model: None})
-
-
-def of_responses(log_probs_BT: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The log-probs [B, T] where the mask is true, 0 elsewhere. Raises ValueError for what are no log-probs of these tokens."""
-    if log_probs_BT.shape != mask.shape or log_probs_BT.dtype != torch.float32:
-        raise ValueError(f"{list(log_probs_BT.shape)} in {log_probs_BT.dtype} for a rollout {list(mask.shape)}")
-    values = log_probs_BT[mask]
-    if not (values.isfinite() & (values <= 1e-3)).all():  # a bfloat16 sum may pass 0
-        raise ValueError("some are no logarithms of probabilities")
-    return torch.where(mask, log_probs_BT, 0.0)

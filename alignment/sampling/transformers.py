@@ -42,7 +42,7 @@ class TransformersSampler:
         self.model, self.tokenizer, self.context = model, tokenizer, context
         self.policy_version, self.restarts = policy_version, 0
         self.plain_path = takes_plain_path(model)
-        self._device, self.dtype = first_device(model), model.dtype
+        self._device = first_device(model)
         ends = model.generation_config.eos_token_id
         self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
         self._token_text = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
@@ -50,6 +50,10 @@ class TransformersSampler:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         copy_weights(self.model, named_tensors)
         self.policy_version = version
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
     def weight_checksums(self, version: int) -> Held:
         return {name: ([name], tensor_checksum(tensor, version, self.dtype)) for name, tensor in self.model.named_parameters()}
@@ -144,7 +148,7 @@ class TransformersSampler:
 
 
 class _SharedDecoding:
-    """Decodes `sampling.n` lines of each prompt: the first logits, then the next. It is a `Layout`: each of L lines, one token
+    """Decodes `sampling.n` lines of each prompt: the first logits, then the next. It is a layout: each of L lines, one token
     long, sees its group's prompt and then its own cache. A prompt's keys and values are there once: attention to them is one
     matrix product a group, of the queries of M lines, some of which stand for none."""
 
@@ -191,7 +195,7 @@ class _SharedDecoding:
         self.full = seats == list(range(most)) * len(held)  # every seat is taken, in order
 
     def attend(self, module, query, key, value, rule) -> torch.Tensor:
-        """See `Layout.attend`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share each of H heads of keys."""
+        """See `attention_by_layout`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share each of H heads of keys."""
         keys_GHPD, values_GHPD = self.keys[module.layer_idx], self.values[module.layer_idx]
         q_LHRD = query.view(len(query), key.shape[1], -1, query.shape[-1]) * rule.scaling
         to_prompt_GHSP = soft_capped(self._by_group(q_LHRD) @ keys_GHPD.transpose(2, 3), rule.soft_cap)
@@ -207,8 +211,7 @@ class _SharedDecoding:
         to_prompt_LHRP = self._by_line(to_prompt_GHSP.masked_fill(outside_GP[:, None, None], -torch.inf))
         weights = rule.softmax(torch.cat([to_prompt_LHRP, to_own_LHRT], dim=3)).to(value.dtype)
         of_prompt_LHRP, of_own_LHRT = weights.split([to_prompt_LHRP.shape[3], to_own_LHRT.shape[3]], dim=3)
-        out_LHRD = self._by_line(self._by_group(of_prompt_LHRP) @ values_GHPD) + of_own_LHRT @ value
-        return out_LHRD.flatten(1, 2)[:, None]
+        return (self._by_line(self._by_group(of_prompt_LHRP) @ values_GHPD) + of_own_LHRT @ value).flatten(1, 2)[:, None]
 
     def _by_group(self, lines_LHRX: torch.Tensor) -> torch.Tensor:
         """[L, H, R, X] -> [G, H, M * R, X]."""

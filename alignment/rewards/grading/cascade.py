@@ -24,7 +24,6 @@ WORKERS = LimitedWorkers(("math_verify", __name__))  # This process's workers fo
 FAILURES = ("time-out", "memory", "died", "error")
 """Stages of a failed grading: the reward is 0, and the run counts and reports it."""
 
-
 Verdict = NamedTuple("Verdict", [("equal", bool), ("stage", str)])
 """Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or too long), "unread" (no
 stage could read both texts), or one of `FAILURES` ("error" is a defect of the grader)."""

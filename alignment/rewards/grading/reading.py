@@ -286,8 +286,7 @@ def _matrix(text: str, levels: int) -> Answer | None:
 
 def _cases(text: str, levels: int) -> Answer | None:
     """Values with their conditions, in any order; without conditions, a system of equations."""
-    match = PATTERNS.cases.fullmatch(text)
-    if match is None:
+    if (match := PATTERNS.cases.fullmatch(text)) is None:
         return None
     lines = [line.split("&") for line in match[2].split("\\\\") if line.strip()]
     rows = [[PATTERNS.condition.fullmatch(cell)[1] for cell in line] for line in lines]
