@@ -60,13 +60,12 @@ def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, f
 
     passed, pieces = computed(shares["trained"] * run.epochs_per_rollout, updates)
     summed = 4 * trained * (1 - 1 / parts) * pieces if parts > 1 else 8 * trained * updates * (ranks > machines)
-    hidden = 8 * config.hidden_size * tokens * (stages - 1) * run.epochs_per_rollout  # and its gradients
     # Backward computes gradients of inputs and of weights. Through memory pass autocast's casts, additions to gradients, and 40
     # bytes a parameter of the gradient's norm and AdamW.
     update = (2 if shape.adapters else 3) * passed + work(
         bytes=6 * total * pieces * (step.itemsize == 2) + (12 * pieces + 40 * updates) * trained / parts,
         launches=27 * len(shape.layers) * updates,
-        link=hidden + summed,
+        link=8 * config.hidden_size * tokens * (stages - 1) * run.epochs_per_rollout + summed,  # hidden states, their gradients
         network=8 * trained / parts * updates * (ranks > 1) * (machines > 1),
     )
     return {
@@ -90,9 +89,8 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
         steps = run.metrics[1:] if run.finished else ()  # the first one also warms up
         of_rl = any("rows_with_gradient" in step for step in steps)
         if not of_rl or not (rows := read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")):
-            raise UserError(
-                f"--calibrate {path}: must be a finished run of train_rl, of two steps or more, with its completions"
-            )
+            needed = "a finished run of train_rl, of two steps or more, with its completions"
+            raise UserError(f"--calibrate {path}: must be {needed}")
         args = {key: tuple(v) if isinstance(v, list) else v for key, v in run.args.items() if hasattr(RLArgs, key)}
         args |= {"sft_base": str(path / "final"), "micro_batch_tokens": steps[0]["micro_batch_tokens"]}
         prediction = predict(RLArgs(**args))

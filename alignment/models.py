@@ -51,9 +51,7 @@ def make_policy(args: Args, base: str, checkpoint: Path | None = None) -> Policy
     return open_policy(kind, configuration(PolicyConfig, args, model_path=base, **facts))
 
 
-def kind_of_policy(
-    args: Args, base: str, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1
-) -> tuple[tuple[str, ...], str]:
+def kind_of_policy(args: Args, base: str, num_gpus: int | None = None, memory=0.0, machines=1) -> tuple[tuple[str, ...], str]:
     """The policy's devices, and its kind where that is "auto". `num_gpus`, `memory` (bytes) and `machines` plan for others."""
     devices = roles_of(args, num_gpus).policy
     if args.policy_parallelism in RANKED or args.policy_parallelism == "auto" and (args.policy_ranks or PROCESSES):
@@ -117,8 +115,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     problems, evaluate = evaluation(args, tokenizer)
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)  # refuses long ones now
     splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
-    data = SFTData(*splits, pad_token_id(tokenizer))
-    target = train_sft(args, data, base, tokenizer, console)
+    target = train_sft(args, SFTData(*splits, pad_token_id(tokenizer)), base, tokenizer, console)
     sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer)
     with closing(sampler), count_parts("sampling held-out problems", len(problems), console, "response") as ended:
         result = evaluate(sampler, ended)
@@ -268,8 +265,7 @@ def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem]
     known = problems if isinstance(source.problems, Endless) else [*source.problems, *problems]
     longest_response = max(args.max_new_tokens, args.eval_max_new_tokens)
     prompts, context = [problem.prompt for problem in known], load_config(base).max_position_embeddings
-    encoded = encode_prompts(tokenizer, prompts, context, longest_response)
-    return max(map(len, encoded)) + args.max_new_tokens
+    return max(map(len, encode_prompts(tokenizer, prompts, context, longest_response))) + args.max_new_tokens
 
 
 def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:

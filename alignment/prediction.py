@@ -81,8 +81,7 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
     # Ranks on a CPU share the host's memory.
     prompts = prompts_of(run.task, run.dataset_path, run.prompt, base)
     step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm", machines, prompts)
-    peaks = peak_bytes(shape, config, roles, step) if memory else []
-    return Prediction(run, shape, config, roles, kind, step, peaks)
+    return Prediction(run, shape, config, roles, kind, step, peak_bytes(shape, config, roles, step) if memory else [])
 
 
 def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
@@ -97,8 +96,7 @@ def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
     groups += [[{"lora_rank": 16}]] * (not run.lora_rank)
     groups += [[{"policy_parallelism": kind}] for kind in ("sharded", "layer_split")]
     groups += [[{"gpu_memory_utilization": share / 10} for share in (4, 3, 2, 1)]] * vllm
-    pairs = [[one[-1] | other[-1]] for one, other in itertools.combinations(groups, 2)]
-    for alternatives in (groups, pairs):
+    for alternatives in (groups, [[one[-1] | other[-1]] for one, other in itertools.combinations(groups, 2)]):
         fitting = (((c, other) for c in group if (other := if_it_fits(run, c, *machine))) for group in alternatives)
         if found := [pair for group in fitting for pair in itertools.islice(group, 1)]:
             return [(" ".join(flags_of(change)), max(peak.total for peak in other.peaks)) for change, other in found]
@@ -118,8 +116,7 @@ def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMet
     """What measures a run's peaks beside those predicted, if they can be. Prints a warning where they do not fit here."""
     peaks: list[DevicePeak] = []
     with suppress(UserError):  # what is wrong is said where it is loaded
-        machines = PROCESSES // PROCESSES_HERE if PROCESSES_HERE else 1
-        peaks = (prediction := predict(args, machines=machines)).peaks
+        peaks = (prediction := predict(args, machines=PROCESSES // PROCESSES_HERE if PROCESSES_HERE else 1)).peaks
         for device in dict.fromkeys(peak.device for peak in peaks):
             if (excess := prediction.excess(device)) > 0:
                 missing = f"{device} will lack {excess / 1e9:.1f} of {prediction.capacity(device) / 1e9:.1f} GB"

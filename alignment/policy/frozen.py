@@ -14,7 +14,7 @@ from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, copy_weights, first_device, load_model, make_deterministic
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.packing import takes_plain_path
-from alignment.policy.parallel_micro_batches import Result, cut_for_parallel, run_parallel
+from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 
 ONE_TOKEN = Batch(*[torch.zeros(1, 1, dtype=torch.int64)] * 2, torch.ones(1, 1, dtype=torch.bool))
@@ -31,9 +31,7 @@ class MicroBatchedModel:
         """`function` of the model and some arguments: a forward pass, or a part of one."""
         return function(self.model, *arguments)
 
-    def in_micro_batches(
-        self, compute: Callable[[Sequence[int]], Result], rows: Sequence[Row], parameters: Iterable[torch.nn.Parameter] = ()
-    ) -> Iterator[tuple[Sequence[int], Result]]:
+    def in_micro_batches(self, compute: Callable, rows: Sequence[Row], parameters=()) -> Iterator[tuple[Sequence[int], object]]:
         """Yields (indices into `rows`, `compute` of them), on a CPU perhaps in pairs; `parameters` get its gradients."""
         pieces, parallel = cut_for_parallel(self.model, rows, self.micro_batch_tokens)
         return zip(pieces, run_parallel(compute, pieces, parallel, parameters), strict=True)
@@ -107,7 +105,6 @@ class ReferenceProcess:
                     raise
                 print(f"the reference model is started again: {lost}", file=sys.stderr)
             self.restarts += 1
-            self._child.close()
             self._start()
             return torch.from_numpy(self._child.ask(self.timeout, *question))
 
@@ -130,17 +127,9 @@ def serve(descriptor: int) -> None:
         return FrozenModel(path, device, dtype)
 
     def log_probs(model: FrozenModel, _, arrays: Sequence[np.ndarray], *settings) -> np.ndarray:
-        batch = Batch(*map(torch.from_numpy, arrays))
-        return of_responses(model.log_probs(batch, *settings), batch.response_mask).numpy()
+        log_probs_BT = model.log_probs(Batch(*map(torch.from_numpy, arrays)), *settings)
+        if not (log_probs_BT.isfinite() & (log_probs_BT <= 1e-3)).all():  # a bfloat16 sum may pass 0
+            raise ValueError("some are no logarithms of probabilities")
+        return log_probs_BT.numpy()
 
     answer_requests(descriptor, {"start": start, "log_probs": log_probs, "stop": lambda model: None})
-
-
-def of_responses(log_probs_BT: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The log-probs [B, T] where the mask is true, 0 elsewhere. Raises ValueError for what are no log-probs of these tokens."""
-    if log_probs_BT.shape != mask.shape or log_probs_BT.dtype != torch.float32:
-        raise ValueError(f"{list(log_probs_BT.shape)} in {log_probs_BT.dtype} for a rollout {list(mask.shape)}")
-    values = log_probs_BT[mask]
-    if not (values.isfinite() & (values <= 1e-3)).all():  # a bfloat16 sum may pass 0
-        raise ValueError("some are no logarithms of probabilities")
-    return torch.where(mask, log_probs_BT, 0.0)

@@ -25,9 +25,7 @@ class LayerSplitPolicy(SingleDevicePolicy):
         super().__init__(config)
         self.devices = tuple(map(str, devices_of(self.model)))  # a small model does not reach all that were configured
 
-    def _micro_batches(
-        self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
-    ) -> Iterator[tuple[Sequence[int], MicroBatch]]:
+    def _micro_batches(self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective) -> Iterator[tuple]:
         """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`."""
         longest = max((len(prompt) + len(response) for prompt, response in split), default=1)
         in_flight = max(1, min(IN_FLIGHT * len(self.devices), self.micro_batch_tokens // longest))

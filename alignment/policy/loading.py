@@ -64,8 +64,7 @@ def load_tokenizer(model_path: str):
         raise UserError(f"--model {model_path}: its tokenizer has {fault}; {remedy}")
     # Added tokens come up only where a text spells them out; some families have more of them than embeddings.
     added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
-    largest = max(set(tokenizer.get_vocab().values()) - added)
-    if largest >= vocabulary:
+    if (largest := max(set(tokenizer.get_vocab().values()) - added)) >= vocabulary:
         fault = f"its tokenizer makes token ids up to {largest}, its config.json says vocab_size {vocabulary}"
         raise UserError(f"--model {model_path}: {fault}; the folder's files are of different models")
     return tokenizer
@@ -89,8 +88,7 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, pr
     """Load a causal language model on one device, or by layers on several (what autocast would cast in `products`, else
     `dtype`), and choose its path by a self-check. Raises `UserError` for missing or damaged weights, or if no path is exact."""
     model = _load_weights(model_path, dtype, products)
-    whole = len(devices) == 1
-    model = model.to(devices[0]) if whole else spread(model, partition_layers(ModelShape.of(model), devices))
+    model = model.to(devices[0]) if len(devices) == 1 else spread(model, partition_layers(ModelShape.of(model), devices))
     if once("path", model, functools.partial(choose_path, model)):
         take_plain_path(model)
     return model
@@ -110,8 +108,7 @@ def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | N
     options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
     model, report = _load(family_in_types.from_pretrained, model_path, **options)
     # transformers would fill these in at random and go on.
-    absent = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
-    if absent:
+    if absent := sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]:
         raise UserError(f"--model {model_path}: {len(absent)} weights are missing or of another shape, such as {absent[0]}")
     return model
 

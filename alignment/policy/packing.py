@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -37,7 +36,7 @@ class Packing:
     biases: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     def attend(self, module, query, key, value, rule) -> torch.Tensor:
-        """See `Layout.attend`; there is one row, of N tokens."""
+        """See `attention_by_layout`; there is one row, of N tokens."""
         here = self.to(query.device)
         qkv_NHD = tuple(t[0].transpose(0, 1) for t in (query, key, value))
         prefixes = _attend(qkv_NHD, here.prefixes_SL, here.prefixes_SL, None, rule, here.biases)
@@ -129,16 +128,7 @@ class AttentionRule:
         return torch.cat([scores_XHSK, column], dim=3).softmax(dim=3, dtype=torch.float32)[..., :-1]
 
 
-class Layout(Protocol):
-    """What attention goes by, where it is not one plain sequence a row."""
-
-    applied: list[bool]  # Not empty once it has: a model that ignores its layout would mix up its rows in silence
-
-    def attend(self, module, query, key, value, rule: AttentionRule) -> torch.Tensor:
-        """[rows, heads, tokens, D] -> [rows, tokens, heads, D]."""
-
-
-def attention(module, query, key, value, attention_mask, scaling=None, layout: Layout | None = None, **kwargs):
+def attention(module, query, key, value, attention_mask, scaling=None, layout=None, **kwargs):
     """(Output, None) of scaled dot-product attention as transformers calls it, by a layout where one is given. Raises
     ValueError for arguments that it does not know, such as a position bias, and for those that only a layout knows."""
     window, soft_cap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
@@ -185,8 +175,10 @@ def attention_named(model: torch.nn.Module, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def attention_by_layout(model: torch.nn.Module, layout: Layout) -> Iterator[None]:
-    """Have a model's attention go by a layout. Raises ValueError if the model drops it, or would on recomputing layers."""
+def attention_by_layout(model: torch.nn.Module, layout) -> Iterator[None]:
+    """Have a model's attention go by a layout: its `attend(module, query, key, value, rule)` makes [rows, tokens, heads, D] of
+    [rows, heads, tokens, D]; its list `applied` is not empty once it has: a model that ignores it would mix up its rows in
+    silence. Raises ValueError if the model drops it, or would on recomputing layers."""
     if model.config._attn_implementation != ATTENTION and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(f"load the model with attn_implementation={ATTENTION!r}: its layers are run again in backward")
     with attention_named(model, ATTENTION):

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import torch
 
@@ -16,9 +15,6 @@ from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.packing import ATTENTION
 
 PARALLEL = 2  # micro-batches at once, each with logits and a gradient of the output head of its own; two cores were measured
-
-Piece = TypeVar("Piece")
-Result = TypeVar("Result")
 
 
 def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int) -> tuple[list[list[int]], int]:
@@ -45,9 +41,7 @@ def _may_run_in_parallel(model: PreTrainedModel) -> bool:
     return on_cpu and model.config._attn_implementation == ATTENTION and not (draws or re.search("dynamic|longrope", rotary))
 
 
-def run_parallel(
-    work: Callable[[Piece], Result], pieces: Sequence[Piece], parallel: int, parameters: Iterable[torch.nn.Parameter] = ()
-) -> Iterator[Result]:
+def run_parallel(work: Callable, pieces: Sequence, parallel: int, parameters: Iterable[torch.nn.Parameter] = ()) -> Iterator:
     """`work` of each piece, in the order of the pieces, `parallel` of them at once in threads that share torch's threads.
     Threads that multiply their own matrices keep the cores busy; those that share every product wait for one another after each
     (benchmarks/README.md). `work` adds to gradients of `parameters`, in its thread's own gradient mode and autocast."""
@@ -96,7 +90,7 @@ class OrderedAccumulation:
             self.running.clear()
             self.changed.notify_all()
 
-    def run(self, worker: int, threads: int, work: Callable[[Piece], Result], piece: Piece) -> Result:
+    def run(self, worker: int, threads: int, work: Callable, piece: Sequence[int]):
         """A piece's work, in this thread as worker number `worker`."""
         self.local.worker = worker
         try:

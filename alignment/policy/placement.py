@@ -75,8 +75,7 @@ def _read_device(flag: str, text: str, gpus: Sequence[str]) -> str:
     """The device that `text` names, as "cpu" or "cuda:N"; bare "cuda" is cuda:0."""
     if text == "cpu":
         return text
-    match = re.fullmatch(r"cuda(?::([0-9]+))?", text)
-    if match is None:
+    if (match := re.fullmatch(r"cuda(?::([0-9]+))?", text)) is None:
         raise UserError(f"{flag} {text!r} is not a device; write cpu or cuda:N, such as cuda:0")
     device = f"cuda:{int(match[1] or 0)}"
     if not gpus:
@@ -99,9 +98,7 @@ def _place_helpers(named: dict[str, str], spare: Sequence[str], policy: Sequence
     return placed
 
 
-def _refuse_vllm_clashes(
-    named: dict[str, str], helpers: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
-) -> None:
+def _refuse_vllm_clashes(named: dict, helpers: dict, spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]) -> None:
     """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another role needs. The sampler and
     eval may share a GPU, and so an engine; a single GPU holds all roles; sampler and reference may share if no GPU is spare."""
     greedy = "but vLLM claims most of its GPU's memory at start"
@@ -308,10 +305,7 @@ def policy_shares(shape: ModelShape, devices: Sequence[str], kind: str, optimize
     return [Share(device, "policy", names, shape.state_bytes(names, a_number) // parts, parts) for device, names in held]
 
 
-def place(
-    shape: ModelShape, roles: Roles, optimizer: str = "adamw", itemsize: int = 2, kind: str = "layer_split",
-    tensor_parallel: int = 1,
-) -> tuple[Share, ...]:  # fmt: skip
+def place(shape: ModelShape, roles: Roles, optimizer="adamw", itemsize=2, kind="layer_split", tensor_parallel=1) -> list[Share]:
     """The shares of a policy of that `kind`, the moments that `optimizer` keeps on the CPU, then one whole copy for each
     other role, with products of numbers of `itemsize` bytes; `tensor_parallel` devices share an engine's. Eval on a device of
     the sampler's runs in the sampler's engines, so the two hold one copy, under the role "sample+eval"."""
@@ -326,4 +320,4 @@ def place(
     moments = (Share("cpu", "moments", everything, on_host),) if on_host else ()
     sizes = {"eval": total * itemsize, "reference": shape.frozen_bytes(itemsize)}
     others = (Share(device, role, everything, sizes.get(role, total * itemsize // tensor_parallel)) for role, device in copies)
-    return (*policy, *moments, *others)
+    return [*policy, *moments, *others]

@@ -4,6 +4,7 @@ part of every weight, gradient and moment (torch's FSDP2, `fully_shard`), of whi
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MethodType
 
@@ -138,16 +139,6 @@ class Shard(SingleDevicePolicy):
     read_optimizer = staticmethod(read_parts)
 
 
-def on_all_ranks(method: str) -> Callable:
-    """A method that calls the one of this name on every rank's part, and returns rank 0's result."""
-    return lambda self, *arguments, **named: self.ranks.call(method, *arguments, **named)
-
-
-def on_rank_0(method: str) -> Callable:
-    """A method that calls the one of this name on rank 0's part: one that needs no other rank, and works after one is lost."""
-    return lambda self, *arguments, **named: getattr(self._own, method)(*arguments, **named)
-
-
 class ShardedPolicy:
     """A `Policy` of one rank a device. Each machine holds all weights, gradients and moments, each of its ranks a part, a
     `Shard`, whose methods have the names and arguments of `Policy`'s. Raises `RunStopped` where a rank is lost."""
@@ -166,17 +157,15 @@ class ShardedPolicy:
     def model_on(self, device: str, dtype) -> None:
         return None
 
-    accumulate, step = on_all_ranks("accumulate"), on_all_ranks("step")
-    clip_gradient, drop_gradient = on_all_ranks("clip_gradient"), on_all_ranks("drop_gradient")
-    gradient = on_all_ranks("gradient")
-    log_probs, choose_micro_batch_tokens = on_all_ranks("log_probs"), on_all_ranks("choose_micro_batch_tokens")
-    base_log_probs, use_adapters = on_all_ranks("base_log_probs"), on_all_ranks("use_adapters")
-    weights, load_optimizer = on_all_ranks("weights"), on_all_ranks("load_optimizer")
-    save, save_optimizer = on_all_ranks("save"), on_all_ranks("save_optimizer")
+    def __getattr__(self, method: str) -> Callable:
+        """The method of this name of every rank's part, which returns rank 0's result; of rank 0's part alone where that needs
+        no other rank, and so works after one is lost."""
+        getattr(Shard, method)  # raises AttributeError where it has none
+        alone = self.replicated and method in ("weights", "save", "save_optimizer")
+        return getattr(self._own, method) if alone else partial(self.ranks.call, method)
 
 
 class ReplicatedPolicy(ShardedPolicy):
     """The same, but every rank holds the weights, gradient and moments; ranks share the rows, and sum their gradients."""
 
     replicated = True
-    weights, save, save_optimizer = on_rank_0("weights"), on_rank_0("save"), on_rank_0("save_optimizer")

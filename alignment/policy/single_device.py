@@ -86,9 +86,7 @@ class SingleDevicePolicy(MicroBatchedModel):
             tokens = packed_tokens([split[i] for i in piece])
             yield MicroBatchResult(micro_batch.rows, micro_batch.log_probs, {"tokens": tokens, **micro_batch.sums})
 
-    def _micro_batches(
-        self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
-    ) -> Iterator[tuple[Sequence[int], MicroBatch]]:
+    def _micro_batches(self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective) -> Iterator[tuple]:
         """Yield each micro-batch's indices into `rows`, and itself, after adding its gradient."""
 
         def compute(piece: Sequence[int]) -> MicroBatch:

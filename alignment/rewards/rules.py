@@ -23,9 +23,7 @@ from alignment.system.registry import find
 RewardFn = Callable[[str, str], Score]  # (response, ground truth) -> score.
 GRADING_THREADS = 8  # each may wait for a worker process that runs math-verify
 
-RULES: Mapping[str, RewardFn] = {
-    "r1_zero": r1_zero_reward_fn, "r1_zero_strict": r1_zero_strict_reward_fn, "countdown": countdown_reward_fn,
-}  # fmt: skip
+RULES = {"r1_zero": r1_zero_reward_fn, "r1_zero_strict": r1_zero_strict_reward_fn, "countdown": countdown_reward_fn}
 
 
 def find_rule(name: str, seconds: float | None = None) -> RewardFn:

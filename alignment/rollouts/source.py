@@ -18,9 +18,7 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
 from alignment.policy.policy import Policy
 from alignment.rewards.rules import Reward, find_reward, graded_ahead, grading_report
-from alignment.rollouts.config import (
-    RolloutConfig, Schedule, derived_seed, problems_of_step, refill_problems, training_problems,
-)  # fmt: skip
+from alignment.rollouts.config import RolloutConfig, derived_seed, problems_of_step, refill_problems, training_problems
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import Sampler
@@ -68,9 +66,7 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
     return RolloutSource(problems, find_reward(config.reward, task.rules, config.reward_timeout), task, config)
 
 
-def refilled_groups(
-    problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable[[Sequence[Problem], int], Sequence[Group]]
-) -> tuple[list[Group], list[Group]]:
+def refilled_groups(problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable) -> tuple[list, list]:
     """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores. Groups of equal
     rewards (zero variance) are replaced by groups of other prompts, up to `max_refills` times (dynamic sampling of DAPO,
     arXiv:2503.14476, section 3.2); the first of them fill the step up where too few informative ones come."""
@@ -179,14 +175,11 @@ def check_staleness(sampled: SampledStep, most: int) -> None:
 
 
 class AheadRollouts(SyncRollouts):
-    """Rollouts that a thread takes from `source`, from the step after the version of `sampler`'s weights on. The sampler's
-    engines are in other processes, where they are ended while they draw. `sampled` are rollouts that the checkpoint holds
+    """Rollouts that a thread takes from `source`, from the step after the version of `sampler`'s weights on, by a `Schedule`.
+    Its engines are in other processes, where they are ended while they draw. `sampled` are rollouts that the checkpoint holds
     already; `on_sampled` is called with each new one. An error of the thread is raised where its rollout is waited for."""
 
-    def __init__(
-        self, source: RolloutSource, sampler: SamplerPool, schedule: Schedule, clock: Clock,
-        sampled: Sequence[SampledStep] = (), on_sampled: Callable[[SampledStep], None] = lambda sampled: None,
-    ):  # fmt: skip
+    def __init__(self, source: RolloutSource, sampler: SamplerPool, schedule, clock, sampled=(), on_sampled=lambda _: None):
         super().__init__(source, sampler, clock)
         self._schedule, self._on_sampled = schedule, on_sampled
         self._steps = range(sampler.policy_version + 1 + len(sampled), schedule.num_steps + 1)

@@ -48,6 +48,7 @@ class RunFolder:
             if number.isdigit() and int(number) > last_step:
                 file.unlink()
         self._trackers = Trackers(path, trackers, path.name)
+        self.close = self._trackers.close
         for log, records in kept.items():
             files.write_jsonl(path / log, records)
             for record in records:
@@ -97,10 +98,6 @@ class RunFolder:
         for name in LOGS:
             files.flush(self.path / name)
 
-    def close(self) -> None:
-        """Close the trackers."""
-        self._trackers.close()
-
     def _append(self, name: str, record: Record) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -142,7 +139,6 @@ def claim_run_folder(output_dir: str, run_name: str, default: str, arguments: Re
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command has just made it
                 raise
     refuse_taken_name(output_dir, run_name)
-    raise AssertionError("unreachable: a taken name is refused")
 
 
 def write_args(folder: Path, arguments: Record, seeds: Mapping[str, int]) -> None:

@@ -10,35 +10,26 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
-from typing import TypeVar
 
 import torch
 
 from alignment.core.records import SamplingConfig
-from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, NamedTensors, load_proven
 from alignment.sampling.sampler import Completions, OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import START_SECONDS, ChildProcess, answer_requests
 from alignment.system.registry import import_object
 
-Answer = TypeVar("Answer")
-Start = Callable[[], Sampler]
-Weights = Callable[[], NamedTensors]
 
-
-def open_sampler(
-    engine: SamplerEngine, config: SamplerConfig, tokenizer, policy: Policy | None = None, in_process: bool = True
-) -> Sampler:
+def open_sampler(engine: SamplerEngine, config: SamplerConfig, tokenizer, policy=None, in_process=True) -> Sampler:
     """Start an engine for each of `config`'s devices, on each of its machines, or addresses. One alone may read the model of
     `policy`, whose weights it gets, in place. Without `in_process` each has a process, which can be ended while it draws."""
     from alignment.policy.loading import load_config  # here, as a vLLM's process needs less of transformers
     from alignment.policy.memory import release_memory
 
     release_memory()  # an engine refuses to start where less than its share of the GPU is free
-    configs, start = engine_configs(config), engine.open
-    if isinstance(start, str):
-        start = import_object("--sampler", start)
+    configs = engine_configs(config)
+    start = import_object("--sampler", engine.open) if isinstance(engine.open, str) else engine.open
     alone = in_process and len(configs) == 1
     if alone and not engine.can_be_lost:
         return start(config, tokenizer, policy)
@@ -72,7 +63,7 @@ class SamplerPool:
     shares a batch. All engines take all weights, each with its proof of arrival (`load_proven`). A lost engine is replaced once
     a request by one with the same weights, of `weights` or a copy in the host's memory. Raises `RunStopped` if that is lost."""
 
-    def __init__(self, engines: Mapping[str, Start], dtype: torch.dtype, vocabulary: int, weights: Weights | None = None):
+    def __init__(self, engines: Mapping[str, Callable[[], Sampler]], dtype: torch.dtype, vocabulary: int, weights=None):
         self._starts, self.dtype, self._vocabulary, self._weights = engines, dtype, vocabulary, weights
         self.restarts, self._version, self._closed = 0, None, False
         self._copies: list[tuple[str, torch.Tensor]] = []
@@ -119,7 +110,7 @@ class SamplerPool:
         if self._closed:  # since another one could not start
             self._engines[name].close()
 
-    def _ask(self, name: str, request: Callable[[Sampler], Answer], repeat: bool = True) -> Answer | None:
+    def _ask(self, name: str, request: Callable[[Sampler], object], repeat: bool = True):
         """An engine's answer to a request, which a new engine is asked again, with `repeat`, where the first is lost."""
         try:
             return request(self._engines[name])
@@ -138,7 +129,7 @@ class SamplerPool:
         except UserError as error:
             raise RunStopped(f"the sampler was lost ({lost}), and once more after it was started again: {error}") from None
 
-    def _at_once(self, work: Callable[[str], Answer]) -> list[Answer]:
+    def _at_once(self, work: Callable[[str], object]) -> list:
         """What `work` returns for each engine, all at once; one alone in the calling thread, where a signal interrupts it."""
         if len(self._starts) == 1:
             return [work(name) for name in self._starts]
@@ -179,6 +170,7 @@ class EngineProcess:
         self._timeout = config.timeout
         start_process = config.machines[0].start if config.machines[0] else ChildProcess
         self._worker = start_process(f"{name} process on {config.place}", entry, environment)
+        self.close = self._worker.close  # which also happens when the sampler is dropped and at exit
         try:
             self._ask("start", *start, seconds=max(config.timeout, START_SECONDS), send=self._prepare)
         except SamplerLost as error:
@@ -195,10 +187,6 @@ class EngineProcess:
 
     def weight_checksums(self, version: int) -> Held | None:
         return self._ask("checksums", version)
-
-    def close(self) -> None:
-        """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
-        self._worker.close()
 
     def _ask(self, verb: str, *arguments, **options):
         return self._worker.ask(options.pop("seconds", self._timeout), verb, *arguments, **options)

@@ -12,9 +12,7 @@ from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, S
 from alignment.policy.loading import copy_weights, first_device, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
-from alignment.policy.packing import (
-    OWN_ATTENTION, Layout, attention_by_layout, attention_named, pack, soft_capped, takes_plain_path,
-)  # fmt: skip
+from alignment.policy.packing import OWN_ATTENTION, attention_by_layout, attention_named, pack, soft_capped, takes_plain_path
 from alignment.policy.policy import Policy
 from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces
 from alignment.sampling.arrival import Held, NamedTensors, tensor_checksum
@@ -150,7 +148,7 @@ class TransformersSampler:
 
 
 class _SharedDecoding:
-    """Decodes `sampling.n` lines of each prompt: the first logits, then the next. It is a `Layout`: each of L lines, one token
+    """Decodes `sampling.n` lines of each prompt: the first logits, then the next. It is a layout: each of L lines, one token
     long, sees its group's prompt and then its own cache. A prompt's keys and values are there once: attention to them is one
     matrix product a group, of the queries of M lines, some of which stand for none."""
 
@@ -182,7 +180,7 @@ class _SharedDecoding:
         self.positions = self.positions + 1
         return head_logits(self.model, hidden)
 
-    def _hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Cache, layout: Layout) -> torch.Tensor:
+    def _hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Cache, layout) -> torch.Tensor:
         with attention_by_layout(self.model, layout):
             inputs = {"input_ids": input_ids, "position_ids": position_ids, "past_key_values": cache}
             return self.model.get_decoder()(**inputs, use_cache=True, layout=layout).last_hidden_state
@@ -197,7 +195,7 @@ class _SharedDecoding:
         self.full = seats == list(range(most)) * len(held)  # every seat is taken, in order
 
     def attend(self, module, query, key, value, rule) -> torch.Tensor:
-        """See `Layout.attend`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share each of H heads of keys."""
+        """See `attention_by_layout`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share each of H heads of keys."""
         keys_GHPD, values_GHPD = self.keys[module.layer_idx], self.values[module.layer_idx]
         q_LHRD = query.view(len(query), key.shape[1], -1, query.shape[-1]) * rule.scaling
         to_prompt_GHSP = soft_capped(self._by_group(q_LHRD) @ keys_GHPD.transpose(2, 3), rule.soft_cap)
@@ -213,8 +211,7 @@ class _SharedDecoding:
         to_prompt_LHRP = self._by_line(to_prompt_GHSP.masked_fill(outside_GP[:, None, None], -torch.inf))
         weights = rule.softmax(torch.cat([to_prompt_LHRP, to_own_LHRT], dim=3)).to(value.dtype)
         of_prompt_LHRP, of_own_LHRT = weights.split([to_prompt_LHRP.shape[3], to_own_LHRT.shape[3]], dim=3)
-        out_LHRD = self._by_line(self._by_group(of_prompt_LHRP) @ values_GHPD) + of_own_LHRT @ value
-        return out_LHRD.flatten(1, 2)[:, None]
+        return (self._by_line(self._by_group(of_prompt_LHRP) @ values_GHPD) + of_own_LHRT @ value).flatten(1, 2)[:, None]
 
     def _by_group(self, lines_LHRX: torch.Tensor) -> torch.Tensor:
         """[L, H, R, X] -> [G, H, M * R, X]."""

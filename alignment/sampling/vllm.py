@@ -164,8 +164,7 @@ def _generate(engine, connection: Connection, encoded: list[list[int]], sampling
     if not engine.reset_prefix_cache():
         raise RuntimeError("vLLM refused to drop its prefix cache")
     params = [SamplingParams(**parameters) for parameters in request_parameters(sampling, len(encoded))]
-    requests = [TokensPrompt(prompt_token_ids=ids) for ids in encoded]
-    outputs = engine.generate(requests, params, use_tqdm=False)
+    outputs = engine.generate([TokensPrompt(prompt_token_ids=ids) for ids in encoded], params, use_tqdm=False)
     repeats = sampling.n if sampling.temperature == 0 else 1
     pairs = zip(map(tuple, encoded), outputs, strict=True)
     return [[_completion(ids, child, version) for child in output.outputs] * repeats for ids, output in pairs]

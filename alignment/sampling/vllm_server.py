@@ -27,7 +27,6 @@ from alignment.system.processes import START_SECONDS
 
 CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
-RETRY_SECONDS = 0.1
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone is noticed in two minutes
 KEEPALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 KEEPALIVE_OPTIONS += [(socket.IPPROTO_TCP, getattr(socket, name), n) for name, n in KEEPALIVE.items() if hasattr(socket, name)]
@@ -117,7 +116,7 @@ class VLLMServerSampler:
         while self._post("/reset_prefix_cache", [None])[0].get("success") is not True:
             if time.monotonic() > until:
                 raise SamplerLost(f"{self._server} does not drop its prefix cache: it is busy with other requests")
-            time.sleep(RETRY_SECONDS)
+            time.sleep(0.1)
 
     def _call(self, method: str, *arguments: str | int) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""

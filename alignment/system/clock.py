@@ -5,9 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
-
-Result = TypeVar("Result")
 
 
 class Clock:
@@ -47,9 +44,9 @@ def run_in_background(work: Callable[[], None], waiting: AbstractContextManager)
             result.result()
 
 
-def start_in_background(work: Callable[[], Result]) -> Future[Result]:
+def start_in_background(work: Callable) -> Future:
     """What `work` will return or raise, in a thread of its own, which does not keep the program from ending."""
-    result: Future[Result] = Future()
+    result = Future()
 
     def run() -> None:
         try:

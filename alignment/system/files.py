@@ -151,8 +151,7 @@ def read_toml(file: Path, flag: str) -> dict:
 
 def read_json(file: Path) -> dict:
     """The object of a JSON file. Raises `UserError` if it holds anything else, FileNotFoundError if it does not exist."""
-    value = json_object(file.read_bytes())
-    if value is None:
+    if (value := json_object(file.read_bytes())) is None:
         raise UserError(f"{file} is damaged: it does not hold a JSON object")
     return value
 

@@ -32,6 +32,7 @@ from alignment.system.files import read_jsonl
 from alignment.training.update import first_log_probs, rollout_loss, rollout_objective, rows_with_gradient, sampler_mismatch
 from alignment.verification.papers import paper_values
 
+Pair = tuple[float, float]
 PROMPTS = 4
 GROUP, LONGEST = 3, 6  # --group_size and --max_new_tokens of responses by chance
 LIMITS = {torch.float32: (1e-3, 1e-4, 0.02), torch.bfloat16: (0.1, 0.5, 0.75)}
@@ -97,9 +98,7 @@ def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
     yield Check("grader: wrong rewards of known answers", 0.0, wrong_rewards)
 
 
-def checks_of_plan(
-    peaks: Mapping[str, tuple[float, float]], seconds: Mapping[str, tuple[float, tuple[float, float]]]
-) -> Iterator[Check]:
+def checks_of_plan(peaks: Mapping[str, Pair], seconds: Mapping[str, tuple[float, Pair]]) -> Iterator[Check]:
     """The worst device and phase beside `plan`'s prediction. `peaks` are measured and predicted bytes by device, `seconds` the
     measured ones by phase, and their predicted range, which other work on the machine may exceed."""
     times = {phase: max(taken / high, low / taken) for phase, (taken, (low, high)) in seconds.items()}

@@ -125,8 +125,7 @@ def _solution(numbers: tuple[int, ...], target: int) -> Attempt:
 
 def _read(split: str, folder: Path) -> list[Problem]:
     """The problems of a split in all Parquet files of a folder. Raises `UserError`, naming file and row, for other content."""
-    files = sorted(folder.glob("**/*.parquet"))
-    if not files:
+    if not (files := sorted(folder.glob("**/*.parquet"))):
         raise UserError(f"--dataset_path {folder}: holds no .parquet file with the columns nums and target")
     named = {name: [file for file in files if name in re.split(r"[^a-z]+", file.stem)] for name in ("train", "test")}
     by_name = all(named.values())  # files of one split alone would leave the other split empty

@@ -145,8 +145,7 @@ def read_rows(file: Path, *texts: str) -> list[tuple[str, dict]]:
     with file and line for a file that is not there or, unless `texts` are given, empty, and a row without those texts."""
     if not file.is_file():
         raise UserError(f"{file} is a folder: name a file in it" if file.is_dir() else f"{file} does not exist")
-    readers = {".csv": _csv_rows, ".parquet": parquet_rows}
-    rows = list(readers.get(file.suffix.lower(), _json_rows)(file))
+    rows = list({".csv": _csv_rows, ".parquet": parquet_rows}.get(file.suffix.lower(), _json_rows)(file))
     if not rows and not texts:
         raise UserError(f"{file} holds no row")
     for place, row in rows:

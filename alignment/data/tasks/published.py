@@ -3,7 +3,6 @@
 import random
 import re
 import ssl
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,11 @@ from alignment.core.records import Problem
 from alignment.data.tasks.countdown import OPERATIONS
 from alignment.data.tasks.own_data import DataConfig, cell_text, read_rows, worked_problems
 from alignment.system.errors import UserError, os_error
-from alignment.system.files import sha256
+from alignment.system.files import read_toml, sha256
 from alignment.system.terminal import make_console, progress_line
 
 FOLDER = "dataset/{}"
-PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
+PUBLISHED = read_toml(Path(__file__).with_name("published.toml"), "--task")
 
 
 def problems(name: str, split: str, dataset_path: str = "") -> list[Problem]:

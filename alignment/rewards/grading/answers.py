@@ -8,7 +8,6 @@ from flint import arb
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.values import is_narrow, real_value
 
-
 Words = NamedTuple("Words", [("text", str)])  # an answer in words, or a sign that is no number: ∅, ∞
 
 

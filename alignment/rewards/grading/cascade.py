@@ -20,11 +20,9 @@ ASKED_CHARS = 200  # of a text that math-verify gets
 SECONDS = 1.5  # of CPU time for one pair that math-verify gets
 
 WORKERS = LimitedWorkers(("math_verify", __name__))  # This process's workers for all of grading.
-_READING = f"{__name__}:math_verify_reading"
 
 FAILURES = ("time-out", "memory", "died", "error")
 """Stages of a failed grading: the reward is 0, and the run counts and reports it."""
-
 
 Verdict = NamedTuple("Verdict", [("equal", bool), ("stage", str)])
 """Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or too long), "unread" (no
@@ -87,9 +85,8 @@ def _normalised(text: str) -> str:
 
 def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool = False) -> list[Verdict]:
     """The verdict on each pair, in order. Raises ValueError where the two lengths differ."""
-    pairs = list(zip(answers, ground_truths, strict=True))
     with ThreadPoolExecutor(WORKERS.size) as threads:  # each thread may wait for a worker that runs math-verify
-        return list(threads.map(lambda pair: grade_detail(*pair, fast), pairs))
+        return list(threads.map(lambda pair: grade_detail(*pair, fast), zip(answers, ground_truths, strict=True)))
 
 
 _KNOWN = {*GREEK, *CAPITALS, *FUNCTIONS, *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split()}
@@ -101,7 +98,7 @@ def ask_math_verify(answer: str, truth: str) -> Verdict:
     if not PATTERNS.for_math_verify.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
         return Verdict(False, "unread")
     pair = answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)
-    return Verdict(WORKERS.submit(_READING, pair, SECONDS).result()[0], "math-verify")
+    return Verdict(WORKERS.submit(f"{__name__}:math_verify_reading", pair, SECONDS).result()[0], "math-verify")
 
 
 _ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)  # a failure raises, so it is not cached

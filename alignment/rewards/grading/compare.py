@@ -122,8 +122,7 @@ class Comparison:
             return equal or self._more_exact(a, t) or equal
         for unit, factor in (("%", Fraction(1, 100)), ("degree", ("/", r"\pi", Fraction(180)))):
             if unit in (a.unit, t.unit) and (unit == "%" or r"\pi" in subtrees(("+", a.value, t.value))):
-                scaled = [("*", q.value, factor) if q.unit == unit else q.value for q in (a, t)]
-                return self.values(*scaled)
+                return self.values(*(("*", q.value, factor) if q.unit == unit else q.value for q in (a, t)))
         return self._symbol_as_unit(a, t) or self._more_exact(a, t) or equal
 
     def _more_exact(self, a: Quantity, t: Quantity) -> bool:

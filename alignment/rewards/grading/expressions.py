@@ -150,9 +150,7 @@ class _Parser:
         return token[:1].isalpha() or token[:1] == "\\" or token in ("(", "[") or (token == "|" and not self.bars)
 
     def signed(self) -> Node:
-        if sign := self.take("+", "-"):
-            return (sign, Fraction(0), self.nested(self.signed))
-        return self.power()
+        return (sign, Fraction(0), self.nested(self.signed)) if (sign := self.take("+", "-")) else self.power()
 
     def power(self) -> Node:
         node = self.postfix()

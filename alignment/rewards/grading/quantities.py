@@ -173,14 +173,12 @@ def option_letters(text: str) -> frozenset[str]:
 
 def qualified(text: str) -> bool:
     """Whether a text denies, hedges, offers a choice or describes a calculation."""
-    words = re.findall("[a-z']+", text.lower())
-    return any(word in _QUALIFYING or word.endswith("n't") for word in words)
+    return any(word in _QUALIFYING or word.endswith("n't") for word in re.findall("[a-z']+", text.lower()))
 
 
 def answer_in_sentence(text: str) -> str:
     """The answer in a plain sentence, 15 in "So there are 15 ways"; "" if the sentence denies, hedges or offers a choice."""
-    match = PATTERNS.sentence.fullmatch(text)
-    if match is None or qualified(text):
+    if (match := PATTERNS.sentence.fullmatch(text)) is None or qualified(text):
         return ""
     answer, _, rest = re.fullmatch(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?", match[1]).groups()
     return "" if any(number_in_words(word) is not None for word in (rest or "").split()) else answer
@@ -209,8 +207,7 @@ def without_clause(text: str) -> str:
     letters = re.sub(r"\\[A-Za-z]+", "", text)
     if name not in letters:
         return whole
-    renamed = len(alone.findall(letters)) == letters.count(name) and "n" not in letters
-    return alone.sub("n", text) if renamed else text
+    return alone.sub("n", text) if len(alone.findall(letters)) == letters.count(name) and "n" not in letters else text
 
 
 def read_clock(text: str, levels: int) -> Answer | None:
@@ -306,8 +303,7 @@ def _unit_after(amount: str, gap: str, words: str) -> str:
 
 
 def _number(text: str) -> Quantity:
-    scalar = PATTERNS.scalar.fullmatch(text)
-    if scalar is None:
+    if (scalar := PATTERNS.scalar.fullmatch(text)) is None:
         return Quantity(parse_expression(text))
     sign, number, exponent = scalar.groups("")
     exponent = exponent.strip("{} ")

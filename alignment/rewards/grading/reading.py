@@ -243,9 +243,7 @@ def _set_operation(text: str, levels: int) -> Answer | None:
             raise NoAnswer("too many parts")
         if len(parts) > 1:
             return answers.combine(operation, [answers.as_region(read(part, levels - 1)) for part in parts])
-    if text.startswith("ℝ-"):
-        return _set_operation(text.replace("-", "∖", 1), levels)
-    return None
+    return _set_operation(text.replace("-", "∖", 1), levels) if text.startswith("ℝ-") else None
 
 
 def _whole_bracket(text: str) -> bool:
@@ -288,8 +286,7 @@ def _matrix(text: str, levels: int) -> Answer | None:
 
 def _cases(text: str, levels: int) -> Answer | None:
     """Values with their conditions, in any order; without conditions, a system of equations."""
-    match = PATTERNS.cases.fullmatch(text)
-    if match is None:
+    if (match := PATTERNS.cases.fullmatch(text)) is None:
         return None
     lines = [line.split("&") for line in match[2].split("\\\\") if line.strip()]
     rows = [[PATTERNS.condition.fullmatch(cell)[1] for cell in line] for line in lines]

@@ -9,18 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-TABLES, _PATTERNS = (
-    tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text("utf-8")) for name in ("notation", "patterns")
-)
+_read = lambda name: tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
+TABLES, _PATTERNS = _read("notation.toml"), _read("patterns.toml")
 RELATIONS = "=<>≤≥≠≈∈"
 _SIGN_OF = {name: sign for sign, names in TABLES["signs"].items() for name in names.split()}
-_VULGAR_FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-_WIDE = map(chr, (*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)))
-_GREEK = TABLES["greek"] | TABLES["greek_capitals"]
 _CHARACTERS = str.maketrans(
-    {c: unicodedata.normalize("NFKC", c) for c in _WIDE}
-    | {c: r"\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", c).split("⁄")) for c in _VULGAR_FRACTIONS}
-    | {c: rf"\{name} " for name, characters in _GREEK.items() for c in characters}
+    {c: unicodedata.normalize("NFKC", c) for c in map(chr, (*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)))}
+    | {c: r"\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", c).split("⁄")) for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+    | {c: rf"\{name} " for name, characters in (TABLES["greek"] | TABLES["greek_capitals"]).items() for c in characters}
     | {c: replacement for replacement, characters in TABLES["characters"].items() for c in characters}
 )
 _SCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ₀₁₂₃₄₅₆₇₈₉", "0123456789-+nx0123456789")

@@ -57,8 +57,7 @@ def real_value(node: Node) -> arb:
     """The value of a constant tree. Raises `Refused` where it is not a real number within bounds."""
     if variables(node) or "i" in subtrees(node):
         raise Refused("not a real constant")
-    value = _evaluate(node, {}, arb)
-    if value is None:
+    if (value := _evaluate(node, {}, arb)) is None:
         raise Refused("undefined")
     return arb(value)
 
@@ -82,8 +81,7 @@ def rounds_to(value: Node, rounded: Node, decimals: int) -> bool:
 
 def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     """Whether two trees with variables differ by a constant factor, with `positive` by a positive one."""
-    names = sorted(variables(a) | variables(b))
-    if not names:
+    if not (names := sorted(variables(a) | variables(b))):
         return False
     ratio = substitute(("/", a, b), next(_points(names, seed=repr((a, b)))))
     imaginary = "i" in subtrees(ratio)
