@@ -10,7 +10,7 @@ from functools import partial
 
 from rich.console import Console
 
-from alignment.ablation.design import differing, named_arms
+from alignment.ablation.design import differing, named_arms, refuse_incomparable_arms
 from alignment.args import GradientsArgs, RLArgs, from_preset, parse
 from alignment.checks import check_rl, roles_of
 from alignment.core.advantages import AdvantageConfig
@@ -32,6 +32,9 @@ def main() -> None:
     once |= {"group_size": max(sizes), "prompts_per_rollout": args.prompts, "seed": args.seed, "output_dir": args.output_dir}
     rl = dataclasses.replace(next(iter(arms.values()), from_preset(RLArgs, args.preset)), **once)
     check_rl(rl)
+    refuse_incomparable_arms(arms)
+    for arm in arms.values():
+        check_rl(dataclasses.replace(arm, **once))
     if arms:
         print_arms(arms, *frozen(rl, f"--sweep_file {args.sweep_file}", len(arms), console), console)
     else:
@@ -76,32 +79,34 @@ def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
 
 def print_arms(arms: Mapping[str, RLArgs], policy, collated, console: Console) -> None:
     """Print how the gradient of each arm differs from the first arm's, in the first update, and in a second one where an arm's
-    ratio to the old policy is not always 1."""
+    weights may then be others than those that sampled. Raises `UserError` where the first arm has no gradient."""
     from alignment.training.microscope import arm_gradients
 
-    updates = 1 + any(arm.updates_per_rollout > 1 or arm.trusts_sampler or arm.staleness for arm in arms.values())
+    updates = 1 + any(arm.updates_per_rollout > 1 or arm.trusts_sampler or arm.staleness or arm.beta for arm in arms.values())
     own = {name: (collated(arm.rollout_config), arm.update_config) for name, arm in arms.items()}
+    for name, (rollout, config) in own.items():
+        if arms[name].staleness and config.old_log_probs == "policy":  # a later policy than the one that sampled
+            own[name] = rollout, dataclasses.replace(config, old_log_probs="ratio_one")
     found = arm_gradients(policy, own, updates)
     (base, of_base), *others = found.items()
-    seen = {
-        "loss_type",
-        "old_log_probs",
-        *(field.name for of in (LossConfig, AdvantageConfig) for field in dataclasses.fields(of)),
-    }
+    seen = {field.name for of in (LossConfig, AdvantageConfig) for field in dataclasses.fields(of)} - {"group_size"}
+    seen |= {"loss_type", "old_log_probs", "overlong_buffer", "skip_unfinished"}
+    if not of_base[0].any():
+        raise UserError(f"the gradient of {base} is zero, as where no group has right and wrong responses: take more --prompts")
     rows = []
     for name, gradients in others:
         lengths = [max(a.norm(), b.norm()).item() or 1.0 for a, b in zip(gradients, of_base, strict=True)]
         apart = [(a - b).norm().item() / length for a, b, length in zip(gradients, of_base, lengths, strict=True)]
         cosines = [(a @ b / (a.norm() * b.norm())).item() for a, b in zip(gradients, of_base, strict=True)]
         unseen = [f"--{flag}" for flag in differing((arms[name], arms[base])) if flag not in seen]
-        verdict = "other" if max(apart) > SAME else "the same" if unseen else "changes nothing"
+        verdict = "other" if not max(apart) <= SAME else "not looked at" if unseen else "changes nothing"
         rows.append((name, *(f"{x:.2g}" for x in apart), *(f"{x:.4f}" for x in cosines), verdict, " ".join(unseen)))
     numbers = ("apart", "2nd apart")[:updates] + ("cosine", "2nd cosine")[:updates]
     console.print(make_table(f"gradients against {base}'s", ("arm", *numbers, "gradients", "acts elsewhere"), rows, numbers))
     console.print(
         "apart: the length of the difference of two gradients by the longer one's, on one frozen set of rollouts, of the first"
-        " update and, where a ratio counts, of a second one. A cosine of 1 beside it is a difference of length that Adam"
-        " takes away. What acts elsewhere, in sampling or by the number of updates, is not looked at.",
+        " update and, where weights matter that have moved, of a second one. A cosine of 1 beside it is a difference of"
+        " length, most of which Adam takes away. What acts elsewhere, as in sampling or by more updates, is not looked at.",
         soft_wrap=True,
     )
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import optimize, stats
-from scipy.special import ndtr, ndtri, stdtrit
+from scipy.special import nctdtrinc, ndtr, ndtri, stdtrit
 
 from alignment.ablation.design import ALPHA
 from alignment.core.power import CHANCE
@@ -30,8 +30,8 @@ class Comparison:
     """The difference a - b with its 95 % interval, NaN without a second seed, and its verdict. `kind`: "greater" (one side is),
     "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of comparisons. `more_seeds` estimates
     the further seeds that would settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms.
-    `shows` is the smallest difference that so many seeds and questions find with a chance of CHANCE, at the variances that
-    were measured, between seeds and of what the two sides differ in by question (Cohen 1988); NaN without a second seed."""
+    `shows` is about the smallest difference that so many seeds and questions find with a chance of CHANCE, by the variances
+    that were measured, between seeds and between questions (Cohen 1988); NaN without a second seed."""
 
     a: str
     b: str
@@ -257,32 +257,33 @@ def _verdict(e: _Estimate, p: float, p_tie: float, tie: float, alpha: float, fam
         reason = f"{e.seeds} seeds cannot bear an arm as unstable as {' and '.join(sorted(e.unstable))}; " if e.unstable else ""
         verdict = f"undecided: {reason}{needs}"
     half = half_width(e.own / e.seeds, e.seeds - 1, e.questions)
-    std = math.sqrt((e.own if family == 1 else e.by_sides) / e.seeds + e.questions)
-    shows = float(_halves(e, np.zeros(1), alpha, family)[0] + ndtri(CHANCE) * std)
-    interval, sides = (e.mean - half, e.mean + half), tuple(e.contrast.weights)
-    return Comparison(a, b, e.seeds, e.mean, *interval, p, kind, verdict, more, sides, shows)
+    interval, found = (e.mean - half, e.mean + half), _would_find(e, alpha, family)
+    return Comparison(a, b, e.seeds, e.mean, *interval, p, kind, verdict, more, tuple(e.contrast.weights), found)
 
 
-def _halves(e: _Estimate, more: np.ndarray, alpha: float, family: int) -> np.ndarray:
-    """The difference that makes a verdict at the present variances, for each number of further seeds, and at last for endless
-    ones."""
+def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:
+    """The further seeds that would settle the comparison at the present estimates, None above MOST_SEEDS; and that in words."""
+    more = np.arange(1, MOST_SEEDS + 1)
     together = -stdtrit(e.dof * (1 + more / (e.seeds - 1)), alpha / family / 2)  # the degrees of freedom grow with the seeds
     alone = -stdtrit(e.seeds - 1 + more, alpha / 2)
     by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
     of_family = np.maximum(together * math.sqrt(e.by_sides), alone * math.sqrt(max(e.own, e.by_sides)))
     errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(e.seeds + more)
-    return np.append(np.hypot(errors, by_questions), by_questions)
-
-
-def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:
-    """The further seeds that would settle the comparison at the present estimates, None above MOST_SEEDS; and that in words."""
-    half = _halves(e, np.arange(1, MOST_SEEDS + 1), alpha, family)
+    half = np.append(np.hypot(errors, by_questions), by_questions)  # the last: with any number of seeds
     enough = (abs(e.mean) > half) | (abs(e.mean) + half < tie)
     if not enough.any():
         return None, "more questions are needed, not more seeds"
     if (first := int(enough.argmax()) + 1) > MOST_SEEDS:
         return None, f"more than {MOST_SEEDS} more seeds"
     return first, f"about {first} more seed{'s' if first > 1 else ''}"
+
+
+def _would_find(e: _Estimate, alpha: float, family: int) -> float:
+    """`Comparison.shows`: of each test of a verdict the noncentrality of t at that chance, times the error of the mean."""
+    own, by_sides = (e.own, e.seeds - 1, alpha), (e.by_sides, e.dof, alpha / family)
+    tests = [own] if family == 1 else [by_sides, (max(e.own, e.by_sides), *own[1:])]
+    by_seeds = max(nctdtrinc(dof, 1 - CHANCE, -stdtrit(dof, level / 2)) * math.sqrt(v / e.seeds) for v, dof, level in tests)
+    return math.hypot(by_seeds, (ndtri(CHANCE) - ndtri(alpha / family / 2)) * math.sqrt(e.questions))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

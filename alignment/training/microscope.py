@@ -84,18 +84,20 @@ def update_once(policy: Policy, rollout: Rollout, config: UpdateConfig) -> None:
 
 def arm_gradients(policy: Policy, arms: Mapping[str, tuple[Rollout, UpdateConfig]], updates: int) -> dict[str, list]:
     """For each arm, with its rewards of the same responses, the gradients [D] of its first `updates` (1 or 2) updates of them
-    all, between which `policy` has made one as the first arm makes it. `policy` as it comes is the old policy and the reference
-    of a KL penalty."""
-    (rollout, config), *_ = arms.values()
-    start_BT, found = policy.log_probs(rollout.batch, config.distribution), {name: [] for name in arms}
-    referring = lambda rollout, old_BT: replace(rollout, reference_log_probs_BT=start_BT, old_log_probs_BT=old_BT)
-    first_update = partial(update_once, policy, referring(rollout, start_BT), config)
+    all, between which `policy` makes one as the first arm would, at the largest learning rate. `policy` as it comes is the old
+    policy and the reference of a KL penalty."""
+    (rollout, first), *_ = arms.values()
+    start_BT, found = policy.log_probs(rollout.batch, first.distribution), {name: [] for name in arms}
+    old = {"policy": start_BT, "sampler": rollout.sampler_log_probs_BT, "ratio_one": None}
+    fastest = replace(first, learning_rate=max(config.learning_rate for _, config in arms.values()))
+    first_update = partial(update_once, policy, replace(rollout, reference_log_probs_BT=start_BT), fastest)
     for done in range(updates):
         if done:
             first_update()
         for name, (rollout, config) in arms.items():
-            old_BT = rollout.sampler_log_probs_BT if config.old_log_probs == "sampler" else start_BT
-            weighted = with_advantages(referring(rollout, old_BT), config.advantage)
+            config = replace(config, distribution=first.distribution)
+            weighted = with_advantages(rollout, config.advantage)
+            weighted = replace(weighted, reference_log_probs_BT=start_BT, old_log_probs_BT=old[config.old_log_probs])
             rows = weighted.trained_rows
             list(policy.accumulate(weighted.batch, rows, rollout_objective(weighted, rows, config)))
             found[name].append(policy.gradient())

@@ -149,17 +149,17 @@ def test_verdicts():
     assert c.verdict == f"undecided: about {c.more_seeds} more seeds" and c.more_seeds > 1
 
 
-def test_the_difference_that_would_be_found_is_by_hand_that_of_a_t_test_and_of_questions():
-    """t(2, 0.975) and z(0.8) times s / sqrt(3), where one pair has no spread over questions; with one, it adds to the variance."""
+def test_the_difference_that_would_be_found_is_that_of_a_noncentral_t_and_of_questions():
+    """Of one pair: a t test of 3 seeds finds it with a chance of 80 %; a spread over questions adds its normal error."""
     a = {seed: np.full(5_000, 0.5 + mean) for seed, mean in enumerate((0.10, 0.14, 0.18))}
     (c,) = compare({"a": a, "b": constant(0.5, 3, 5_000)}, tie=0.01)
     error = 0.04 / math.sqrt(3)
-    assert c.shows == pytest.approx((4.302653 + 0.841621) * error, rel=1e-4)
+    assert stats.nct.sf(4.302653, 2, c.shows / error) == pytest.approx(0.8, abs=1e-4)
+    assert c.shows == pytest.approx(5.65 * error, rel=2e-3)
     better = np.tile([0.1, -0.1], 2_500)  # by how much each question is easier for a: a variance of 0.01 over 5,000 questions
-    (c,) = compare({"a": {seed: scores + better for seed, scores in a.items()}, "b": constant(0.5, 3, 5_000)}, tie=0.01)
-    by_questions = 0.1 / math.sqrt(4_999)
-    half = math.hypot(4.302653 * error, 1.959964 * by_questions)
-    assert c.shows == pytest.approx(half + 0.841621 * math.hypot(error, by_questions), rel=1e-4)
+    (both,) = compare({"a": {seed: scores + better for seed, scores in a.items()}, "b": constant(0.5, 3, 5_000)}, tie=0.01)
+    by_questions = (1.959964 + 0.841621) * 0.1 / math.sqrt(4_999)
+    assert both.shows == pytest.approx(math.hypot(c.shows, by_questions), rel=1e-6)
 
 
 @pytest.mark.parametrize("number", [2, 4])

@@ -179,7 +179,7 @@ def test_gradients_say_which_arms_of_a_sweep_differ(warm, tmp_path, monkeypatch,
         assert run(monkeypatch, "gradients", "--sweep_file", str(file), "--prompts", "4") == 0
         rows = (line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines())
         said[updates] = {row[0]: " ".join(row[1 + 2 * updates :]) for row in rows if row and row[0] in arms}
-    same = {"longer": "the same --num_steps", "cut": "other", "no_std": "other"}
+    same = {"longer": "not looked at --num_steps", "cut": "other", "no_std": "other"}
     assert said == {1: {"bound": "changes nothing"} | same, 2: {"bound": "other"} | same}
 
 
