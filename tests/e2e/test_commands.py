@@ -170,8 +170,15 @@ def test_one_update_a_rollout_needs_no_old_policy_and_says_so(warm, tmp_path, mo
 
 def test_gradients_say_which_arms_of_a_sweep_differ(warm, tmp_path, monkeypatch, capsys, made_up_reward):
     """With two updates a rollout, and with one, where the bounds of a ratio that is 1 do nothing."""
-    arms = {"usual": "", "bound": "cliprange = 0.001", "longer": "num_steps = 7", "cut": "skip_unfinished = true", "no_std": "normalize_by_std = false"}
+    arms = {
+        "usual": "",
+        "bound": "cliprange = 0.001",
+        "longer": "num_steps = 7",
+        "short": "overlong_buffer = 48",
+        "no_std": "normalize_by_std = false",
+    }
     said = {}
+    monkeypatch.setenv("COLUMNS", "160")
     for updates in (1, 2):
         shared = f"sft_base = '{warm / 'sft'}'\ngroup_size = 4\nepochs_per_rollout = {updates}\ntrain_mini_batch_size = 0\n"
         file = tmp_path / "arms.toml"
@@ -179,7 +186,7 @@ def test_gradients_say_which_arms_of_a_sweep_differ(warm, tmp_path, monkeypatch,
         assert run(monkeypatch, "gradients", "--sweep_file", str(file), "--prompts", "4") == 0
         rows = (line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines())
         said[updates] = {row[0]: " ".join(row[1 + 2 * updates :]) for row in rows if row and row[0] in arms}
-    same = {"longer": "not looked at --num_steps", "cut": "other", "no_std": "other"}
+    same = {"longer": "not looked at --num_steps", "short": "other", "no_std": "other"}
     assert said == {1: {"bound": "changes nothing"} | same, 2: {"bound": "other"} | same}
 
 
