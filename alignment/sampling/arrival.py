@@ -1,7 +1,7 @@
 """Proof that an engine holds the weights that it was sent: checksums of both sides, bit by bit, after every transfer."""
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -59,13 +59,15 @@ def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> 
         compare(sent, held, version)
 
 
-def prove_adapters_arrive(sampler: Sampler, policy: Policy, prompts: list[str], sampling: SamplingConfig, pad_id: int) -> str:
+def prove_adapters_arrive(
+    sampler: Sampler, policy: Policy, prompts: Sequence[str], sampling: SamplingConfig, pad_token_id: int
+) -> str:  # fmt: skip
     """Draw with random adapters, then restore the policy's; says how log-probs moved. `RunStopped` if not as the trainer's."""
     sampling, version = replace(sampling, n=1, max_new_tokens=min(16, sampling.max_new_tokens)), sampler.policy_version
     policy.use_adapters("random")
     load_proven(sampler, policy.weights(), version)
     drawn = [completion for (completion,) in sampler.sample(prompts, sampling)]
-    batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad_id)
+    batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad_token_id)
     drawn_N = torch.tensor([log_prob for completion in drawn for log_prob in completion.log_probs])
     trainers = (policy.log_probs(batch, sampling.distribution), policy.base_log_probs(batch, sampling.distribution))
     away, moved = ((log_probs_BT[batch.response_mask] - drawn_N).abs().mean().item() for log_probs_BT in trainers)

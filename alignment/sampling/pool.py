@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from alignment.core.records import SamplingConfig
+from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, NamedTensors, load_proven
 from alignment.sampling.sampler import Completions, OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost
 from alignment.system.errors import RunStopped, UserError
@@ -21,7 +22,9 @@ from alignment.system.processes import START_SECONDS, ChildProcess, answer_reque
 from alignment.system.registry import import_object
 
 
-def open_sampler(engine: SamplerEngine, config: SamplerConfig, tokenizer, policy=None, in_process=True) -> Sampler:
+def open_sampler(
+    engine: SamplerEngine, config: SamplerConfig, tokenizer, policy: Policy | None = None, in_process: bool = True
+) -> Sampler:  # fmt: skip
     """Start an engine for each of `config`'s devices, on each of its machines, or addresses. One alone may read the model of
     `policy`, whose weights it gets, in place. Without `in_process` each has a process, which can be ended while it draws."""
     from alignment.policy.loading import load_config  # here, as a vLLM's process needs less of transformers
