@@ -30,11 +30,10 @@ def main() -> None:
         raise UserError(f"--sweep_file {args.sweep_file}: {fault}")
     once = {"max_refills": 0, "rollouts": "sync", "max_staleness": None, "sync_every": 1}
     once |= {"group_size": max(sizes), "prompts_per_rollout": args.prompts, "seed": args.seed, "output_dir": args.output_dir}
-    rl = dataclasses.replace(next(iter(arms.values()), from_preset(RLArgs, args.preset)), **once)
-    check_rl(rl)
+    runs = [dataclasses.replace(arm, **once) for arm in arms.values()] or [from_preset(RLArgs, args.preset, **once)]
     refuse_incomparable_arms(arms)
-    for arm in arms.values():
-        check_rl(dataclasses.replace(arm, **once))
+    for rl in reversed(runs):  # the first one samples
+        check_rl(rl)
     if arms:
         print_arms(arms, *frozen(rl, f"--sweep_file {args.sweep_file}", len(arms), console), console)
     else:

@@ -51,7 +51,9 @@ def make_policy(args: Args, base: str, checkpoint: Path | None = None) -> Policy
     return open_policy(kind, configuration(PolicyConfig, args, model_path=base, **facts))
 
 
-def kind_of_policy(args: Args, base: str, num_gpus: int | None = None, memory=0.0, machines=1) -> tuple[tuple[str, ...], str]:
+def kind_of_policy(
+    args: Args, base: str, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1
+) -> tuple[tuple[str, ...], str]:
     """The policy's devices, and its kind where that is "auto". `num_gpus`, `memory` (bytes) and `machines` plan for others."""
     devices = roles_of(args, num_gpus).policy
     if args.policy_parallelism in RANKED or args.policy_parallelism == "auto" and (args.policy_ranks or PROCESSES):

@@ -30,8 +30,8 @@ class Comparison:
     """The difference a - b with its 95 % interval, NaN without a second seed, and its verdict. `kind`: "greater" (one side is),
     "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of comparisons. `more_seeds` estimates
     the further seeds that would settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms.
-    `shows` is about the smallest difference that so many seeds and questions find with a chance of CHANCE, by the variances
-    that were measured, between seeds and between questions (Cohen 1988); NaN without a second seed."""
+    `detectable` is about the smallest difference that so many seeds and questions find with a chance of CHANCE, by variances
+    that were measured between seeds and between questions (Cohen 1988); NaN without a second seed."""
 
     a: str
     b: str
@@ -44,7 +44,7 @@ class Comparison:
     verdict: str
     more_seeds: int | None = None
     arms: tuple[str, ...] = ()
-    shows: float = math.nan
+    detectable: float = math.nan
 
     @property
     def decided(self) -> bool:
@@ -279,7 +279,7 @@ def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | N
 
 
 def _would_find(e: _Estimate, alpha: float, family: int) -> float:
-    """`Comparison.shows`: of each test of a verdict the noncentrality of t at that chance, times the error of the mean."""
+    """`Comparison.detectable`: of each test of a verdict the noncentrality of t at that chance, times the error of the mean."""
     own, by_sides = (e.own, e.seeds - 1, alpha), (e.by_sides, e.dof, alpha / family)
     tests = [own] if family == 1 else [by_sides, (max(e.own, e.by_sides), *own[1:])]
     by_seeds = max(nctdtrinc(dof, 1 - CHANCE, -stdtrit(dof, level / 2)) * math.sqrt(v / e.seeds) for v, dof, level in tests)

@@ -31,7 +31,9 @@ class MicroBatchedModel:
         """`function` of the model and some arguments: a forward pass, or a part of one."""
         return function(self.model, *arguments)
 
-    def in_micro_batches(self, compute: Callable, rows: Sequence[Row], parameters=()) -> Iterator[tuple[Sequence[int], object]]:
+    def in_micro_batches(
+        self, compute: Callable[[Sequence[int]], object], rows: Sequence[Row], parameters: Iterable[torch.nn.Parameter] = ()
+    ) -> Iterator[tuple[Sequence[int], object]]:
         """Yields (indices into `rows`, `compute` of them), on a CPU perhaps in pairs; `parameters` get its gradients."""
         pieces, parallel = cut_for_parallel(self.model, rows, self.micro_batch_tokens)
         return zip(pieces, run_parallel(compute, pieces, parallel, parameters), strict=True)

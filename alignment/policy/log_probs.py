@@ -24,7 +24,9 @@ def cumulative(values: torch.Tensor) -> torch.Tensor:
     return values.cumsum(dim=-1)
 
 
-def sampling_logits(logits: torch.Tensor, temperature: float, top_p: float, top_k=0, keep=None) -> torch.Tensor:
+def sampling_logits(
+    logits: torch.Tensor, temperature: float, top_p: float, top_k: int = 0, keep: torch.Tensor | None = None
+) -> torch.Tensor:
     """Logits [N, V] that are sampled from: z / temperature, -inf outside the `top_k` most likely tokens (0: all) and the
     nucleus, the smallest set of most likely tokens whose probability, among the `top_k`, reaches `top_p` (Holtzman et al. 2020,
     arXiv:1904.09751). `keep` [N]: a token of each row that stays in, although rounding or other weights may put it out."""

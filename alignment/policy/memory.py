@@ -353,7 +353,8 @@ def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str)
     cast = 2 * head * cast_too
     rounded = cast + piece + piece // 2 * (cast_too or device != "cpu")
     backward = 4 * head + max(int(without * piece), rounded)
-    return cast + max(int((without if use == "pass" else with_entropies) * piece), backward * (use == "trained"))
+    forward = int((without if use == "pass" else with_entropies) * piece)
+    return cast + max(forward, backward * (use == "trained"))
 
 
 class PeakMeter:

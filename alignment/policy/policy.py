@@ -121,7 +121,9 @@ def policy_kind(parallelism: str, devices: int, fits_each: Callable[[], bool]) -
     """--policy_parallelism, with "auto" decided by how many `devices` there are, and whether each could hold all."""
     if parallelism != "auto":
         return parallelism
-    return "single" if devices == 1 else "replicated" if fits_each() else "sharded"
+    if devices == 1:
+        return "single"
+    return "replicated" if fits_each() else "sharded"
 
 
 def open_policy(kind: str, config: PolicyConfig) -> Policy:

@@ -18,7 +18,9 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
 from alignment.policy.policy import Policy
 from alignment.rewards.rules import Reward, find_reward, graded_ahead, grading_report
-from alignment.rollouts.config import RolloutConfig, derived_seed, problems_of_step, refill_problems, training_problems
+from alignment.rollouts.config import (
+    RolloutConfig, Schedule, derived_seed, problems_of_step, refill_problems, training_problems,
+)  # fmt: skip
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import Sampler
@@ -179,7 +181,10 @@ class AheadRollouts(SyncRollouts):
     Its engines are in other processes, where they are ended while they draw. `sampled` are rollouts that the checkpoint holds
     already; `on_sampled` is called with each new one. An error of the thread is raised where its rollout is waited for."""
 
-    def __init__(self, source: RolloutSource, sampler: SamplerPool, schedule, clock, sampled=(), on_sampled=lambda _: None):
+    def __init__(
+        self, source: RolloutSource, sampler: SamplerPool, schedule: Schedule, clock: Clock,
+        sampled: Sequence[SampledStep] = (), on_sampled: Callable[[SampledStep], None] = lambda sampled: None,
+    ):  # fmt: skip
         super().__init__(source, sampler, clock)
         self._schedule, self._on_sampled = schedule, on_sampled
         self._steps = range(sampler.policy_version + 1 + len(sampled), schedule.num_steps + 1)

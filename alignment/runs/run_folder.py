@@ -48,7 +48,6 @@ class RunFolder:
             if number.isdigit() and int(number) > last_step:
                 file.unlink()
         self._trackers = Trackers(path, trackers, path.name)
-        self.close = self._trackers.close
         for log, records in kept.items():
             files.write_jsonl(path / log, records)
             for record in records:
@@ -97,6 +96,10 @@ class RunFolder:
         """Force the logs onto the disk, so that a checkpoint never survives a crash without the log of its steps."""
         for name in LOGS:
             files.flush(self.path / name)
+
+    def close(self) -> None:
+        """Close the trackers."""
+        self._trackers.close()
 
     def _append(self, name: str, record: Record) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:

@@ -61,7 +61,7 @@ def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> 
 
 def prove_adapters_arrive(
     sampler: Sampler, policy: Policy, prompts: Sequence[str], sampling: SamplingConfig, pad_token_id: int
-) -> str:  # fmt: skip
+) -> str:
     """Draw with random adapters, then restore the policy's; says how log-probs moved. `RunStopped` if not as the trainer's."""
     sampling, version = replace(sampling, n=1, max_new_tokens=min(16, sampling.max_new_tokens)), sampler.policy_version
     policy.use_adapters("random")

@@ -24,7 +24,7 @@ from alignment.system.registry import import_object
 
 def open_sampler(
     engine: SamplerEngine, config: SamplerConfig, tokenizer, policy: Policy | None = None, in_process: bool = True
-) -> Sampler:  # fmt: skip
+) -> Sampler:
     """Start an engine for each of `config`'s devices, on each of its machines, or addresses. One alone may read the model of
     `policy`, whose weights it gets, in place. Without `in_process` each has a process, which can be ended while it draws."""
     from alignment.policy.loading import load_config  # here, as a vLLM's process needs less of transformers
@@ -173,7 +173,6 @@ class EngineProcess:
         self._timeout = config.timeout
         start_process = config.machines[0].start if config.machines[0] else ChildProcess
         self._worker = start_process(f"{name} process on {config.place}", entry, environment)
-        self.close = self._worker.close  # which also happens when the sampler is dropped and at exit
         try:
             self._ask("start", *start, seconds=max(config.timeout, START_SECONDS), send=self._prepare)
         except SamplerLost as error:
@@ -190,6 +189,10 @@ class EngineProcess:
 
     def weight_checksums(self, version: int) -> Held | None:
         return self._ask("checksums", version)
+
+    def close(self) -> None:
+        """End the worker and whatever it started. Also happens when the sampler is dropped and at exit."""
+        self._worker.close()
 
     def _ask(self, verb: str, *arguments, **options):
         return self._worker.ask(options.pop("seconds", self._timeout), verb, *arguments, **options)

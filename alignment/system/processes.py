@@ -47,7 +47,10 @@ class ChildProcess:
 
     timeout_flag = "--sampler_timeout"  # The flag that sets the time limit of `ask`
 
-    def __init__(self, name: str, entry: str, environment: Mapping, log=True, grace_seconds=GRACE_SECONDS, pipe=None):
+    def __init__(
+        self, name: str, entry: str, environment: Mapping[str, str], log: bool | None = True,
+        grace_seconds: float = GRACE_SECONDS, pipe: Connection | None = None,
+    ):  # fmt: skip
         self.name = name
         self.connection, child_end = (pipe, pipe) if pipe else Pipe()
         self._is_asked = False
@@ -164,7 +167,9 @@ def answer_requests(descriptor: int, verbs: Mapping[str, Callable], advice: Call
         raise  # so that the log tells where
 
 
-def start_command(module: str, flags: Sequence[str], log: Path, folder: Path | None = None, threads=0) -> subprocess.Popen:
+def start_command(
+    module: str, flags: Sequence[str], log: Path, folder: Path | None = None, threads: int | None = None
+) -> subprocess.Popen:
     """Start `python -m module flags` in `folder`, with `threads` OpenMP threads; the file `log` gets its output appended.
     Raises `Interrupted`, with nothing left running, where a signal arrives while it starts."""
     log.parent.mkdir(parents=True, exist_ok=True)

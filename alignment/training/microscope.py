@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import psutil
 import torch
@@ -86,14 +85,13 @@ def arm_gradients(policy: Policy, arms: Mapping[str, tuple[Rollout, UpdateConfig
     """For each arm, with its rewards of the same responses, the gradients [D] of its first `updates` (1 or 2) updates of them
     all, between which `policy` makes one as the first arm would, at the largest learning rate. `policy` as it comes is the old
     policy and the reference of a KL penalty."""
-    (rollout, first), *_ = arms.values()
-    start_BT, found = policy.log_probs(rollout.batch, first.distribution), {name: [] for name in arms}
-    old = {"policy": start_BT, "sampler": rollout.sampler_log_probs_BT, "ratio_one": None}
+    (of_first, first), *_ = arms.values()
+    start_BT, found = policy.log_probs(of_first.batch, first.distribution), {name: [] for name in arms}
+    old = {"policy": start_BT, "sampler": of_first.sampler_log_probs_BT, "ratio_one": None}
     fastest = replace(first, learning_rate=max(config.learning_rate for _, config in arms.values()))
-    first_update = partial(update_once, policy, replace(rollout, reference_log_probs_BT=start_BT), fastest)
     for done in range(updates):
         if done:
-            first_update()
+            update_once(policy, replace(of_first, reference_log_probs_BT=start_BT), fastest)
         for name, (rollout, config) in arms.items():
             config = replace(config, distribution=first.distribution)
             weighted = with_advantages(rollout, config.advantage)

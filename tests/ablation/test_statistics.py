@@ -154,12 +154,12 @@ def test_the_difference_that_would_be_found_is_that_of_a_noncentral_t_and_of_que
     a = {seed: np.full(5_000, 0.5 + mean) for seed, mean in enumerate((0.10, 0.14, 0.18))}
     (c,) = compare({"a": a, "b": constant(0.5, 3, 5_000)}, tie=0.01)
     error = 0.04 / math.sqrt(3)
-    assert stats.nct.sf(4.302653, 2, c.shows / error) == pytest.approx(0.8, abs=1e-4)
-    assert c.shows == pytest.approx(5.65 * error, rel=2e-3)
+    assert stats.nct.sf(4.302653, 2, c.detectable / error) == pytest.approx(0.8, abs=1e-4)
+    assert c.detectable == pytest.approx(5.65 * error, rel=2e-3)
     better = np.tile([0.1, -0.1], 2_500)  # by how much each question is easier for a: a variance of 0.01 over 5,000 questions
     (both,) = compare({"a": {seed: scores + better for seed, scores in a.items()}, "b": constant(0.5, 3, 5_000)}, tie=0.01)
     by_questions = (1.959964 + 0.841621) * 0.1 / math.sqrt(4_999)
-    assert both.shows == pytest.approx(math.hypot(c.shows, by_questions), rel=1e-6)
+    assert both.detectable == pytest.approx(math.hypot(c.detectable, by_questions), rel=1e-6)
 
 
 @pytest.mark.parametrize("number", [2, 4])
@@ -167,14 +167,14 @@ def test_a_difference_that_would_be_found_is_found_with_a_chance_of_80_percent(n
     """Of `number` arms with the same spread, the first is better by what a table without differences says it would find."""
     rng = np.random.default_rng(0)
     arms = lambda gain: {str(arm): noisy(rng, 0.5 + gain * (arm == 0), 6, 400) for arm in range(number)}
-    shows = np.median([compare(arms(0.0), 0.0)[0].shows for _ in range(200)])
+    shows = np.median([compare(arms(0.0), 0.0)[0].detectable for _ in range(200)])
     found = np.mean([compare(arms(shows), 0.0)[0].kind == "greater" for _ in range(400)])
     assert 0.7 < found < 0.9
 
 
 def test_a_single_seed_gets_no_verdict():
     (c,) = compare({"a": constant(1.0, 1), "b": constant(0.0, 1)}, tie=0.03)
-    assert not c.decided and math.isnan(c.low) and math.isnan(c.shows) and c.more_seeds == 1
+    assert not c.decided and math.isnan(c.low) and math.isnan(c.detectable) and c.more_seeds == 1
     (c,) = compare({"a": constant(1.0, 1), "b": {}}, tie=0.03)
     assert not c.decided and c.more_seeds == 2
 
