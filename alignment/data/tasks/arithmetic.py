@@ -90,12 +90,10 @@ def solution(expression: Expression, by_precedence: bool = True, shows_work: boo
 def _expressions(split: str) -> tuple[Expression, ...]:
     """All expressions of a split, ordered by a hash of their text; a hash of their `terms`, in any order, decides the split."""
     by_hash = []
-    for count in (2, 3, 4):
-        for signs in itertools.product(OPERATIONS, repeat=count - 1):
-            for numbers in itertools.product(OPERANDS, repeat=count):
-                expression = (*itertools.chain(*zip(numbers[:-1], signs, strict=True)), numbers[-1])
-                if all(abs(result) <= LARGEST for *_, result in solve(expression, by_precedence=True)):
-                    text = " ".join(map(str, expression))
-                    if split_of(terms(text)) == split:
-                        by_hash.append((hashlib.sha256(text.encode()).digest(), expression))
+    for operations in (1, 2, 3):
+        for expression in itertools.product(OPERANDS, *(OPERATIONS, OPERANDS) * operations):
+            if all(abs(result) <= LARGEST for *_, result in solve(expression, by_precedence=True)):
+                text = " ".join(map(str, expression))
+                if split_of(terms(text)) == split:
+                    by_hash.append((hashlib.sha256(text.encode()).digest(), expression))
     return tuple(expression for _, expression in sorted(by_hash))
