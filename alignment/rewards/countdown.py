@@ -41,20 +41,18 @@ def value_of(expression: str) -> tuple[Fraction, list[int]] | None:
     if len(text) > LONGEST or not ALLOWED.fullmatch(text):
         return None
     try:
-        used: list[int] = []
-        return _walk(ast.parse(text, mode="eval").body, used), used
+        return _walk(ast.parse(text, mode="eval").body), [int(number) for number in re.findall("[0-9]+", text)]
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
 
-def _walk(node: ast.expr, used: list[int]) -> Fraction:
+def _walk(node: ast.expr) -> Fraction:
     """The value of a node. Raises ValueError for anything but + - * / and whole numbers, such as a power."""
     match node:
         case ast.Constant(value=int(number)) if number < 10**9:
-            used.append(number)
             return Fraction(number)
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATIONS:
-            return OPERATIONS[type(sign)](_walk(left, used), _walk(right, used))
+            return OPERATIONS[type(sign)](_walk(left), _walk(right))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_walk(operand, used)
+            return -_walk(operand)
     raise ValueError(f"{type(node).__name__} is not allowed")
