@@ -234,14 +234,10 @@ def _inverse_chi_square(dof: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def half_width(variance: float, dof: int, questions: float, level: float = 0.05) -> float:
-    """Half the length of the interval that `tail` leaves with a probability of `level`, by bisection."""
-    by_seeds, by_questions = stats.t.isf(level / 2, dof) * math.sqrt(variance), -ndtri(level / 2) * math.sqrt(questions)
-    low, high = max(by_seeds, by_questions), by_seeds + by_questions
-    for _ in range(15):
-        middle = (low + high) / 2
-        outside = 2 * tail(middle, variance, dof, questions) > level
-        low, high = (middle, high) if outside else (low, middle)
-    return float(low + high) / 2
+    """Half the length of the interval that `tail` leaves with a probability of `level`."""
+    longest = stats.t.isf(level / 2, dof) * math.sqrt(variance) - ndtri(level / 2) * math.sqrt(questions)
+    excess = lambda half: 2 * tail(half, variance, dof, questions) - level
+    return float(optimize.brentq(excess, 0.0, 2 * longest, xtol=1e-6 * longest))
 
 
 def _verdict(e: _Estimate, p: float, p_tie: float, tie: float, alpha: float, family: int) -> Comparison:
