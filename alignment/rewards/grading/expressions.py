@@ -38,8 +38,7 @@ GREEK, CAPITALS = list(TABLES["greek"]), list(TABLES["greek_capitals"])
 TRIGONOMETRIC = "sin cos tan cot sec csc".split()
 _INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")}
 FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
-_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS}
-_COMMANDS |= set("pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split())
+_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *"pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split()}
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}  # that need no backslash
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
 _TOKEN = re.compile(
