@@ -132,11 +132,10 @@ def _evaluate(node: Node, point: dict[str, Fraction], field: type) -> _Value | N
 
 
 def _value(node: Node, point: dict[str, Fraction], field: type) -> _Value:
+    node = point.get(node, node) if isinstance(node, str) else node
     if isinstance(node, Fraction):
         return fmpq(node.numerator, node.denominator)
     if isinstance(node, str):
-        if node in point:
-            return fmpq(point[node].numerator, point[node].denominator)
         return field(arb.pi()) if node == r"\pi" else field(1).exp() if node == "e" else acb(0, 1)
     operation, *operands = node
     value = _OPERATIONS[operation](field, *(_value(operand, point, field) for operand in operands))
