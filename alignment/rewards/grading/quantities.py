@@ -108,8 +108,6 @@ def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
     if mixed := re.fullmatch(r"([0-9]{1,9}) and ([0-9]{1,9}) ?/ ?([1-9][0-9]{0,8})", text):
         whole, top, bottom = map(int, mixed.groups())
         return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
-    if not text[:1].isalpha():
-        return None
     words = text.split(" ")
     for end in range(len(words), max(0, len(words) - 4), -1):
         value = number_in_words(" ".join(words[:end]))
