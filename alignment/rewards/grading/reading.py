@@ -90,10 +90,8 @@ def _pieces(inner: str, bare: bool) -> list[str]:
 
 
 def _comma_list(text: str, levels: int) -> Answer | None:
-    if "±" in text and text[0] == "(" and _whole_bracket(text):
-        return _plus_minus(text, levels)  # `(1, ±2)` is two pairs; elsewhere each part of a list has its own signs
     parts = _pieces(text, bare=True)
-    if len(parts) < 2 or _whole_bracket(text):
+    if len(parts) < 2 or _whole_bracket(text):  # each part of a bare list has its own signs ±, while `(1, ±2)` is two pairs
         return None
     return _collect("", [read(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
 
