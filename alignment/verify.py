@@ -18,7 +18,7 @@ from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
 from alignment.checks import check_rl, roles_of
-from alignment.runs.run_folder import claim_run_folder
+from alignment.runs.run_folder import TRAINER, checkpoint_folder, claim_run_folder, last_whole_step
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import fill_template, read_json, read_jsonl, sha256, write_atomically, write_json
@@ -38,8 +38,6 @@ def digests(run: Path) -> dict[str, str]:
     their names, because the order of entries in the head of a file of tensors is by chance."""
     from safetensors.numpy import load_file
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
 
     contents = lambda files: [(file.name, sha256(file)) for file in sorted(files)]
     untimed = lambda record: {key: of for key, of in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)}
@@ -75,8 +73,6 @@ def run_checks(args: VerifyArgs, console: Console) -> Iterator:
 
 def differing_parts(rl: RLArgs, console: Console) -> int:
     """Train a run; then again to its first checkpoint, kill it, resume it; return 0. `RunStopped` names parts that differ."""
-    from alignment.runs.run_folder import checkpoint_folder
-
     k, straight, killed = rl.save_interval, Path(rl.output_dir) / rl.run_name, Path(rl.output_dir) / "killed"
     with console.status(f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"):
         _run(rl)
