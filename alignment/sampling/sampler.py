@@ -13,11 +13,10 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.system.errors import UserError
 from alignment.system.processes import ProcessLost
 from alignment.system.registry import find
+from alignment.system.remote import Machine
 
 if TYPE_CHECKING:
     import torch
-
-    from alignment.system.remote import Machine
 
 Completions = list[list[Completion]]  # Of each prompt, its completions.
 OnResponseEnd = Callable[[int, str], object] | None  # Called with the number of a response's prompt, and the response's text.
