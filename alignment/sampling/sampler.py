@@ -95,9 +95,7 @@ SAMPLERS: Mapping[str, SamplerEngine] = {  # --sampler -> the engine; --sampler_
 
 def engine_name(sampler: str) -> str:
     """The engine that --sampler names, with "auto" decided by what is installed."""
-    if sampler != "auto":
-        return sampler
-    return "vllm" if _is_installed("vllm") else "transformers"
+    return sampler if sampler != "auto" else "vllm" if _is_installed("vllm") else "transformers"
 
 
 def named_engine(sampler: str) -> SamplerEngine:
