@@ -100,9 +100,8 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
         prompt, response = fmean(len(row["prompt_ids"]) for row in rows), fmean(s["response_length"] for s in steps)
         trained = fmean(step["rows_with_gradient"] / step["responses"] for step in steps)
         shares.append((prompt / prediction.step.prompt, response / args["max_new_tokens"], trained))
-        for phase, done in work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1]))).items():
-            measured.append((phase, done, phase_seconds(phase, run)))
-    measured = [sample for sample in measured if sample[2] > 0.001]
+        works = work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1])))
+        measured += [(phase, done, taken) for phase, done in works.items() if (taken := phase_seconds(phase, run)) > 0.001]
     fit = nnls(np.array([done / seconds for _, done, seconds in measured]), np.ones(len(measured)))[0]
     sizes = [max(float(done @ fit), 1e-9) for _, done, _ in measured]
     samples = [(phase, size, seconds / size) for (phase, _, seconds), size in zip(measured, sizes, strict=True)]
