@@ -15,12 +15,13 @@ from alignment.args import RLArgs
 from alignment.checks import visible_gpus
 from alignment.policy.memory import CACHE_BYTES
 from alignment.policy.policy import POLICIES, RANKED
-from alignment.policy.speed import Hardware, decoding, forward, rates, work
+from alignment.policy.speed import Hardware, decoding, forward, hardware_of, rates, work
 from alignment.prediction import Prediction, if_it_fits, predict
 from alignment.system.errors import UserError
-from alignment.system.files import read_jsonl
+from alignment.system.files import read_json, read_jsonl
 
 ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1  # factors to be off by: of one run, at least of several, for an e-fold of size
+SHORTEST = 0.1  # seconds; less than that is latency, and other processes, whatever was predicted
 
 
 class Known(NamedTuple):
@@ -99,9 +100,8 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
         prompt, response = fmean(len(row["prompt_ids"]) for row in rows), fmean(s["response_length"] for s in steps)
         trained = fmean(step["rows_with_gradient"] / step["responses"] for step in steps)
         shares.append((prompt / prediction.step.prompt, response / args["max_new_tokens"], trained))
-        for phase, done in work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1]))).items():
-            measured.append((phase, done, phase_seconds(phase, run)))
-    measured = [sample for sample in measured if sample[2] > 0.001]
+        works = work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1])))
+        measured += [(phase, done, taken) for phase, done in works.items() if (taken := phase_seconds(phase, run)) > 0.001]
     fit = nnls(np.array([done / seconds for _, done, seconds in measured]), np.ones(len(measured)))[0]
     sizes = [max(float(done @ fit), 1e-9) for _, done, _ in measured]
     samples = [(phase, size, seconds / size) for (phase, _, seconds), size in zip(measured, sizes, strict=True)]
@@ -147,6 +147,16 @@ def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict:
         ends.append(phases | {"step": step, "tokens_per_second": sampled / step, **hours})
     spans = {name: sorted(end[name] for end in ends) for name in ends[0]}
     return {"phases": {phase: spans.pop(phase) for phase in works}, **spans}
+
+
+def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
+    """(Measured and predicted peak bytes by device and phase, measured seconds and predicted range by phase) of a run."""
+    path, predicted = Path(rl.output_dir) / rl.run_name, duration(predict(rl), hardware_of(""), Known())["phases"]
+    by_device = read_json(path / "summary.json")["peak_bytes"]
+    peaks = {f"{device}, {phase}": both for device, of in by_device.items() for phase, both in of.items() if both[1]}
+    run, at_least = read_run(path), lambda seconds: max(seconds, SHORTEST)
+    seconds = {phase: (at_least(phase_seconds(phase, run)), [*map(at_least, ends)]) for phase, ends in predicted.items()}
+    return peaks, seconds
 
 
 def span(values: Sequence[float]) -> str:

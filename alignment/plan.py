@@ -7,7 +7,7 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-from alignment.args import PlanArgs, RLArgs, command_line, parse
+from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
 from alignment.checks import check_processes, roles_of
 from alignment.policy.placement import place
 from alignment.policy.speed import Hardware, hardware_of
@@ -24,8 +24,8 @@ def main() -> None:
     from alignment.duration import calibrate, duration, ranked, span  # which load torch: mistakes are reported first
     from alignment.prediction import predict, remedies
 
-    run = RLArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLArgs)})
-    prediction, console = predict(run, *hardware[:3]), make_console()
+    run, console = configuration(RLArgs, args), make_console()
+    prediction = predict(run, *hardware[:3])
     known = calibrate(args.calibrate, prediction.step.itemsize)
     where = args.hardware or ("this machine" if hardware.gpus is None else f"{hardware.gpus} GPUs")
     several = f", on each of {hardware.machines} machines" * (hardware.machines > 1 and not args.hardware)

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from alignment.args import RLArgs, configuration, flags_of
-from alignment.checks import EMBEDDED, check_model_path, check_processes, engines_on_shared_gpu, resolve_model, roles_of
+from alignment.checks import EMBEDDED, check_model_path, engines_on_shared_gpu, resolve_model, roles_of
 from alignment.data.prompts import prompted
 from alignment.data.tasks import TASKS
 from alignment.models import kind_of_policy
@@ -61,7 +61,6 @@ class Prediction:
 def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1) -> Prediction:
     """The prediction for a run on `machines` of `num_gpus` GPUs of `memory` bytes each (None and 0: this machine's). Raises
     `UserError` as `roles_of`, `kind_of_policy` and `ModelShape.from_config`."""
-    check_processes(args, args.policy_parallelism)
     roles = roles_of(args, num_gpus)
     if not memory and num_gpus in (None, 0):
         memory = min(map(total_bytes, roles.policy))
@@ -78,7 +77,6 @@ def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, mach
     run = replace(args, policy_parallelism=kind, policy_ranks=ranks)
     config = load_config(base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
-    # Ranks on a CPU share the host's memory.
     prompts = prompts_of(run.task, run.dataset_path, run.prompt, base)
     step = step_shape(run, roles, memory / devices.count(devices[0]), engine_name(run.sampler) == "vllm", machines, prompts)
     return Prediction(run, shape, config, roles, kind, step, peak_bytes(shape, config, roles, step) if memory else [])

@@ -30,12 +30,11 @@ def main() -> None:
     names = [*read_json(final / MANIFEST), MANIFEST]
     print(*(f"{(final / name).stat().st_size:15,}  {name}" for name in names), sep="\n")
 
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub import HfApi, utils
 
     api = HfApi()
     try:
-        validate_repo_id(args.repo)
+        utils.validate_repo_id(args.repo)
         if not args.dry_run:
             address = api.create_repo(args.repo, private=args.private, exist_ok=True)
             if args.private and not api.repo_info(args.repo).private:

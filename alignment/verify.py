@@ -18,7 +18,7 @@ from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
 from alignment.checks import check_rl, roles_of
-from alignment.runs.run_folder import claim_run_folder
+from alignment.runs.run_folder import TRAINER, checkpoint_folder, claim_run_folder, last_whole_step
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import fill_template, read_json, read_jsonl, sha256, write_atomically, write_json
@@ -29,7 +29,6 @@ from alignment.system.torchrun import PROCESSES, followed
 MOST_SAMPLES, MOST_TOKENS = 4, 64  # responses of a prompt, and tokens of each: the plain computation is slow
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 PAGE = "verification.html"
-SHORTEST = 0.1  # seconds; less than that is latency, and other processes, whatever was predicted
 TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # prefixes of the names of what differs from run to run
 
 
@@ -38,8 +37,6 @@ def digests(run: Path) -> dict[str, str]:
     their names, because the order of entries in the head of a file of tensors is by chance."""
     from safetensors.numpy import load_file
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
 
     contents = lambda files: [(file.name, sha256(file)) for file in sorted(files)]
     untimed = lambda record: {key: of for key, of in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)}
@@ -62,6 +59,7 @@ def digests(run: Path) -> dict[str, str]:
 def run_checks(args: VerifyArgs, console: Console) -> Iterator:
     """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that both end alike, and of the memory and seconds
     of the first beside what `plan` predicts. Deletes both runs."""
+    from alignment.duration import beside_plan
     from alignment.verification.checks import Check, checks_of_plan
 
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -75,8 +73,6 @@ def run_checks(args: VerifyArgs, console: Console) -> Iterator:
 
 def differing_parts(rl: RLArgs, console: Console) -> int:
     """Train a run; then again to its first checkpoint, kill it, resume it; return 0. `RunStopped` names parts that differ."""
-    from alignment.runs.run_folder import checkpoint_folder
-
     k, straight, killed = rl.save_interval, Path(rl.output_dir) / rl.run_name, Path(rl.output_dir) / "killed"
     with console.status(f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"):
         _run(rl)
@@ -86,22 +82,6 @@ def differing_parts(rl: RLArgs, console: Console) -> int:
     if differing := [part for part in of_straight if of_straight[part] != of_killed[part]]:
         raise RunStopped(f"other {', '.join(differing)}")
     return 0
-
-
-def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
-    """(Measured and predicted peak bytes by device and phase, measured seconds and their predicted range by phase) of a run."""
-    from alignment.ablation.study import read_run
-    from alignment.duration import Known, duration, phase_seconds
-    from alignment.policy.speed import hardware_of
-    from alignment.prediction import predict
-
-    path = Path(rl.output_dir) / rl.run_name
-    by_device = read_json(path / "summary.json")["peak_bytes"]
-    peaks = {f"{device}, {phase}": both for device, of in by_device.items() for phase, both in of.items() if both[1]}
-    predicted = duration(predict(rl), hardware_of(""), Known())["phases"]
-    run, at_least = read_run(path), lambda seconds: max(seconds, SHORTEST)
-    seconds = {phase: (at_least(phase_seconds(phase, run)), [*map(at_least, span)]) for phase, span in predicted.items()}
-    return peaks, seconds
 
 
 def _run(args: RLArgs, killed_at: Path | None = None) -> None:

@@ -61,12 +61,10 @@ def write_card(folder: Path, run: Path, reproducibility: str) -> None:
 
 def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str) -> None:
     """Write a PNG of training reward, held-out accuracy with its 95 % interval, and response length over the steps."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 1), layout="constrained")
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     steps = [m["step"] for m in metrics]
     top.plot(steps, [m["reward"] for m in metrics], color="tab:gray", alpha=0.6, label="training reward")
     top.plot(steps, [m["format_reward"] for m in metrics], color="tab:orange", alpha=0.6, label="training format reward")
@@ -81,7 +79,6 @@ def plot_learning_curve(path: Path, metrics: Sequence[Record], evals: Sequence[R
     bottom.set(xlabel="rollout step", ylabel="response tokens")
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def first_change(path: Path, evals: Sequence[Record]) -> tuple[dict, dict]:

@@ -13,11 +13,10 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.system.errors import UserError
 from alignment.system.processes import ProcessLost
 from alignment.system.registry import find
+from alignment.system.remote import Machine
 
 if TYPE_CHECKING:
     import torch
-
-    from alignment.system.remote import Machine
 
 Completions = list[list[Completion]]  # Of each prompt, its completions.
 OnResponseEnd = Callable[[int, str], object] | None  # Called with the number of a response's prompt, and the response's text.
@@ -96,9 +95,7 @@ SAMPLERS: Mapping[str, SamplerEngine] = {  # --sampler -> the engine; --sampler_
 
 def engine_name(sampler: str) -> str:
     """The engine that --sampler names, with "auto" decided by what is installed."""
-    if sampler != "auto":
-        return sampler
-    return "vllm" if _is_installed("vllm") else "transformers"
+    return sampler if sampler != "auto" else "vllm" if _is_installed("vllm") else "transformers"
 
 
 def named_engine(sampler: str) -> SamplerEngine:

@@ -134,20 +134,17 @@ class VLLMServerSampler:
         limits = httpx.Limits(max_connections=CONCURRENT)
         transport = httpx.AsyncHTTPTransport(self._certificates, limits=limits, socket_options=KEEPALIVE_OPTIONS)
         client = httpx.AsyncClient(transport=transport, **self._http)
-
-        async def answer(body: dict | None) -> dict:
-            return self._content(await client.post(path, json=body), path)
-
         try:
             async with asyncio.timeout(self._timeout), client:
-                return await asyncio.gather(*map(answer, bodies))
+                return await asyncio.gather(*(self._answer(client, path, body) for body in bodies))
         except TimeoutError:
             raise SamplerLost(f"{self._server} gave no answer within {self._timeout:.1f} s") from None
         except (httpx.TransportError, ValueError) as error:
             cause = os_error(error)
             raise SamplerLost(f"{self._server} cannot be reached, or broke off ({type(cause).__name__}: {cause})") from None
 
-    def _content(self, response: httpx.Response, path: str) -> dict:
+    async def _answer(self, client: httpx.AsyncClient, path: str, body: dict | None) -> dict:
+        response = await client.post(path, json=body)
         content = json_object(response.content)
         if response.status_code != 200:
             said = (content or {}).get("error") or (content or {}).get("detail") or ""

@@ -198,8 +198,7 @@ class Ranks:
                 # Of several that others have waited for in vain, the one that gave a sign of life longest ago.
                 silent = min(self._unheard(), key=lambda rank: self.signs[rank][1], default=None)
                 who = "another rank" if silent is None else self._name(silent)
-                late = f"within {self.seconds:g} s (--rank_timeout)"
-                fault = f"{who} did not take part in a computation {late}, or has ended"
+                fault = f"{who} did not take part in a computation within {self.seconds:g} s (--rank_timeout), or has ended"
             self.fault = self.fault or fault
             for child in self.children:
                 child.kill()

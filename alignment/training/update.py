@@ -173,9 +173,8 @@ def mismatch(trainer_BT: torch.Tensor, rows: list[int], rollout: Rollout, limit:
     mean, largest = difference.mean().item(), difference.max().item()
     bound = max(limit, STALE_MISMATCH) if steps_old else limit
     if not mean <= bound:
-        allowed = f"--max_sampler_mismatch {bound}"
-        if steps_old:
-            allowed = f"the {bound} that stale weights may be without a larger --max_sampler_mismatch"
+        stale = f"the {bound} that stale weights may be without a larger --max_sampler_mismatch"
+        allowed = stale if steps_old else f"--max_sampler_mismatch {bound}"
         raise RunStopped(
             f"the sampler's log-probs are {mean:.4g} nats a token from the trainer's (largest {largest:.4g}), more than"
             f" {allowed}. Likely causes: weights that did not reach the sampler, a prefix cache that outlived them, another"

@@ -213,8 +213,7 @@ class Verified:
         return self.policy.gradient()
 
     def accumulate(self, rollout: Rollout, rows: Sequence[int], mini_batch: Sequence[int]) -> None:
-        objective = rollout_objective(rollout, mini_batch, self.config)
-        deque(self.policy.accumulate(rollout.batch, rows, objective), maxlen=0)
+        deque(self.policy.accumulate(rollout.batch, rows, rollout_objective(rollout, mini_batch, self.config)), maxlen=0)
 
     def update(self, rollout: Rollout, learning_rate: float) -> None:
         """Make an optimiser step on the last rows, of one prompt, that have a gradient."""
