@@ -4,7 +4,10 @@ uv run -m benchmarks.split_policy --model Qwen/Qwen2.5-Math-1.5B
 
 Costs, in units of one layer's forward pass over one micro-batch: a backward pass 2, the head as its parameters are to a
 layer's, a move between devices `transfer`. A device does what it was given in the order in which it was given;
-the order is `placement.issue_order`, which the update itself goes by.
+the order is `placement.issue_order`, which the update itself goes by. A move goes by streams of its pair of devices, as
+`loading.copy_between` has it, or, as torch's own copies do, by both devices' own streams: each then waits for all that the
+other was given before. For comparison: 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503), where each device has
+an order of its own, and sharding over the same devices, whose gathers are not counted.
 """
 
 from __future__ import annotations
@@ -45,22 +48,33 @@ def stages(shape: ModelShape, devices: Sequence[str]) -> list[Stage]:
     return way
 
 
-def finished(way: Sequence[Stage], order: Iterable[tuple[str, int]], transfer: float) -> tuple[float, dict[str, float]]:
+def stretches(way: Sequence[Stage]) -> dict[str, list[tuple[str, float]]]:
+    """The devices that each part of a micro-batch's work goes through, with its cost there."""
+    *body, head = way
+    return {
+        "forward": [(stage.device, stage.cost) for stage in body],
+        "head": [(head.device, 3 * head.cost)],
+        "backward": [(stage.device, 2 * stage.cost) for stage in reversed(body)],
+    }
+
+
+def finished(
+    way: Sequence[Stage], order: Iterable[tuple[str, int]], transfer: float, barriers: bool = False
+) -> tuple[float, dict[str, float]]:
     """When the last of the work issued in this order is done, and how long each device has worked."""
     free: dict[str, float] = {stage.device: 0.0 for stage in way}
-    busy = dict.fromkeys(free, 0.0)
+    busy, links = dict.fromkeys(free, 0.0), {}
     ready: dict[int, float] = {}
     where: dict[int, str] = {}
     for what, number in order:
-        *body, head = way
-        stretch = {
-            "forward": [(stage.device, stage.cost) for stage in body],
-            "head": [(head.device, 3 * head.cost)],
-            "backward": [(stage.device, 2 * stage.cost) for stage in reversed(body)],
-        }[what]
         at = ready.get(number, 0.0)
-        for device, cost in stretch:
-            at = max(at + transfer * (where.get(number, device) != device), free[device]) + cost
+        for device, cost in stretches(way)[what]:
+            source = where.get(number, device)
+            if barriers and source != device:
+                free[source] = free[device] = at = max(at, free[source], free[device]) + transfer
+            elif source != device:
+                links[source, device] = at = max(at, links.get((source, device), 0.0)) + transfer
+            at = max(at, free[device]) + cost
             where[number] = device
             free[device] = at
             busy[device] += cost
@@ -68,23 +82,57 @@ def finished(way: Sequence[Stage], order: Iterable[tuple[str, int]], transfer: f
     return max(free.values()), busy
 
 
+def one_forward_one_backward(way: Sequence[Stage], micro_batches: int, transfer: float) -> float:
+    """When 1F1B is done: a device takes the oldest backward (or head) that is there, else a forward, with at most as many
+    micro-batches between the two as there are stages from it to the end."""
+    *body, _ = way
+    parts = stretches(way)
+    tasks = [("forward", i) for i in range(len(body))] + [("head", 0)] + [("backward", i) for i in range(len(body))]
+    done: dict[tuple[int, int], float] = {}  # (micro-batch, number of the task) -> when
+    free = {stage.device: 0.0 for stage in way}
+    while len(done) < micro_batches * len(tasks):
+        options = []
+        for number in range(micro_batches):
+            task = next((t for t in range(len(tasks)) if (number, t) not in done), None)
+            if task is None:
+                continue
+            what, stage = tasks[task]
+            device, cost = parts[what][stage]
+            if what == "forward":
+                back = len(tasks) - 1 - stage
+                begun = sum((n, task) in done for n in range(micro_batches))
+                if begun - sum((n, back) in done for n in range(micro_batches)) > len(body) - stage:
+                    continue
+            before = done.get((number, task - 1), 0.0)
+            from_device = parts[tasks[task - 1][0]][tasks[task - 1][1]][0] if task else device
+            start = max(free[device], before + transfer * (from_device != device))
+            options.append((start, what == "forward", number, task, device, cost))
+        start, _, number, task, device, cost = min(options)
+        free[device] = done[number, task] = start + cost
+    return max(free.values())
+
+
 def main(
     model: str = "qwen2.5-math-1.5b", gpus: tuple[int, ...] = (2, 3, 4, 5), micro_batches: int = 16, transfer: float = 0.1
 ):
-    """Print, for each number of GPUs, the time of one after another, of the update's order, and of no waiting at all."""
+    """Print, for each number of GPUs, how many times faster than one micro-batch after another each way is."""
     config = QWEN if model == "qwen2.5-math-1.5b" else load_config(resolve_model(model, "checkpoints"))
     shape = ModelShape.from_config(config)
     table = Table(title=f"{micro_batches} micro-batches, {len(shape.layers)} layers, a move costs {transfer:g} of a layer")
-    for heading in ("GPUs", "one in flight", f"{IN_FLIGHT} a GPU", "ratio", "the busiest GPU alone", "at work"):
+    headings = f"{IN_FLIGHT} a GPU, torch's copies", f"{IN_FLIGHT} a GPU", "at work", "1F1B", "sharded, no gathers counted"
+    for heading in ("GPUs", "one after another", *headings):
         table.add_column(heading, justify="right")
     for number in gpus:
         way = stages(shape, [f"cuda:{index}" for index in range(number)])
         heads_first = way[-1].device != way[-2].device
+        in_flight = min(micro_batches, IN_FLIGHT * number)
         naive, _ = finished(way, issue_order(micro_batches, 1, heads_first), transfer)
-        ours, busy = finished(way, issue_order(micro_batches, IN_FLIGHT * number, heads_first), transfer)
-        share = sum(busy.values()) / (ours * number)
-        cells = f"{naive:.0f}", f"{ours:.0f}", f"{naive / ours:.2f}", f"{max(busy.values()):.0f}", f"{share:.0%}"
-        table.add_row(str(number), *cells)
+        barred, _ = finished(way, issue_order(micro_batches, in_flight, heads_first), transfer, barriers=True)
+        ours, busy = finished(way, issue_order(micro_batches, in_flight, heads_first), transfer)
+        others = one_forward_one_backward(way, micro_batches, transfer), sum(busy.values()) / number
+        ratios = [f"{naive / time:.2f}" for time in (barred, ours, *others)]
+        ratios.insert(2, f"{sum(busy.values()) / (ours * number):.0%}")
+        table.add_row(str(number), f"{naive:.0f}", *ratios)
     Console().print(table)
 
 

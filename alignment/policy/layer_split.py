@@ -8,13 +8,13 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from alignment.core.records import Batch
-from alignment.core.tokens import Row, cut_by_tokens
+from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt
 from alignment.policy.loading import autocast, devices_of
 from alignment.policy.placement import issue_order
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 
-IN_FLIGHT = 2  # micro-batches for each device (benchmarks/README.md)
+IN_FLIGHT = 4  # micro-batches for each device, at most (benchmarks/README.md)
 
 
 class LayerSplitPolicy(SingleDevicePolicy):
@@ -26,10 +26,16 @@ class LayerSplitPolicy(SingleDevicePolicy):
         self.devices = tuple(map(str, devices_of(self.model)))  # a small model does not reach all that were configured
 
     def _micro_batches(self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective) -> Iterator[tuple]:
-        """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`."""
+        """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`. Rows of a prompt stay together
+        where that leaves a micro-batch for each device."""
+        devices, prompt_groups = len(self.devices), rows_by_prompt(split).values()
         longest = max((len(prompt) + len(response) for prompt, response in split), default=1)
-        in_flight = max(1, min(IN_FLIGHT * len(self.devices), self.micro_batch_tokens // longest))
-        pieces = cut_by_tokens(split, max(1, self.micro_batch_tokens // in_flight))
+        largest = max((packed_tokens([split[row] for row in own]) for own in prompt_groups), default=1)
+        whole_groups = min(len(prompt_groups), self.micro_batch_tokens // largest)
+        most = whole_groups if whole_groups >= devices else self.micro_batch_tokens // longest
+        in_flight = max(1, min(IN_FLIGHT * devices, most))
+        most_tokens = min(self.micro_batch_tokens // in_flight, -(-packed_tokens(split) // devices))
+        pieces = cut_by_tokens(split, max(1, most_tokens))
         head_on_last_device = str(self.model.get_output_embeddings().weight.device) == self.devices[-1]
         started: dict[int, MicroBatch] = {}
         order = issue_order(len(pieces), in_flight, heads_first=not head_on_last_device)

@@ -147,7 +147,7 @@ def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> P
             return tensor
         held = {} if tensor.requires_grad else copies.setdefault(tensor, {})
         if device not in held:
-            held[device] = tensor.to(device, non_blocking=device.startswith("cuda"))
+            held[device] = copy_between(tensor, torch.device(device))
         return held[device]
 
     def note_positions(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
@@ -179,6 +179,26 @@ def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> P
             module.register_forward_hook(functools.partial(compute_elsewhere, replicas), with_kwargs=True)
         module.register_forward_pre_hook(functools.partial(move_inputs, device), with_kwargs=True)
     return model
+
+
+STREAMS: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+
+
+def copy_between(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor's copy on another device, whose gradient goes back. Between GPUs torch has the current streams of both wait for
+    each other; here these are streams of this pair of GPUs, in backward too, which runs on those of forward, so that only what
+    reads the copy waits for it. What comes to a CPU has arrived."""
+    if not tensor.is_cuda or device.type != "cuda":
+        return tensor.to(device, non_blocking=device.type == "cuda")
+    pair = tensor.device, device
+    leaving, arriving = STREAMS.setdefault(pair, tuple(map(torch.cuda.Stream, pair)))
+    leaving.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(leaving), torch.cuda.stream(arriving):
+        copied = tensor.to(device, non_blocking=True)
+    torch.cuda.current_stream(device).wait_stream(arriving)
+    tensor.record_stream(leaving)  # whose memory nobody else gets before these streams have read it
+    copied.record_stream(torch.cuda.current_stream(device))
+    return copied
 
 
 def devices_of(model: PreTrainedModel) -> list[torch.device]:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from alignment.policy.loading import devices_of, mlp_width
 from alignment.policy.log_probs import row_pieces
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import QUERIES_AT_A_TIME
-from alignment.policy.placement import ModelShape, Roles, Share, engine_share, policy_shares
+from alignment.policy.placement import ModelShape, Roles, Share, engine_share, partition_layers, policy_shares
 from alignment.policy.policy import RANKED, Policy, PolicyConfig
 from alignment.system.processes import trim_heap
 
@@ -97,22 +98,27 @@ def choose_micro_batch_tokens(
     parameters = sum(own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad) // len(devices)
     moments = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value) and value.ndim]
     moment_bytes = sum(own_part(moment).nbytes for moment in moments if str(moment.device) in devices) // len(devices)
-    # The weights are allocated already. (A device of a split policy needs fewer activations than all layers do.)
+    # The weights are allocated already.
     to_allocate = parameters * (OPTIMIZERS[config.optimizer].device_bytes - 4) - moment_bytes + whole
     release_memory()
     free = min(free_bytes(device) for device in devices) // processes - to_allocate
     limit = MAX_ACTIVATION_BYTES[model.device.type] // processes
-    return tokens_that_fit(model.config, getattr(torch, config.dtype).itemsize, free, longest, limit)
+    layers = 1.0
+    if len(devices) > 1:
+        shape = ModelShape.of(model)
+        placed = partition_layers(shape, devices)
+        layers = max(Counter(placed[layer] for layer in shape.layers).values()) / len(shape.layers)
+    return tokens_that_fit(model.config, getattr(torch, config.dtype).itemsize, free, longest, limit, layers)
 
 
-def tokens_that_fit(config, itemsize: int, free: int, longest: int, limit: int) -> tuple[int, bool]:
-    """(tokens of the largest micro-batch whose activations fit `free` and `limit` bytes, whether it takes gradient
-    checkpointing, which computes layers twice: where the longest row, of `longest` tokens, does not fit otherwise). Tokens are
-    rounded down to a power of two, so that slightly less free memory does not change a repeated run."""
-    available = int(ACTIVATION_SHARE * max(free, 0))
+def tokens_that_fit(config, itemsize: int, free: int, longest: int, limit: int, layers: float = 1.0) -> tuple[int, bool]:
+    """(tokens of the largest micro-batch whose activations fit `free` and `limit` bytes of a device with that share of the
+    `layers`, whether it takes gradient checkpointing, which computes layers twice: where the longest row, of `longest` tokens,
+    does not fit otherwise). Tokens are rounded down to a power of two: slightly less free memory changes no repeated run."""
+    available = int(ACTIVATION_SHARE * max(free, 0) / layers)
     checkpointing = available < longest * activation_bytes(config, itemsize)
     per_token = (checkpointed_activation_bytes if checkpointing else activation_bytes)(config, itemsize)
-    tokens = min(max(min(available, limit) // per_token, 1), MAX_TOKENS)
+    tokens = min(max(min(available, int(limit / layers)) // per_token, 1), int(MAX_TOKENS / layers))
     return 2 ** (tokens.bit_length() - 1), checkpointing
 
 
@@ -143,6 +149,7 @@ class StepShape:
     vllm: bool  # Whether vLLM samples, or our own decoding.
     gpu_memory_utilization: float | None  # vLLM's share of a GPU's memory, for each engine; None: `engine_share`.
     engines: int  # On a GPU that samples and evaluates.
+    layers: float = 1.0  # The largest share of the model's layers on one device: `peak_bytes` tells.
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,8 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other roles' own devices.
     Engines and frozen models stay through all phases. For fp32 weights whose linear layers are autocast."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
+    held = [sum(name in share.modules for name in shape.layers) for share in shares]
+    step = replace(step, layers=max(held) / len(shape.layers))
     number, others = len(shares), {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
     shares += [Share(device, "", (), 0) for device in sorted(others)]
     # Ranks may share the host's CPU, where the first of them has the other roles, too.
@@ -240,7 +249,8 @@ def _at_work(config: Any, step: StepShape, device: str, held: int, total: int) -
     """(Tokens of the micro-batches at work at a time beside `held` bytes, of `total`; how many micro-batches these are; whether
     their layers are computed twice)."""
     longest, limit = step.prompt + step.max_new_tokens, MAX_ACTIVATION_BYTES[device.partition(":")[0]]
-    fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - held, longest, min(step.card, limit))
+    room = step.card - held, longest, min(step.card, limit), step.layers
+    fit, checkpointing = tokens_that_fit(config, step.itemsize, *room)
     most, group = step.micro_batch_tokens or fit, step.prompt + step.group_size * step.max_new_tokens
     parallel = step.parallel if most >= step.parallel * group else 1  # as in `cut_for_parallel`
     if parallel > 1:

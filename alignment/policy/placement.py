@@ -283,12 +283,14 @@ class Share:
 def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterator[tuple[str, int]]:
     """("forward", "head" or "backward", number of the micro-batch) in the order in which a step issues them.
 
-    In blocks of `in_flight`: all of a block's forwards, then, from the output head and the loss on, what leads back (GPipe,
-    Huang et al. 2019, arXiv:1811.06965). A device works in that order; with one in flight, a split model's first device waits
-    through each micro-batch's whole way. `heads_first` is for a head off the last layers' device, as a tied one: all of a
-    block's heads then come before its backwards, the first of which ends on that device too."""
-    for start in range(0, micro_batches, in_flight):
-        block = range(start, min(start + in_flight, micro_batches))
+    In as few blocks as hold at most `in_flight`, all alike: all of a block's forwards, then, from the output head and the loss
+    on, what leads back (GPipe, Huang et al. 2019, arXiv:1811.06965). A device works in that order; with one in flight, a split
+    model's first device waits through each micro-batch's whole way. `heads_first` is for a head off the last layers' device, as
+    a tied one: all of a block's heads then come before its backwards, the first of which ends on that device too."""
+    blocks = -(-micro_batches // in_flight)
+    size = -(-micro_batches // max(1, blocks))
+    for start in range(0, micro_batches, max(1, size)):
+        block = range(start, min(start + size, micro_batches))
         forwards, heads, backwards = ([(action, number) for number in block] for action in ("forward", "head", "backward"))
         yield from forwards
         yield from heads + backwards if heads_first else chain(*zip(heads, backwards, strict=True))

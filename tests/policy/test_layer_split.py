@@ -126,6 +126,25 @@ def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(
     torch.testing.assert_close(split.gradient(), whole.gradient(), rtol=0, atol=1e-6)
 
 
+def test_rows_of_a_prompt_stay_together_where_every_device_gets_a_micro_batch(saved):
+    """A micro-batch for each of four prompts; of a single one the eight rows are shared out."""
+    policy = open_policy("layer_split", PolicyConfig(saved, ("cpu", "cpu:0"), "float32", micro_batch_tokens=60))
+    policy.devices = ("cpu", "cpu:0")
+    score = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+
+    def pieces(prompts):
+        groups = [
+            Group(Problem("", "", "", ""), (Completion((1, prompt), (3, 4, 5), (-1.0,) * 3, "", "stop", 0),) * 8, (score,) * 8)
+            for prompt in prompts
+        ]
+        rollout, rows = rollout_of(groups, ARGS, pad=0), range(8 * len(prompts))
+        objective = rollout_objective(rollout, rows, ARGS.update_config)
+        return sorted(sorted(piece.rows) for piece in policy.accumulate(rollout.batch, rows, objective))
+
+    assert pieces([2, 3, 4, 5]) == [[*range(start, start + 8)] for start in range(0, 32, 8)]
+    assert pieces([2]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_without_rows_the_gradient_is_zeros(saved):
     """A mini-batch whose groups have equal rewards has no row with a gradient."""
     policy, rollout = open_policy("layer_split", PolicyConfig(saved, ("cpu", "cpu:0"), "float32")), made_up_rollout()

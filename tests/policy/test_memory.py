@@ -118,3 +118,13 @@ def test_layers_are_computed_twice_only_where_a_row_would_not_fit(policy, monkey
     assert policy.model.is_gradient_checkpointing and checkpointed > 256
     tokens = 300 * activation_bytes(policy.config) // checkpointed_activation_bytes(policy.config)
     assert checkpointed == 2 ** (tokens.bit_length() - 1)
+
+
+def test_a_split_policy_is_charged_for_the_layers_of_its_fullest_device(policy, monkeypatch):
+    """Of four layers two a device, so that twice the tokens fit."""
+    config = PolicyConfig("", ("cpu", "cpu:0"), "float32")
+    free = int(300 * activation_bytes(policy.config) / memory.ACTIVATION_SHARE)
+    parameters = sum(weight.numel() for _, weight in policy.weights())
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free + 12 * parameters // 2 + 1)
+    monkeypatch.setattr(memory, "devices_of", lambda model: ["cpu", "cpu:0"])
+    assert choose_micro_batch_tokens(policy.model, policy.optimizer, config, longest=10) == (512, False)

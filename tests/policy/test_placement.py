@@ -539,6 +539,8 @@ def test_one_micro_batch_after_another_and_several_in_flight():
     assert short == ["f0", "f1", "h0", "h1", "b0", "b1", "f2", "h2", "b2"]
     short = [f"{what[0]}{number}" for what, number in issue_order(3, 2, heads_first=False)]
     assert short == ["f0", "f1", "h0", "b0", "h1", "b1", "f2", "h2", "b2"]
+    short = [f"{what[0]}{number}" for what, number in issue_order(4, 3, heads_first=True)]
+    assert short == ["f0", "f1", "h0", "h1", "b0", "b1", "f2", "f3", "h2", "h3", "b2", "b3"]  # two and two, not three and one
 
 
 @given(st.integers(0, 9), st.integers(1, 6), st.booleans())

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from alignment.core.records import Distribution
 from alignment.policy.layer_split import LayerSplitPolicy
-from alignment.policy.loading import autocast, move_activations
+from alignment.policy.loading import STREAMS, autocast, copy_between, move_activations
 from alignment.policy.packing import ATTENTION, attention_by_layout, pack, send
 from alignment.policy.placement import ModelShape, assign_roles, partition_layers
 from alignment.policy.policy import Objective
@@ -46,9 +46,50 @@ pytestmark = [
 QWEN_1_5B, LLAMA_1B, QWEN3_06B = qwen2_1_5b(), llama_1b(), qwen3_0_6b()
 
 
+class SimulatedStream:
+    """One of a simulated GPU. `current` is that of each device by name, where it is not the device's own; `log` what happened."""
+
+    current: dict[str, "SimulatedStream"] = {}
+    log: list[tuple[str, ...]] = []
+
+    def __init__(self, device: torch.device | str, name: str = "pair's"):
+        self.name = f"{torch.device(device)} {name}"
+
+    @classmethod
+    def of(cls, device: torch.device | str) -> "SimulatedStream":
+        return cls.current.get(str(torch.device(device))) or cls(device, "own")
+
+    def wait_stream(self, other: "SimulatedStream") -> None:
+        self.log.append((self.name, "waits for", other.name))
+
+    @contextlib.contextmanager
+    def made_current(self):
+        device = self.name.partition(" ")[0]
+        self.current[device] = self
+        yield
+        del self.current[device]
+
+
 @pytest.fixture(autouse=True)
 def no_real_gpu(monkeypatch: pytest.MonkeyPatch):
     """On a machine with GPUs, a fake tensor would start a context on the device it names, which may not exist."""
+    monkeypatch.setattr(torch.cuda, "Stream", SimulatedStream)
+    monkeypatch.setattr(torch.cuda, "stream", SimulatedStream.made_current)
+    monkeypatch.setattr(torch.cuda, "current_stream", SimulatedStream.of)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(SimulatedStream, "log", [])
+    to = torch.Tensor.to
+
+    def logged(tensor, *args, **kwargs):
+        """A copy, by the current streams of both devices."""
+        copied = to(tensor, *args, **kwargs)
+        if tensor.is_cuda and copied.is_cuda and tensor.device != copied.device:
+            pair = SimulatedStream.of(tensor.device).name, "and", SimulatedStream.of(copied.device).name
+            SimulatedStream.log.append((*pair, "copy"))
+        return copied
+
+    monkeypatch.setattr(torch.Tensor, "to", logged)
+    STREAMS.clear()
     monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
     monkeypatch.setattr(FakeTensorMode, "avoid_device_init", True)
 
@@ -252,13 +293,25 @@ def split_policy(config: PretrainedConfig, devices: tuple[str, ...], monkeypatch
     policy = LayerSplitPolicy.__new__(LayerSplitPolicy)
     with fake:
         policy.model = packed_model(config, device_map, monkeypatch)
-    policy.config, policy.devices, policy.dtype, policy.micro_batch_tokens = (
-        config,
-        devices,
-        torch.bfloat16,
-        100,
-    )  # four responses a micro-batch
+    policy.config, policy.devices, policy.dtype, policy.micro_batch_tokens = config, devices, torch.bfloat16, 200
     return policy, fake
+
+
+def test_a_copy_between_gpus_holds_up_none_of_them():
+    """The streams of a pair wait for what is copied, and the GPU that reads it for the copy; no GPU waits for another's work."""
+    source = torch.device("cuda:0")
+    with FakeTensorMode():
+        copied = copy_between(torch.empty(3, 4, device=source), torch.device("cuda:1"))
+        assert copied.device == torch.device("cuda:1") and copied.shape == (3, 4)
+        assert copy_between(copied, source).device == source
+    assert SimulatedStream.log == [
+        ("cuda:0 pair's", "waits for", "cuda:0 own"),
+        ("cuda:0 pair's", "and", "cuda:1 pair's", "copy"),
+        ("cuda:1 own", "waits for", "cuda:1 pair's"),
+        ("cuda:1 pair's", "waits for", "cuda:1 own"),
+        ("cuda:1 pair's", "and", "cuda:0 pair's", "copy"),
+        ("cuda:0 own", "waits for", "cuda:0 pair's"),
+    ]
 
 
 SHORT = copy.deepcopy(QWEN3_06B)
@@ -273,12 +326,12 @@ def test_forward_and_backward_cross_each_boundary_once(config: PretrainedConfig,
     policy, fake = split_policy(config, FIVE_CPUS, monkeypatch)
     rollout = made_up_rollout()
     objective = Objective(lambda rows, log_probs, mask: ((log_probs * mask).sum(), {}), Distribution())
-    with Traffic(fake) as traffic:
+    with Traffic(fake) as traffic:  # one response a micro-batch, so that each device has one
         micro_batches = len(list(policy.accumulate(rollout.batch, range(8), objective)))
     device_map = partition_layers(ModelShape.from_config(config), FIVE_CPUS)
     path = list(dict.fromkeys(device for name, device in device_map.items() if name != "lm_head"))
     forward = [*itertools.pairwise(path), (path[-1], device_map["lm_head"])]
-    assert micro_batches == 2 and len(forward) == {4: 4, 5: 5}[len(path)]
+    assert micro_batches == 8 and len(forward) == {4: 4, 5: 5}[len(path)]
     expected = Counter({pair: micro_batches for pair in forward}) + Counter({pair[::-1]: micro_batches for pair in forward})
     assert Counter((source, target) for source, target, _ in traffic.copies) == expected
     assert {shape[-1] for *_, shape in traffic.copies} == {config.hidden_size}
