@@ -54,7 +54,8 @@ def fine_tune(policy: Policy, data: SFTData, config: SFTConfig, on_step: Callabl
         record = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item(), "learning_rate": rate}
         if step % config.eval_interval == 0 or step == config.num_steps:
             record["validation_loss"] = validation_loss(policy, data.validation, data.pad_token_id)
-            words = f"validation loss {record['validation_loss']:.3f}"
+            taken = f", after {min(1, step * config.batch_size / len(data.train)):.0%} of the curriculum" * config.curriculum
+            words = f"validation loss {record['validation_loss']:.3f}{taken}"
         on_step(record, words)
 
 

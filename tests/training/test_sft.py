@@ -1,0 +1,26 @@
+"""What supervised fine-tuning says while it runs."""
+
+import pytest
+import torch
+from rollout_helpers import open_tiny
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from alignment.training.sft import SFTConfig, SFTData, fine_tune
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "ends"), [(True, ["50% of the curriculum", "100% of the curriculum"]), (False, ["", ""])]
+)
+def test_a_validation_loss_says_how_much_of_the_curriculum_came_before(curriculum, ends, tmp_path):
+    """Under a curriculum it rises at first: the examples that it is of may be of a kind that comes later."""
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    policy, said = open_tiny(str(tmp_path / "model")), []
+    policy.micro_batch_tokens = 64
+    data = SFTData([((1, 2), (3, 4)), ((1,), (5,)), ((2,), (6,)), ((3,), (7,))], [((1,), (8,))], 0)
+    settings = dict(num_steps=2, batch_size=2, curriculum=curriculum, learning_rate=1e-3, warmup_steps=0)
+    sft_config = SFTConfig(**settings, max_grad_norm=1.0, eval_interval=1, seed=0)
+    fine_tune(policy, data, sft_config, lambda record, words: said.append((record["validation_loss"], words)))
+    for (loss, words), end in zip(said, ends, strict=True):
+        assert words == f"validation loss {loss:.3f}" + (f", after {end}" if end else "")
