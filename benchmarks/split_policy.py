@@ -82,9 +82,9 @@ def finished(
     return max(free.values()), busy
 
 
-def one_forward_one_backward(way: Sequence[Stage], micro_batches: int, transfer: float) -> float:
-    """When 1F1B is done: a device takes the oldest backward (or head) that is there, else a forward, with at most as many
-    micro-batches between the two as there are stages from it to the end."""
+def one_forward_one_backward(way: Sequence[Stage], micro_batches: int, in_flight: int, transfer: float) -> float:
+    """When 1F1B is done: a device takes the oldest backward (or head) that is there, else a forward, with at most `in_flight`
+    micro-batches between the two."""
     *body, _ = way
     parts = stretches(way)
     tasks = [("forward", i) for i in range(len(body))] + [("head", 0)] + [("backward", i) for i in range(len(body))]
@@ -101,7 +101,7 @@ def one_forward_one_backward(way: Sequence[Stage], micro_batches: int, transfer:
             if what == "forward":
                 back = len(tasks) - 1 - stage
                 begun = sum((n, task) in done for n in range(micro_batches))
-                if begun - sum((n, back) in done for n in range(micro_batches)) > len(body) - stage:
+                if begun - sum((n, back) in done for n in range(micro_batches)) >= in_flight:
                     continue
             before = done.get((number, task - 1), 0.0)
             from_device = parts[tasks[task - 1][0]][tasks[task - 1][1]][0] if task else device
@@ -129,7 +129,7 @@ def main(
         naive, _ = finished(way, issue_order(micro_batches, 1, heads_first), transfer)
         barred, _ = finished(way, issue_order(micro_batches, in_flight, heads_first), transfer, barriers=True)
         ours, busy = finished(way, issue_order(micro_batches, in_flight, heads_first), transfer)
-        others = one_forward_one_backward(way, micro_batches, transfer), sum(busy.values()) / number
+        others = one_forward_one_backward(way, micro_batches, in_flight, transfer), sum(busy.values()) / number
         ratios = [f"{naive / time:.2f}" for time in (barred, ours, *others)]
         ratios.insert(2, f"{sum(busy.values()) / (ours * number):.0%}")
         table.add_row(str(number), f"{naive:.0f}", *ratios)

@@ -237,7 +237,7 @@ def half_width(variance: float, dof: int, questions: float, level: float = 0.05)
     """Half the length of the interval that `tail` leaves with a probability of `level`."""
     longest = stats.t.isf(level / 2, dof) * math.sqrt(variance) - ndtri(level / 2) * math.sqrt(questions)
     excess = lambda half: 2 * tail(half, variance, dof, questions) - level
-    return float(optimize.brentq(excess, 0.0, 2 * longest, xtol=1e-6 * longest))
+    return float(optimize.brentq(excess, 0.0, 2 * longest, xtol=1e-6 * longest)) if longest else 0.0
 
 
 def _verdict(e: _Estimate, p: float, p_tie: float, tie: float, alpha: float, family: int) -> Comparison:

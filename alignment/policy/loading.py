@@ -186,12 +186,12 @@ STREAMS: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, torch.
 
 def copy_between(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor's copy on another device, whose gradient goes back. Between GPUs torch has the current streams of both wait for
-    each other; here these are streams of this pair of GPUs, in backward too, which runs on those of forward, so that only what
-    reads the copy waits for it. What comes to a CPU has arrived."""
+    each other; here these are streams of this pair of GPUs, so that only what reads the copy waits. A gradient comes by the
+    same streams, and waits for what its GPU was given before. What comes to a CPU has arrived."""
     if not tensor.is_cuda or device.type != "cuda":
         return tensor.to(device, non_blocking=device.type == "cuda")
     pair = tensor.device, device
-    leaving, arriving = STREAMS.setdefault(pair, tuple(map(torch.cuda.Stream, pair)))
+    leaving, arriving = STREAMS[pair] = STREAMS.get(pair) or tuple(map(torch.cuda.Stream, pair))
     leaving.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(leaving), torch.cuda.stream(arriving):
         copied = tensor.to(device, non_blocking=True)

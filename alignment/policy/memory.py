@@ -44,10 +44,11 @@ def activation_bytes(config, itemsize: int = 4) -> int:
     return config.num_hidden_layers * (itemsize * (4 * mlp_width(config) + 11 * config.hidden_size) + norms)
 
 
-def checkpointed_activation_bytes(config, itemsize: int = 4) -> int:
-    """`activation_bytes` under gradient checkpointing: each layer's input, three vectors at the ends, one whole layer."""
+def checkpointed_activation_bytes(config, itemsize: int = 4, layers: float = 1.0) -> int:
+    """`activation_bytes` under gradient checkpointing, of that share of the layers: the input of each, three vectors at the
+    ends, one whole layer."""
     one_layer = activation_bytes(config, itemsize) // config.num_hidden_layers
-    return 4 * (config.num_hidden_layers + 3) * config.hidden_size + one_layer
+    return int(4 * (layers * config.num_hidden_layers + 3) * config.hidden_size) + one_layer
 
 
 def passing_bytes(config, itemsize: int) -> int:
@@ -115,10 +116,11 @@ def tokens_that_fit(config, itemsize: int, free: int, longest: int, limit: int, 
     """(tokens of the largest micro-batch whose activations fit `free` and `limit` bytes of a device with that share of the
     `layers`, whether it takes gradient checkpointing, which computes layers twice: where the longest row, of `longest` tokens,
     does not fit otherwise). Tokens are rounded down to a power of two: slightly less free memory changes no repeated run."""
-    available = int(ACTIVATION_SHARE * max(free, 0) / layers)
-    checkpointing = available < longest * activation_bytes(config, itemsize)
-    per_token = (checkpointed_activation_bytes if checkpointing else activation_bytes)(config, itemsize)
-    tokens = min(max(min(available, int(limit / layers)) // per_token, 1), int(MAX_TOKENS / layers))
+    available = int(ACTIVATION_SHARE * max(free, 0))
+    per_token = layers * activation_bytes(config, itemsize)
+    if checkpointing := available < longest * per_token:
+        per_token = checkpointed_activation_bytes(config, itemsize, layers)
+    tokens = min(max(int(min(available, limit) / per_token), 1), int(MAX_TOKENS / layers))
     return 2 ** (tokens.bit_length() - 1), checkpointing
 
 
@@ -248,9 +250,8 @@ def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen
 def _at_work(config: Any, step: StepShape, device: str, held: int, total: int) -> tuple[int, int, bool]:
     """(Tokens of the micro-batches at work at a time beside `held` bytes, of `total`; how many micro-batches these are; whether
     their layers are computed twice)."""
-    longest, limit = step.prompt + step.max_new_tokens, MAX_ACTIVATION_BYTES[device.partition(":")[0]]
-    room = step.card - held, longest, min(step.card, limit), step.layers
-    fit, checkpointing = tokens_that_fit(config, step.itemsize, *room)
+    longest, limit = step.prompt + step.max_new_tokens, min(step.card, MAX_ACTIVATION_BYTES[device.partition(":")[0]])
+    fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - held, longest, limit, step.layers)
     most, group = step.micro_batch_tokens or fit, step.prompt + step.group_size * step.max_new_tokens
     parallel = step.parallel if most >= step.parallel * group else 1  # as in `cut_for_parallel`
     if parallel > 1:
@@ -284,7 +285,8 @@ def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held:
     update = {"gradients": trained, **_activations(shape, config, step, share.modules, tokens)}
     update["casts"] *= parallel if adapted else 1  # autocast shares casts of what is trained only
     if checkpointing:
-        twice = tokens * checkpointed_activation_bytes(config, step.itemsize)
+        held_layers = sum(name in share.modules for name in shape.layers) / len(layers)
+        twice = tokens * checkpointed_activation_bytes(config, step.itemsize, held_layers)
         update |= {"activations": twice, **{kind: update[kind] // len(layers) for kind in ("casts", "attention")}}
     use = "frozen" if adapted else "trained"
     head = parallel * head_bytes(config, step, tokens // parallel, device, use) * (shape.head in share.modules)

@@ -112,6 +112,7 @@ def test_a_tail_of_seeds_and_questions_is_that_of_their_sum():
     for distance in (0.0, 0.4, 1.5, 4.0):
         assert tail(distance, 0.09, 2, 0.25) == pytest.approx((draws > distance).mean(), abs=0.002)
     assert half_width(0.09, 2, 0.25) == pytest.approx(np.quantile(np.abs(draws), 0.95), rel=0.01)
+    assert half_width(0.0, 2, 0.0) == 0
 
 
 # --- comparisons ----------------------------------------------------------------------------------------

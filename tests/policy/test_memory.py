@@ -128,3 +128,16 @@ def test_a_split_policy_is_charged_for_the_layers_of_its_fullest_device(policy, 
     monkeypatch.setattr(memory, "free_bytes", lambda device: free + 12 * parameters // 2 + 1)
     monkeypatch.setattr(memory, "devices_of", lambda model: ["cpu", "cpu:0"])
     assert choose_micro_batch_tokens(policy.model, policy.optimizer, config, longest=10) == (512, False)
+
+
+def test_checkpointing_a_share_of_the_layers_keeps_one_whole_layer(policy):
+    """Of four layers two, with a hidden size of h: the inputs of two, three vectors at the ends, one layer."""
+    config = policy.config
+    whole, half = checkpointed_activation_bytes(config), checkpointed_activation_bytes(config, layers=0.5)
+    assert whole - half == 4 * 2 * config.hidden_size
+    a_token = activation_bytes(config)
+    # A row of 100 tokens does not fit in the room of 40 with half of the layers each, so layers are computed twice.
+    free = int(40 * a_token / memory.ACTIVATION_SHARE)
+    tokens, checkpointing = memory.tokens_that_fit(config, 4, free, 100, 2**60, layers=0.5)
+    assert checkpointing and tokens == 2 ** ((40 * a_token // half).bit_length() - 1)
+    assert not memory.tokens_that_fit(config, 4, free, 79, 2**60, layers=0.5)[1]
