@@ -34,7 +34,8 @@ class LayerSplitPolicy(SingleDevicePolicy):
         whole_groups = min(len(prompt_groups), self.micro_batch_tokens // largest)
         most = whole_groups if whole_groups >= devices else self.micro_batch_tokens // longest
         in_flight = max(1, min(IN_FLIGHT * devices, most))
-        even = max(1, -(-packed_tokens(split) // devices), largest * (whole_groups >= devices))  # each costs the host time
+        # Few rows are cut into no more than a micro-batch for each device, since each takes the host's time.
+        even = max(1, -(-packed_tokens(split) // devices), largest if whole_groups >= devices else 0)
         pieces = cut_by_tokens(split, min(max(1, self.micro_batch_tokens // in_flight), even))
         head_on_last_device = str(self.model.get_output_embeddings().weight.device) == self.devices[-1]
         started: dict[int, MicroBatch] = {}

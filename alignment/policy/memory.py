@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from alignment.policy.loading import devices_of, mlp_width
 from alignment.policy.log_probs import row_pieces
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import QUERIES_AT_A_TIME
-from alignment.policy.placement import ModelShape, Roles, Share, engine_share, partition_layers, policy_shares
+from alignment.policy.placement import ModelShape, Roles, Share, engine_share, policy_shares
 from alignment.policy.policy import RANKED, Policy, PolicyConfig
 from alignment.system.processes import trim_heap
 
@@ -104,11 +103,9 @@ def choose_micro_batch_tokens(
     release_memory()
     free = min(free_bytes(device) for device in devices) // processes - to_allocate
     limit = MAX_ACTIVATION_BYTES[model.device.type] // processes
-    layers = 1.0
-    if len(devices) > 1:
-        shape = ModelShape.of(model)
-        placed = partition_layers(shape, devices)
-        layers = max(Counter(placed[layer] for layer in shape.layers).values()) / len(shape.layers)
+    shape = ModelShape.of(model) if len(devices) > 1 else None
+    shares = policy_shares(shape, devices, "layer_split", config.optimizer) if shape else ()
+    layers = max((shape.layer_share(share.modules) for share in shares), default=1.0)
     return tokens_that_fit(model.config, getattr(torch, config.dtype).itemsize, free, longest, limit, layers)
 
 
@@ -182,8 +179,7 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other roles' own devices.
     Engines and frozen models stay through all phases. For fp32 weights whose linear layers are autocast."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
-    held = [sum(name in share.modules for name in shape.layers) for share in shares]
-    step = replace(step, layers=max(held) / len(shape.layers))
+    step = replace(step, layers=max(shape.layer_share(share.modules) for share in shares))
     number, others = len(shares), {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
     shares += [Share(device, "", (), 0) for device in sorted(others)]
     # Ranks may share the host's CPU, where the first of them has the other roles, too.
@@ -285,8 +281,7 @@ def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held:
     update = {"gradients": trained, **_activations(shape, config, step, share.modules, tokens)}
     update["casts"] *= parallel if adapted else 1  # autocast shares casts of what is trained only
     if checkpointing:
-        held_layers = sum(name in share.modules for name in shape.layers) / len(layers)
-        twice = tokens * checkpointed_activation_bytes(config, step.itemsize, held_layers)
+        twice = tokens * checkpointed_activation_bytes(config, step.itemsize, shape.layer_share(share.modules))
         update |= {"activations": twice, **{kind: update[kind] // len(layers) for kind in ("casts", "attention")}}
     use = "frozen" if adapted else "trained"
     head = parallel * head_bytes(config, step, tokens // parallel, device, use) * (shape.head in share.modules)

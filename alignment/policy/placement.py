@@ -175,6 +175,10 @@ class ModelShape:
         """Whether the head's matrix is the embedding's."""
         return self.parameters[self.head] == 0
 
+    def layer_share(self, modules: Sequence[str]) -> float:
+        """The share of the layers that is among some modules."""
+        return sum(name in modules for name in self.layers) / len(self.layers)
+
     def trained(self, modules: Iterable[str]) -> int:
         """The trained parameters of some modules."""
         return sum((self.adapters or self.parameters)[name] for name in modules)
@@ -287,9 +291,9 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
     on, what leads back (GPipe, Huang et al. 2019, arXiv:1811.06965). A device works in that order; with one in flight, a split
     model's first device waits through each micro-batch's whole way. `heads_first` is for a head off the last layers' device, as
     a tied one: all of a block's heads then come before its backwards, the first of which ends on that device too."""
-    blocks = -(-micro_batches // in_flight)
-    size = -(-micro_batches // max(1, blocks))
-    for start in range(0, micro_batches, max(1, size)):
+    blocks = max(1, -(-micro_batches // in_flight))
+    size = max(1, -(-micro_batches // blocks))
+    for start in range(0, micro_batches, size):
         block = range(start, min(start + size, micro_batches))
         forwards, heads, backwards = ([(action, number) for number in block] for action in ("forward", "head", "backward"))
         yield from forwards
