@@ -157,7 +157,8 @@ class SFTArgs(Args):
     micro_batch_tokens: int = 0  # Tokens computed at once, in micro-batches; 0: what the free memory allows.
     demonstrations: tuple[str, ...] = ()  # Files of questions (or prompts) with responses; by default the task's own.
     curriculum: bool = False  # Take the demonstrations in the task's own order instead of shuffling them.
-    learning_rate: float = 3e-3  # Peak learning rate of AdamW.
+    optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"  # See train_rl's.
+    learning_rate: float = 3e-3  # Peak learning rate.
     warmup_steps: int = 50  # Steps of linear rise of the learning rate, before a linear fall to a tenth of it.
     weight_decay: float = 0.0  # AdamW weight decay.
     max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
@@ -190,8 +191,8 @@ class RLArgs(Args):
     memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
     optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
-    moments of 2 bytes a parameter, rounded (extra "torchao")."""
-    learning_rate: float = 2e-4  # Peak learning rate of AdamW (betas 0.9, 0.95).
+    moments of 2 bytes a parameter, rounded (extra "torchao"); muon: Muon for hidden matrices, AdamW for all else."""
+    learning_rate: float = 2e-4  # Peak learning rate (AdamW: betas 0.9, 0.95).
     warmup_steps: int = 5  # Updates of linear rise of the learning rate, constant after.
     weight_decay: float = 0.0  # AdamW weight decay.
     max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.

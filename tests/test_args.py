@@ -107,7 +107,7 @@ def test_gradients_need_several_prompts_and_groups_that_divide(values):
         (["--no_group_size"], "--no_group_size: there is no such flag"),
         (
             ["--optimizer", "adamw_8it"],
-            "--optimizer adamw_8it: choose one of adamw, adamw_cpu_offload, adamw_8bit (did you mean",
+            "--optimizer adamw_8it: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon (did you mean",
         ),
         (["--preset", "tinny"], "(did you mean tiny?)"),
         (["--lr", "1"], "--lr: there is no such flag; write --learning_rate"),

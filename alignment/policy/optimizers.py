@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with its moments beside the weights, on the CPU, or in 8 bits. Importing
-this module loads no torch, so that arguments and plans can read `OPTIMIZERS` at once."""
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with its moments beside the weights, on the CPU, or in 8 bits; and Muon.
+Importing this module loads no torch, so that arguments and plans can read `OPTIMIZERS` at once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,4 +21,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {  # --optimizer -> the optimiser.
     "adamw_cpu_offload": Optimizer("alignment.policy.adamw_cpu_offload:CPUOffloadAdamW", device_bytes=8, host_bytes=8),
     # Moments of a byte each, and an fp32 scale for every 256 of them, which is left out here.
     "adamw_8bit": Optimizer("alignment.policy.adamw_8bit:AdamW8bit", device_bytes=10, package="torchao"),
+    # 12 for hidden matrices, which have one moment.
+    "muon": Optimizer("alignment.policy.muon:Muon", device_bytes=16, options={"fused": True}),
 }

@@ -45,7 +45,8 @@ class TransformersSampler:
         self._device = first_device(model)
         ends = model.generation_config.eos_token_id
         self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-        self._token_text = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+        # Decoding a row's last tokens at every step would cost more than a tiny model's forward pass.
+        self._may_stop = lru_cache(maxsize=None)(lambda token, stop: any(string[-1] in tokenizer.decode([token]) for string in stop))
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         copy_weights(self.model, named_tensors)
@@ -133,14 +134,12 @@ class TransformersSampler:
         """Add what was drawn for a row, up to its end, which the host may see late. Returns whether that was among it."""
         if row.finished:
             return False
-        longest, last_letters = max(map(len, stop), default=0), {string[-1] for string in stop}
         for token, log_prob in zip(ids, log_probs, strict=True):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
             row.finished = token in self._eos
-            # Decoding a row's last tokens at every step would cost more than a tiny model's forward pass.
-            if stop and not row.finished and not last_letters.isdisjoint(self._token_text(token)):
-                tail = self.tokenizer.decode(row.token_ids[-longest - 1 :], skip_special_tokens=True)
+            if not row.finished and self._may_stop(token, stop):
+                tail = self.tokenizer.decode(row.token_ids[-max(map(len, stop)) - 1 :], skip_special_tokens=True)
                 row.finished = any(string in tail for string in stop)
             if row.finished:
                 break

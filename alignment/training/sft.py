@@ -61,9 +61,10 @@ def fine_tune(policy: Policy, data: SFTData, config: SFTConfig, on_step: Callabl
 
 def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[Example]:
     """Token ids of (prompt, response) pairs, EOS after each response. Raises `UserError` for a pair beyond the context."""
-    prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
-    responses = tokenizer([response for _, response in pairs], add_special_tokens=False)["input_ids"]
-    examples = [(tuple(p), (*r, tokenizer.eos_token_id)) for p, r in zip(prompts, responses, strict=True)]
+    prompts, responses = (list(dict.fromkeys(texts)) for texts in zip(*pairs, strict=True))  # many come up more than once
+    prompt_ids = dict(zip(prompts, map(tuple, tokenizer(prompts)["input_ids"]), strict=True))
+    response_ids = dict(zip(responses, tokenizer(responses, add_special_tokens=False)["input_ids"], strict=True))
+    examples = [(prompt_ids[prompt], (*response_ids[response], tokenizer.eos_token_id)) for prompt, response in pairs]
     for number, (prompt, response) in enumerate(examples):
         if (tokens := len(prompt) + len(response)) > context:
             fault = f"demonstration {number} has {tokens} tokens, more than the model's context of {context}"

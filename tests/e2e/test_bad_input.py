@@ -181,6 +181,7 @@ CASES = [
     ("train_rl", ["--policy_ranks", "4", "--policy_parallelism", "single"], "--policy_ranks 4: a policy that is single is one"),
     ("sft", ["--policy_parallelism", "shard"], "--policy_parallelism shard: there is no such policy parallelism"),
     ("train_rl", ["--policy_parallelism", "sharded", "--optimizer", "adamw_8bit"], "--optimizer adamw_8bit: a sharded policy"),
+    ("train_rl", ["--policy_parallelism", "sharded", "--optimizer", "muon"], "--optimizer muon: a sharded policy takes adamw or"),
     ("train_rl", ["--rank_timeout", "0"], "--rank_timeout 0"),
     ("evaluate", ["--num_samples", "0"], "--num_samples 0"),
     ("evaluate", ["--max_problems", "-1"], "--max_problems -1"),
@@ -196,7 +197,7 @@ CASES = [
     ("train_rl", ["--group_sise", "3"], "error: --group_sise: there is no such flag (did you mean --group_size?)"),
     ("evaluate", ["--lr", "1"], "error: --lr: there is no such flag; write --learning_rate"),
     ("train_rl", ["actor_rollout_ref.rollout.n=4"], "error: actor_rollout_ref.rollout.n: there is no such flag; write --group_size"),
-    ("plan", ["--optimizer", "adam"], "--optimizer adam: choose one of adamw, adamw_cpu_offload, adamw_8bit (did you mean adamw?)"),
+    ("plan", ["--optimizer", "adam"], "--optimizer adam: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon (did you mean adamw?)"),
     ("train_rl", ["--resume", "{world}/whole"], "--resume {world}/whole: must be a run's folder, which has an args.json"),
     ("train_rl", ["--resume", "{world}/run_damaged"], "args.json is damaged"),
     # names

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignment import plan
 from alignment.args import RLArgs, parse
+from alignment.policy.muon import orthogonalised
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.single_device import make_optimizer
 from alignment.policy.placement import place
@@ -37,7 +38,7 @@ def train_once(policy: SingleDevicePolicy, step: int) -> float:
 def test_the_names_are_those_of_the_flag():
     assert get_args(get_type_hints(RLArgs)["optimizer"]) == tuple(OPTIMIZERS)
     assert RLArgs().optimizer == "adamw"
-    with pytest.raises(UserError, match="--optimizer sgd: choose one of adamw, adamw_cpu_offload, adamw_8bit"):
+    with pytest.raises(UserError, match="--optimizer sgd: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon"):
         parse(RLArgs, ["--optimizer", "sgd"])
 
 
@@ -101,6 +102,61 @@ def test_8bit_moments_take_a_quarter():
     assert sizes[1] == 8 * 512 + 4  # too small to be worth rounding
     # Adam's first step is the learning rate, whatever the gradient.
     torch.testing.assert_close(matrix.data, torch.full((512, 512), 1 - 1e-3), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (8, 3), (3, 8)])
+def test_orthogonalising_is_a_quintic_of_each_singular_value(shape):
+    matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.norm()  # the Frobenius norm is that of the singular values
+    for _ in range(5):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    torch.testing.assert_close(orthogonalised(matrix), left @ values.diag() @ right, rtol=0, atol=1e-12)
+    assert ((0.3 < values) & (values < 1.3)).all()
+
+
+def test_muon_steps_hidden_matrices_as_torchs_and_all_else_as_adamw(tiny_folder, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # in which torch's multiplies
+    policy, plain = (SingleDevicePolicy(PolicyConfig(str(tiny_folder), ("cpu",), "float32", kind)) for kind in ("muon", "adamw"))
+    layers = {name: p.detach().clone().requires_grad_() for name, p in policy.model.named_parameters() if "proj.weight" in name}
+    reference = torch.optim.Muon(layers.values(), weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        ids = torch.randint(0, 300, (4, 16), generator=torch.Generator().manual_seed(step))
+        policy.model(ids, labels=ids).loss.backward()
+        for name, p in policy.model.named_parameters():
+            (layers[name] if name in layers else plain.model.get_parameter(name)).grad = p.grad.clone()
+        reference.param_groups[0]["lr"] = 1e-2
+        reference.step()
+        policy.step(1e-2)
+        plain.step(1e-2)
+    began = dict(SingleDevicePolicy(PolicyConfig(str(tiny_folder), ("cpu",), "float32")).weights())
+    assert len(layers) == 14
+    for name, weight in policy.weights():
+        if name in layers:
+            torch.testing.assert_close(weight - began[name], layers[name].detach() - began[name], rtol=0, atol=1e-5)
+        else:
+            assert torch.equal(weight, plain.model.get_parameter(name)), name
+    stored = [set(values) for values in policy.optimizer.state_dict()["state"].values()]
+    assert stored.count({"step", "momentum"}) == 14
+
+
+def test_muon_decays_matrices_and_has_no_step_without_a_gradient():
+    matrix, idle = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.eye(2))
+    optimizer = make_optimizer(torch.nn.ParameterList([matrix, idle]), 0.1, 0.5, "muon")
+    matrix.grad = torch.zeros(2, 2)
+    optimizer.step()
+    torch.testing.assert_close(matrix.data, 0.95 * torch.eye(2))  # 1 - 0.1 * 0.5, and the momentum is 0
+    assert torch.equal(idle.data, torch.eye(2))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_saved_optimizer_goes_on_with_the_same_bits(tiny_folder, tmp_path, kind):
+    policy, _ = trained(tiny_folder, kind, 2)
+    policy.save_optimizer(tmp_path)
+    resumed = SingleDevicePolicy(PolicyConfig(str(tiny_folder), ("cpu",), "float32", kind, weight_decay=0.1))
+    resumed.model.load_state_dict(policy.model.state_dict())
+    resumed.load_optimizer(tmp_path)
+    assert [train_once(policy, step) for step in (2, 3)] == [train_once(resumed, step) for step in (2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from alignment.data.questions import distinct, question_text, split_of
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERANDS = range(1, 7)
 LARGEST = 20  # absolute value of any intermediate result
-DEMONSTRATIONS = {"train": 60_000, "test": 512}
+DEMONSTRATIONS = {"train": 30_000, "test": 512}
 CAREFUL_SHARE = 0.6  # of the demonstrations, the first ones
 BAD_HABITS = (0.5, 0.6, 0.5)  # probabilities that the careless teacher ignores precedence, skips work, breaks the format
 
