@@ -123,8 +123,7 @@ def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     hardware = hardware_of(args.hardware)
     import numpy as np
 
-    from alignment.duration import calibrate, duration, span
-    from alignment.prediction import predict
+    from alignment.prediction import calibrate, duration, predict, span
 
     predictions = [predict(arm, *hardware[:3]) for arm in design.arms.values()]
     arm, step = predictions[0].run, predictions[0].step

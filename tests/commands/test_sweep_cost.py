@@ -8,9 +8,8 @@ from alignment import sweep
 from alignment.ablation.statistics import power
 from alignment.core.power import score_std
 from alignment.args import RLArgs, from_preset
-from alignment.duration import Known, duration, span
 from alignment.policy.speed import hardware_of
-from alignment.prediction import predict
+from alignment.prediction import Known, duration, predict, span
 from alignment.system.errors import UserError
 
 LOSSES = ("no_baseline", "grpo_clip")
