@@ -402,7 +402,7 @@ class ClaimsArgs(SweepArgs):
 
     preset: tuple[str, ...] = ("tiny", "countdown_tiny")  # Named sets of arguments, a task each, that all arms start from.
     run: tuple[Literal["all", *CLAIMS], ...] = ()  # Claims whose missing runs are trained first; all: every one.
-    report: str = ""  # Folder to write the page to, as claims.md and claims.html; empty: none.
+    report: str = ""  # Folder to write the page to, as claims.md; empty: none.
 
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:

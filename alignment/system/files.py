@@ -187,7 +187,7 @@ def read_text(file: Path) -> str:
 
 
 def fill_template(file: Path, **facts: object) -> str:
-    """The text of a Jinja template, which must get every fact, and may include those beside it. HTML is escaped. Lines of blocks
+    """The text of a Jinja template, which must get every fact and may include those beside it. HTML is escaped. Lines of blocks
     leave no trace, except in plain text, which says itself where a line ends."""
     import jinja2  # here, because few commands fill one
 

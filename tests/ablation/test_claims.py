@@ -4,7 +4,6 @@ import json
 import re
 import sys
 import tomllib
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -185,19 +184,12 @@ def test_the_page_has_every_claim_and_its_verdicts(tmp_path, monkeypatch, capsys
     assert "All arms have" not in text
     seconds = 3 * 5 * (4 * 2.0 + 2)  # three arms of five seeds: four steps and two evaluations
     assert f"took {seconds / 3600:.1f}" in text and "\n\n\n\n" not in text
-    html, links = (tmp_path / "claims.html").read_text(), []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attributes: links.append((tag, dict(attributes)))
-    parser.feed(html)
-    assert not [a for tag, a in links if tag in ("script", "link", "iframe", "img") or "src" in a]
-    assert {a["href"][1:] for tag, a in links if tag == "a"} == {a["id"] for tag, a in links if tag == "h2"} == set(CLAIMS)
-    assert '<span class="holds">holds</span>' in html
+    assert set(re.findall(r"\]\(#(\w+)\)", text)) == set(CLAIMS)
 
 
 def test_the_page_names_what_all_arms_were_given(tmp_path, monkeypatch):
     assert run_claims(monkeypatch, "--num_steps", "2", "--output_dir", str(tmp_path), "--report", str(tmp_path)) == 0
     assert "All arms have\n`--num_steps 2`, but for" in (tmp_path / "claims.md").read_text()
-    assert "All arms have <code>--num_steps 2</code>, but for" in (tmp_path / "claims.html").read_text()
 
 
 def test_with_all_claims_less_is_decided(tmp_path):
