@@ -27,6 +27,8 @@ def _wrong_length(run: study.Run) -> float:
     return np.mean([len(answer["token_ids"]) for answer in answers if not answer["score"]["reward"]])
 
 
+# What a claim's [about] has where its file does not say otherwise.
+USUAL = {"equal": "warm start, prompts, samples, updates", "measure": "final accuracy", "tie": 0.03, "seeds": [0, 1, 2, 3, 4]}
 MEASURES = {
     "final accuracy": lambda run: run.scores.rewards_EQ[-1],
     "mean accuracy of all evaluations": lambda run: run.scores.rewards_EQ.mean(axis=0),
@@ -64,7 +66,8 @@ def main() -> None:
 def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
     """A claim's trial on a preset, with the runs that there are. Raises `UserError` where an arm cannot work."""
     file, given = read_toml(CLAIMS[name], "--run"), swept_values(args)
-    about, arms = file["about"], named_arms(str(CLAIMS[name]), preset, given) if "arms" in file else {}
+    file["about"] = about = (USUAL if "arms" in file else {}) | file["about"]
+    arms = named_arms(str(CLAIMS[name]), preset, given) if "arms" in file else {}
     base, *_ = grid(preset, given, hold="").values()
     folder = Path(args.output_dir) / "claims" / f"{preset}_{name_of(base, from_preset(RLArgs, preset))}".strip("_")
     names = {arm: name_of(own, base) or "baseline" for arm, own in arms.items()}

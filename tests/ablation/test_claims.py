@@ -12,7 +12,7 @@ from alignment import claims
 from alignment.ablation import schedule
 from alignment.ablation.design import lint
 from alignment.args import CLAIMS, ClaimsArgs, RLArgs, parse
-from alignment.claims import MEASURES, decide, read_trial
+from alignment.claims import MEASURES, USUAL, decide, read_trial
 from alignment.system.errors import UserError
 from tests.ablation.test_report import make_run
 from tests.command_line import exit_code
@@ -47,6 +47,8 @@ def test_a_claim_states_what_a_trial_needs(name):
         assert set(about) == {"claim", "paper", "cannot"} and not arms
         assert about["cannot"].startswith("cannot be shown here: ")
         return
+    assert not [key for key, value in about.items() if USUAL.get(key) == value]  # which would be said twice
+    about = USUAL | about
     assert {"claim", "paper", "equal", "measure", "tie", "seeds", "hours"} == set(about) - {"above", "why"}
     assert about["measure"] in MEASURES and about["tie"] > 0 and about["hours"] > 0 and len(about["seeds"]) >= 2
     assert about.get("above") in (None, *arms) and len(arms) >= 2
@@ -58,6 +60,7 @@ def test_the_arms_of_a_claim_are_arms_and_differ(name, preset):
     made = trial(name, preset)
     assert all(isinstance(arm, RLArgs) for arm in made.design.arms.values())
     assert len(made.design.arms) == len(made.runs) == len(FILES[name]["arms"])
+    assert made.design.seeds == (0, 1, 2, 3, 4) and made.design.tie == FILES[name]["about"].get("tie", 0.03)
     assert [warning for warning in made.design.warnings if warning.kind != "confounded"] == []
 
 
