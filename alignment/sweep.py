@@ -57,7 +57,7 @@ def make_design(args: SweepOptions) -> Design:
     refuse_incomparable_arms(arms)
     warnings = tuple(lint(arms, seeds))
     if warnings and args.strict:
-        raise UserError(f"--strict: {'; '.join(map(str, warnings))}")
+        raise UserError(f"--strict: {'; '.join(warnings)}")
     design = Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings, args.match)
     if args.question:
         from alignment.ablation.verdicts import refuse_unknown_question

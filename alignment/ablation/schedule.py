@@ -62,7 +62,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
         if _fixed(before := read_json(file)) != _fixed(design.facts()):
             raise UserError(f"{design.folder} holds a sweep of another design; give another --run_name")
         seeds |= set(before.get("seeds", ()))
-    facts = {"seeds": sorted(seeds), "warnings": list(map(str, design.warnings)), "command": list(command)}
+    facts = {"seeds": sorted(seeds), "warnings": list(design.warnings), "command": list(command)}
     write_json(file, {**design.facts(), **facts, "versions": versions()})
 
 
