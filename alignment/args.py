@@ -43,7 +43,9 @@ Match = Literal["steps", "samples", "tokens", "seconds"]
 Config = TypeVar("Config")
 COMPARISONS = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
 _BOUNDS = tomllib.loads(Path(__file__).with_name("bounds.toml").read_text())
-BOUNDS = {name: (words, bound) for words, bound in _BOUNDS.items() for name in bound["arguments"].split()}
+_ZERO = {name: f"0 ({meaning})" for meaning, names in _BOUNDS.pop("zero").items() for name in names.split()}
+_BOUND_OF = {name: words for words, bound in _BOUNDS.items() for name in bound["arguments"].split()}
+BOUNDS = {name: (words.replace("0", _ZERO.get(name, "0")), _BOUNDS[words]) for name, words in _BOUND_OF.items()}
 """Argument -> the numbers that will do, in words and by limits; a flag has the same bound in every command."""
 
 
@@ -403,7 +405,7 @@ class ClaimsArgs(SweepArgs):
 
     preset: tuple[str, ...] = ("tiny", "countdown_tiny")  # Named sets of arguments, a task each, that all arms start from.
     run: tuple[Literal["all", *CLAIMS], ...] = ()  # Claims whose missing runs are trained first; all: every one.
-    report: str = ""  # Folder to write the page to, as claims.md and claims.html; empty: none.
+    report: str = ""  # Folder to write the page to, as claims.md; empty: none.
 
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:

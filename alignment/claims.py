@@ -27,6 +27,8 @@ def _wrong_length(run: study.Run) -> float:
     return np.mean([len(answer["token_ids"]) for answer in answers if not answer["score"]["reward"]])
 
 
+# What a claim's [about] has where its file does not say otherwise.
+USUAL = {"equal": "warm start, prompts, samples, updates", "measure": "final accuracy", "tie": 0.03, "seeds": [0, 1, 2, 3, 4]}
 MEASURES = {
     "final accuracy": lambda run: run.scores.rewards_EQ[-1],
     "mean accuracy of all evaluations": lambda run: run.scores.rewards_EQ.mean(axis=0),
@@ -53,9 +55,10 @@ def main() -> None:
     facts = contents(read()) | {"presets": args.preset, "given": flags_of(swept_values(args))}
     rows = [(name, of[0][0].file["about"]["claim"], *(row[1] for row in of)) for name, of in facts["told"].items()]
     console.print(make_table("published claims", ("claim", "what it says", *args.preset), rows))
-    for page in ("claims.md", "claims.html") if args.report else ():
+    if args.report:
         Path(args.report).mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(args.report) / page, fill_template(Path(__file__).parent / f"ablation/{page}.j2", **facts))
+        page = fill_template(Path(__file__).parent / "ablation" / "claims.md.j2", **facts)
+        write_atomically(Path(args.report) / "claims.md", page)
     if failed:
         raise UserError(f"{len(failed)} runs failed and are missing from the verdicts: {', '.join(failed)}")
 
@@ -63,7 +66,8 @@ def main() -> None:
 def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
     """A claim's trial on a preset, with the runs that there are. Raises `UserError` where an arm cannot work."""
     file, given = read_toml(CLAIMS[name], "--run"), swept_values(args)
-    about, arms = file["about"], named_arms(str(CLAIMS[name]), preset, given) if "arms" in file else {}
+    file["about"] = about = (USUAL if "arms" in file else {}) | file["about"]
+    arms = named_arms(str(CLAIMS[name]), preset, given) if "arms" in file else {}
     base, *_ = grid(preset, given, hold="").values()
     folder = Path(args.output_dir) / "claims" / f"{preset}_{name_of(base, from_preset(RLArgs, preset))}".strip("_")
     names = {arm: name_of(own, base) or "baseline" for arm, own in arms.items()}

@@ -21,8 +21,8 @@ def main() -> None:
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     roles_of(args, hardware.gpus)
-    from alignment.duration import calibrate, duration, ranked, span  # which load torch: mistakes are reported first
-    from alignment.prediction import predict, remedies
+    # Here, because it loads torch: mistakes are reported first.
+    from alignment.prediction import calibrate, duration, predict, ranked, remedies, span
 
     run, console = configuration(RLArgs, args), make_console()
     prediction = predict(run, *hardware[:3])

@@ -1,34 +1,43 @@
-"""A run's memory before it starts: its devices, and the peak bytes of each in each phase of a step, from shapes alone."""
+"""A run's memory and seconds before it starts: its devices, the peak bytes of each in each phase of a step, from shapes alone,
+and the time of the shapes' work at a machine's rates, or at those that finished runs show."""
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 
+from alignment.ablation.study import Run, read_run
 from alignment.args import RLArgs, configuration, flags_of
-from alignment.checks import EMBEDDED, check_model_path, engines_on_shared_gpu, resolve_model, roles_of
+from alignment.checks import EMBEDDED, check_model_path, engines_on_shared_gpu, resolve_model, roles_of, visible_gpus
 from alignment.data.prompts import prompted
 from alignment.data.tasks import TASKS
 from alignment.models import kind_of_policy
 from alignment.policy.loading import compute_dtype, load_config, load_tokenizer
-from alignment.policy.memory import SPARE, DevicePeak, PeakMeter, StepShape, peak_bytes, total_bytes
+from alignment.policy.memory import CACHE_BYTES, SPARE, DevicePeak, PeakMeter, StepShape, peak_bytes, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.parallel_micro_batches import PARALLEL
 from alignment.policy.placement import ModelShape, Roles
-from alignment.policy.policy import RANKED, Policy
+from alignment.policy.policy import POLICIES, RANKED, Policy
+from alignment.policy.speed import Hardware, decoding, forward, hardware_of, rates, work
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import UserError
+from alignment.system.files import read_json, read_jsonl
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
 PUBLISHED = Path(__file__).parent / "policy" / "published"  # configurations of models on the hub, so that it need not be asked
 GSM8K = (320, 1319)  # tokens of the longest prompt of training, by SmolLM2's tokenizer; test problems
 LONGER = 1.25  # than test problems' longest prompt is the longest of training, at most: SVAMP's, which learns from other sets
+ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1  # factors to be off by: of one run, at least of several, for an e-fold of size
+SHORTEST = 0.1  # seconds; less than that is latency, and other processes, whatever was predicted
 
 
 @dataclass(frozen=True)
@@ -152,3 +161,157 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool, machines: in
         frozen=0 if args.lora_rank else (args.beta > 0) + old_policy,
         engines=engines_on_shared_gpu(args, roles),
     )  # fmt: skip
+
+
+class Known(NamedTuple):
+    """What finished runs show; by default nothing."""
+
+    fit: np.ndarray | None = None  # Seconds of a unit of each of `KINDS`, that fit all phases best.
+    samples: Sequence[tuple[str, float, float]] = ()  # A phase, its seconds by `fit`, and those measured over these.
+    # Mean shares of the longest prompt and response, and of responses with a gradient, from the least to the most.
+    shares: Mapping[str, tuple[float, float]] = {"prompt": (0.1, 1.0), "response": (0.25, 1.0), "trained": (0.5, 1.0)}
+
+
+def work_of_phases(prediction: Prediction, machines: int, shares: Mapping[str, float], refills=0) -> dict[str, np.ndarray]:
+    """Phase -> the busiest device's work: of a step, which samples groups 1 + `refills` times, an evaluation, a checkpoint."""
+    run, step, shape, config, kind = prediction.run, prediction.step, prediction.shape, prediction.config, prediction.kind
+    devices, updates, samplers = len(prediction.roles.policy), run.updates_per_rollout, prediction.roles.sample
+    kinds = (RANKED, machines), (("sharded",), 1), (("layer_split",), 1)
+    ranks, parts, stages = (devices * times if kind in of else 1 for of, times in kinds)
+    total, trained = sum(shape.parameters.values()), shape.trained(shape.parameters)
+    prompt, response, most = shares["prompt"] * step.prompt, shares["response"] * run.max_new_tokens, run.micro_batch_tokens
+    prompts, drawn = run.prompts_per_rollout * prompt / ranks, run.rollout_size * response / ranks
+    tokens, seen = prompts + drawn, (prompts * prompt / 2 + drawn * (prompt + response / 2)) / (prompts + drawn)
+
+    def computed(share: float, times: int) -> np.ndarray:
+        # Of several stages the first is idle while the last micro-batches pass the others (Huang et al. 2019, section 2).
+        pieces = max(1, ceil(share * tokens / times / (most or 4096)))
+        busy = np.array([(pieces + stages - 1) / (pieces * stages)] * 2 + [1] * 4)
+        counts = (share * tokens / times, seen, share * drawn / times)
+        passed = busy * forward(shape, config, step.itemsize, counts, pieces)
+        return times * (passed + work(link=4 * total * (1 - 1 / parts) * pieces)), times * pieces  # and others' parts
+
+    def sampled(phase: str, times: float) -> np.ndarray:
+        asked, size, longest = step.sampled[phase]
+        cache = 0 if step.vllm else CACHE_BYTES[samplers[0].partition(":")[0]]
+        engines = machines * len(samplers) / run.sampler_tensor_parallel
+        rows = (times * asked / engines, size, prompt, shares["response"] * longest, longest)
+        return decoding(shape, config, step.itemsize, rows, cache) / run.sampler_tensor_parallel
+
+    passed, pieces = computed(shares["trained"] * run.epochs_per_rollout, updates)
+    summed = 4 * trained * (1 - 1 / parts) * pieces if parts > 1 else 8 * trained * updates * (ranks > machines)
+    # Backward computes gradients of inputs and of weights. Through memory pass autocast's casts, additions to gradients, and 40
+    # bytes a parameter of the gradient's norm and AdamW.
+    update = (2 if shape.adapters else 3) * passed + work(
+        bytes=6 * total * pieces * (step.itemsize == 2) + (12 * pieces + 40 * updates) * trained / parts,
+        launches=27 * len(shape.layers) * updates,
+        link=8 * config.hidden_size * tokens * (stages - 1) * run.epochs_per_rollout + summed,  # hidden states, their gradients
+        network=8 * trained / parts * updates * (ranks > 1) * (machines > 1),
+    )
+    return {
+        "sampling": sampled("sampling", 1 + refills),
+        **dict.fromkeys(sorted(step.passes), computed(1, 1)[0]),
+        "update": update,
+        "sync": work(bytes=(4 + 3 * step.itemsize) * total, link=step.itemsize * total),
+        "evaluation": sampled("evaluation", 1),
+        "checkpoint": work(disk=4 * total + 8 * trained),
+    }
+
+
+def calibrate(folders: Sequence[str], itemsize: int) -> Known:
+    """What finished runs of a machine show, if there are any. Raises `UserError` for a folder that is no finished run's of two
+    steps or more, or one's with products of numbers of another size than `itemsize` bytes."""
+    if not folders:
+        return Known()
+    measured, shares = [], []
+    for path in map(Path, folders):
+        run = read_run(path)
+        steps = run.metrics[1:] if run.finished else ()  # the first one also warms up
+        of_rl = any("rows_with_gradient" in step for step in steps)
+        if not of_rl or not (rows := read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")):
+            needed = "a finished run of train_rl, of two steps or more, with its completions"
+            raise UserError(f"--calibrate {path}: must be {needed}")
+        args = {key: tuple(v) if isinstance(v, list) else v for key, v in run.args.items() if hasattr(RLArgs, key)}
+        args |= {"sft_base": str(path / "final"), "micro_batch_tokens": steps[0]["micro_batch_tokens"]}
+        prediction = predict(RLArgs(**args))
+        if prediction.step.itemsize != itemsize:
+            raise UserError(f"--calibrate {path}: has products of another --dtype than what is planned")
+        prompt, response = fmean(len(row["prompt_ids"]) for row in rows), fmean(s["response_length"] for s in steps)
+        trained = fmean(step["rows_with_gradient"] / step["responses"] for step in steps)
+        shares.append((prompt / prediction.step.prompt, response / args["max_new_tokens"], trained))
+        works = work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1])))
+        measured += [(phase, done, taken) for phase, done in works.items() if (taken := phase_seconds(phase, run)) > 0.001]
+    from scipy.optimize import nnls  # here, because a run that starts needs its memory only, and loading scipy takes a second
+
+    fit = nnls(np.array([done / seconds for _, done, seconds in measured]), np.ones(len(measured)))[0]
+    sizes = [max(float(done @ fit), 1e-9) for _, done, _ in measured]
+    samples = [(phase, size, seconds / size) for (phase, _, seconds), size in zip(measured, sizes, strict=True)]
+    return Known(fit, samples, {name: (min(of), max(of)) for name, of in zip(Known().shares, zip(*shares))})
+
+
+def phase_seconds(phase: str, run: Run) -> float:
+    """The median seconds that a phase took of a run's step, but for its first, or of an evaluation; 0.0: none is logged."""
+    records = run.evals if phase == "evaluation" else run.metrics[1:]
+    name = {"sampling": "seconds_sample", "evaluation": "seconds"}.get(phase, f"seconds_{phase}")
+    return median(record.get(name, 0.0) for record in records)
+
+
+def seconds_of(phase: str, done: np.ndarray, per_unit: np.ndarray, known: Known) -> tuple[float, float]:
+    """The least and the most seconds of a phase's work. By finished runs that had it: at `fit`, times what it took beyond that,
+    in runs of nearest size above all. Else at best all kinds of work overlap, and at worst each waits for the others."""
+    near = np.array([sample[1:] for sample in known.samples if sample[0] == phase])
+    if not len(near):
+        return float(max(done * per_unit[0])), float(sum(done * per_unit[1]))
+    (sizes, beyond), size = near.T, max(float(done @ known.fit), 1e-9)
+    distances = abs(np.log(sizes / size))
+    spread = max(SEVERAL_RUNS, max(beyond) / min(beyond)) if len(near) > 1 else ONE_RUN
+    spread *= float(OF_SIZE ** min(distances))
+    middle = size * float(np.exp(np.average(np.log(beyond), weights=(0.1 + distances) ** -2)))
+    return middle / spread, middle * spread
+
+
+def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict:
+    """Seconds, [least, most], of each phase ("phases") and of a "step"; sampled "tokens_per_second"; the run's "hours", its
+    "gpu_hours", of a machine without GPUs the same, and of these "evaluations_gpu_hours"."""
+    run, roles, per_unit, ends = prediction.run, prediction.roles, rates(hardware, prediction.step.itemsize), []
+    gpus = hardware.machines * (hardware.gpus or len({*roles.policy, *roles.sample, roles.eval, roles.reference}))
+    evaluations, checkpoints = 1 + ceil(run.num_steps / run.eval_interval), ceil(run.num_steps / run.save_interval)
+    for end in (0, 1):
+        shares = {name: span[end] for name, span in known.shares.items()}
+        works = work_of_phases(prediction, hardware.machines, shares, end * run.max_refills)
+        phases = {phase: seconds_of(phase, done, per_unit, known)[end] for phase, done in works.items()}
+        evaluated, saved = evaluations * phases["evaluation"], checkpoints * phases["checkpoint"]
+        parts = phases["sampling"], sum(phases.values()) - sum(phases[of] for of in ("sampling", "evaluation", "checkpoint"))
+        step = max(parts) if run.rollouts == "async" else sum(parts)
+        whole, sampled = run.num_steps * step + evaluated + saved, run.rollout_size * shares["response"] * run.max_new_tokens
+        hours = {"hours": whole / 3600, "gpu_hours": gpus * whole / 3600, "evaluations_gpu_hours": gpus * evaluated / 3600}
+        ends.append(phases | {"step": step, "tokens_per_second": sampled / step, **hours})
+    spans = {name: sorted(end[name] for end in ends) for name in ends[0]}
+    return {"phases": {phase: spans.pop(phase) for phase in works}, **spans}
+
+
+def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
+    """(Measured and predicted peak bytes by device and phase, measured seconds and predicted range by phase) of a run."""
+    path, predicted = Path(rl.output_dir) / rl.run_name, duration(predict(rl), hardware_of(""), Known())["phases"]
+    by_device = read_json(path / "summary.json")["peak_bytes"]
+    peaks = {f"{device}, {phase}": both for device, of in by_device.items() for phase, both in of.items() if both[1]}
+    run, at_least = read_run(path), lambda seconds: max(seconds, SHORTEST)
+    seconds = {phase: (at_least(phase_seconds(phase, run)), [*map(at_least, ends)]) for phase, ends in predicted.items()}
+    return peaks, seconds
+
+
+def span(values: Sequence[float]) -> str:
+    """A range in words: 1.2 to 45."""
+    return " to ".join(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
+
+
+def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[dict, Prediction]]:
+    """(`duration`, prediction) of each parallelism on splits of the GPUs between policy and sampler that fit, fastest first."""
+    number, found = visible_gpus() if hardware.gpus is None else hardware.gpus, {}
+    gpus, kinds = tuple(f"cuda:{gpu}" for gpu in range(number)), RANKED if hardware.machines > 1 else POLICIES
+    for kind, engines in itertools.product(kinds, {0, 1, 2, 4, 8, number - 1} & {*range(max(1, number))}):
+        split = {"policy_devices": gpus[:-engines], "sample_device": gpus[-engines:]} if engines else {}
+        prediction = if_it_fits(run, {"policy_parallelism": kind, **split}, *hardware[:3])
+        if prediction and (kind == "single") == (len(prediction.roles.policy) == 1):
+            found[kind, prediction.roles] = duration(prediction, hardware, known), prediction
+    return sorted(found.values(), key=lambda pair: np.prod(pair[0]["hours"]))

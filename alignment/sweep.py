@@ -57,7 +57,7 @@ def make_design(args: SweepOptions) -> Design:
     refuse_incomparable_arms(arms)
     warnings = tuple(lint(arms, seeds))
     if warnings and args.strict:
-        raise UserError(f"--strict: {'; '.join(map(str, warnings))}")
+        raise UserError(f"--strict: {'; '.join(warnings)}")
     design = Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings, args.match)
     if args.question:
         from alignment.ablation.verdicts import refuse_unknown_question
@@ -72,7 +72,7 @@ def looks(seeds: int, args: SweepOptions) -> int:
 
 
 def print_design(design: Design, args: SweepOptions, console: Console) -> None:
-    """Print the arms, the runs and their time, what the seeds would show, and the warnings."""
+    """Print the arms, the runs, what the seeds would show, what that costs, and the warnings."""
     arms, seeds, varied = design.arms, len(design.seeds), design.varied
     title = f"{len(arms)} arms x {seeds} seeds = {len(arms) * seeds} runs"
     rows = [(name, *map(str, varied[name].values()), str(arm.rollout_size)) for name, arm in arms.items()]
@@ -80,12 +80,11 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
     if design.hold == "rollouts" and "group_size" in next(iter(varied.values())):
         prompts = " ".join(str(arm.prompts_per_rollout) for arm in arms.values())
         console.print(f"--hold rollouts: --prompts_per_rollout is {prompts}; --hold prompts keeps it", soft_wrap=True)
-    seconds = schedule.expected_seconds(design, args.output_dir)
-    known = f"{seconds / 3600:.1f} h" if (seconds or 0) > 5400 else f"{(seconds or 0) / 60:.0f} min"
-    console.print("time: unknown before a first run" if seconds is None else f"time, one run after another: {known}")
     print_power(design, args, console)
     if args.hardware or args.calibrate or args.price or args.show_difference:
         print_cost(design, args, console)
+    else:
+        console.print("time: --calibrate FOLDER, of a finished run, or --hardware adds it", soft_wrap=True)
     for warning in design.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
 
@@ -123,8 +122,7 @@ def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     hardware = hardware_of(args.hardware)
     import numpy as np
 
-    from alignment.duration import calibrate, duration, span
-    from alignment.prediction import predict
+    from alignment.prediction import calibrate, duration, predict, span
 
     predictions = [predict(arm, *hardware[:3]) for arm in design.arms.values()]
     arm, step = predictions[0].run, predictions[0].step

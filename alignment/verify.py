@@ -59,7 +59,7 @@ def digests(run: Path) -> dict[str, str]:
 def run_checks(args: VerifyArgs, console: Console) -> Iterator:
     """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that both end alike, and of the memory and seconds
     of the first beside what `plan` predicts. Deletes both runs."""
-    from alignment.duration import beside_plan
+    from alignment.prediction import beside_plan
     from alignment.verification.checks import Check, checks_of_plan
 
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)

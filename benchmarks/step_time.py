@@ -78,9 +78,8 @@ def train(args: RLArgs) -> None:
 
 def table(output_dir: str, dataset_path: str, rounds: int) -> Table:
     """Seconds as `plan --calibrate` predicts them, the middle of its ranges, over those measured: medians of all rounds."""
-    from alignment.duration import calibrate, duration
     from alignment.policy.speed import hardware_of
-    from alignment.prediction import predict
+    from alignment.prediction import calibrate, duration, predict
     from alignment.system.files import read_jsonl
 
     rows = []

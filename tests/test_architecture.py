@@ -36,7 +36,7 @@ MAY_IMPORT = {
     ),
 }  # fmt: skip
 # Beside the commands and `args`: what builds objects from arguments, and the names of the field.
-TOP_LEVEL = {"args", "models", "prediction", "duration", "checks", "preview", "grpo", "drgrpo_grader", "tokens", "log_probs"}
+TOP_LEVEL = {"args", "models", "prediction", "checks", "preview", "grpo", "drgrpo_grader", "tokens", "log_probs"}
 ARGUMENT_CLASSES = {"RLArgs", "SFTArgs", "Args", "EvaluateArgs", "SweepOptions"}
 TAKES_ARGUMENTS = {"alignment.ablation.design"}  # a design consists of arguments
 MOST_PARAMETERS = 6

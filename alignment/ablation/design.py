@@ -23,18 +23,6 @@ BOOKKEEPING = NOT_SWEPT | {  # which decide where, how fast or how often somethi
 
 
 @dataclass(frozen=True)
-class LintWarning:
-    """A question that the design cannot answer, or answers twice."""
-
-    kind: Literal["same", "confounded", "seeds"]
-    arms: tuple[str, ...]
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.arms)}: {self.reason}" if self.arms else self.reason
-
-
-@dataclass(frozen=True)
 class Design:
     """The plan of a sweep: its folder, its arms by name, its seeds, and its warnings."""
 
@@ -44,7 +32,7 @@ class Design:
     hold: str
     tie: float
     alpha: float  # Chance that any verdict is false; with --until_decided, the share of that chance for each interim analysis.
-    warnings: tuple[LintWarning, ...]
+    warnings: tuple[str, ...]  # Of questions that it cannot answer, or answers twice.
     match: str = "steps"  # What arms are compared at equal amounts of: an entry of `AMOUNTS`.
 
     @property
@@ -156,10 +144,10 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
             raise UserError(f"--sft_base {args.sft_base}: {reason}; give each its own sft_base in a --sweep_file")
 
 
-def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[LintWarning]:
+def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[str]:
     """Warnings of arms that are mathematically the same, of confounded differences, and of a single seed."""
     reason = "one seed cannot tell an arm from luck; there will be no verdict: give at least two, --seed 0 1"
-    return [*_equivalent(arms), *_confounded(arms), *([LintWarning("seeds", (), reason)] if len(seeds) < 2 else [])]
+    return [*_equivalent(arms), *_confounded(arms), *([reason] if len(seeds) < 2 else [])]
 
 
 def canonical(args: RLArgs) -> dict[str, object]:
@@ -191,12 +179,12 @@ def canonical(args: RLArgs) -> dict[str, object]:
     return {name: value for name, value in facts.items() if name not in left_out}
 
 
-def _equivalent(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
+def _equivalent(arms: Mapping[str, RLArgs]) -> list[str]:
     groups: dict[tuple, list[str]] = {}
     for name, args in arms.items():
         groups.setdefault(tuple(sorted((key, str(value)) for key, value in canonical(args).items())), []).append(name)
     reason = lambda names: f"mathematically the same ({_why_equivalent([arms[name] for name in names])})"
-    return [LintWarning("same", tuple(names), reason(names)) for names in groups.values() if len(names) > 1]
+    return [f"{', '.join(names)}: {reason(names)}" for names in groups.values() if len(names) > 1]
 
 
 def _why_equivalent(arms: Sequence[RLArgs]) -> str:
@@ -227,7 +215,7 @@ DERIVED = {  # Quantity -> its value, and the arguments that are changed to chan
 _EVALUATED = frozenset({"reward", "sampling_temperature", "sampling_top_p", "sampling_top_k", "max_new_tokens", "prompt"})
 
 
-def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
+def _confounded(arms: Mapping[str, RLArgs]) -> list[str]:
     """A warning for each argument whose change, alone between two arms, also changes another quantity."""
     confounded: dict[tuple, list[str]] = {}
     for (a, x), (b, y) in itertools.combinations(arms.items(), 2):
@@ -243,4 +231,4 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[LintWarning]:
         if effects:
             confounded.setdefault((name, tuple(effects)), []).extend((a, b))
     reason = lambda name, effects: f"--{name} also changes {', '.join(effects)}"
-    return [LintWarning("confounded", tuple(dict.fromkeys(names)), reason(*key)) for key, names in confounded.items()]
+    return [f"{', '.join(dict.fromkeys(names))}: {reason(*key)}" for key, names in confounded.items()]

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 from matplotlib import pyplot as plt
@@ -20,11 +19,12 @@ from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.runs.run_folder import reproducibility
 from alignment.runs.summary import first_change
-from alignment.system.files import read_jsonl, write_atomically
+from alignment.system.files import fill_template, read_jsonl, write_atomically
 from alignment.system.terminal import make_table, printable
 
 SHOWN_PAIRS = 30  # in the Markdown summary and the figure; the page has all
 WINNERS = 4  # differences that the headline names
+HERE = Path(__file__).parent  # of the templates
 PAGES = ("report.html", "report.md", "report.tex", "comparisons.csv", "arms.csv", "curves.csv")
 INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, light or dark
 
@@ -52,13 +52,11 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     drawn = figures(study, [c for rows in facts["factors"].values() for c in rows] or facts["pairs"])
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     facts |= {"figures": {title: _save(figure, folder / "figures", title) for title, figure in drawn.items()}}
-    options = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": lambda name: name.endswith(".html.j2")}
-    options |= {"loader": jinja2.FileSystemLoader(Path(__file__).parent), "undefined": jinja2.StrictUndefined}
-    environment = jinja2.Environment(**options)
-    environment.filters |= {"p": lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}", "printable": printable, "file": _file_name}
-    facts |= {"shown": SHOWN_PAIRS, "methods": " ".join(environment.get_template("methods.txt.j2").render(facts).split())}
+    p_value = lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+    facts |= {"shown": SHOWN_PAIRS, "printable": printable, "file_name": _file_name, "p_value": p_value}
+    facts |= {"methods": " ".join(fill_template(HERE / "methods.txt.j2", **facts).split())}
     for page in PAGES:
-        write_atomically(folder / page, environment.get_template(f"{page}.j2").render(facts))
+        write_atomically(folder / page, fill_template(HERE / f"{page}.j2", **facts))
     return [folder / page for page in PAGES]
 
 
@@ -137,7 +135,7 @@ DASHES = ("-", "--", ":", "-.")
 def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure]:
     """The figures by title."""
     plt.switch_backend("svg")
-    plt.style.use(Path(__file__).with_name("report.mplstyle"))
+    plt.style.use(HERE / "report.mplstyle")
     compared, _ = verdicts.outcome(study)
     drawn = {f"Differences of {compared}": _draw(_draw_differences, study, comparisons)} if comparisons else {}
     for key, label in CURVES.items():

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
         if _fixed(before := read_json(file)) != _fixed(design.facts()):
             raise UserError(f"{design.folder} holds a sweep of another design; give another --run_name")
         seeds |= set(before.get("seeds", ()))
-    facts = {"seeds": sorted(seeds), "warnings": list(map(str, design.warnings)), "command": list(command)}
+    facts = {"seeds": sorted(seeds), "warnings": list(design.warnings), "command": list(command)}
     write_json(file, {**design.facts(), **facts, "versions": versions()})
 
 
@@ -74,24 +73,6 @@ def _fixed(facts: Mapping[str, Any]) -> dict[str, object]:
     arms = {arm: {name: args.get(name, defaults[name]) for name in defaults} for arm, args in facts.get("arms", {}).items()}
     settings = {"match": facts.get("match", "steps")} | {name: facts.get(name) for name in ("hold", "tie", "alpha")}
     return settings | {"arms": arms}
-
-
-def expected_seconds(design: Design, output_dir: str) -> float | None:
-    """Seconds of all runs, one after another: medians of earlier runs of these presets, of the time a response, and of what a
-    run takes beside its steps (start, evaluations, checkpoints). None without such runs."""
-    presets = {arm.preset for arm in design.arms.values()}
-    paces, beside = [], []
-    for file in [*Path(output_dir).glob("*/metrics.jsonl"), *Path(output_dir).glob("*/*/metrics.jsonl")]:
-        with suppress(UserError, OSError, ValueError, KeyError, TypeError):
-            args = read_json(file.parent / "args.json")["args"]
-            if args["preset"] in presets:
-                pace = statistics.median(record["seconds"] for record in read_jsonl(file))
-                paces.append(pace / (args["prompts_per_rollout"] * args["group_size"]))
-                beside.append(read_json(file.parent / "summary.json")["seconds_beside_steps"])
-    if not paces:
-        return None
-    responses = sum(arm.rollout_size * arm.num_steps for arm in design.arms.values()) * len(design.seeds)
-    return responses * statistics.median(paces) + len(design.arms) * len(design.seeds) * statistics.median(beside or [0.0])
 
 
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:

@@ -253,22 +253,19 @@ def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
     """The part, of `parts` contiguous and non-empty ones, that each item of `sizes` falls in; 1 <= parts <= len(sizes).
 
-    Exact, in O(parts * len(sizes)^2): the largest part's sum is minimal and, among such cuts, so is the sum of squares, so that
-    one big embedding does not excuse a lopsided rest."""
+    Exact, in O(parts * len(sizes)^2): the largest part's sum is minimal and, among such cuts, so is the second largest's, and
+    so on, so that one big embedding does not excuse a lopsided rest. What is best of some parts stays so with one more."""
     ends = list(accumulate(sizes, initial=0))
-    largest = ends  # by end: the least that the largest part of the first `end` items can have, in one part, then two, ...
-    for _ in range(parts - 1):
-        largest = [min(max(largest[i], end - ends[i]) for i in range(k + 1)) for k, end in enumerate(ends)]
-    # By end: the least sum of squares of the first `end` items in the parts so far, each within the limit, and their parts.
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    # By end: of the best cut of the first `end` items into the parts so far, the sums, largest first, and each item's part.
+    best: dict[int, tuple[list[int], list[int]]] = {0: ([], [])}
     for part in range(parts):
         longer = {}
-        for end in range(1, len(ends)):
-            lengths = {start: ends[end] - ends[start] for start in best if start < end}
-            options = [(best[start][0] + n**2, start) for start, n in lengths.items() if n <= largest[-1]]
-            if options:
-                cost, start = min(options)
-                longer[end] = cost, best[start][1] + [part] * (end - start)
+        for end in range(part + 1, len(ends)):
+            before = ((start, *best[start]) for start in best if start < end)
+            longer[end] = min(
+                (sorted([*sums, ends[end] - ends[start]], reverse=True), owners + [part] * (end - start))
+                for start, sums, owners in before
+            )
         best = longer
     return best[len(sizes)][1]
 

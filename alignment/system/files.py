@@ -187,11 +187,13 @@ def read_text(file: Path) -> str:
 
 
 def fill_template(file: Path, **facts: object) -> str:
-    """The text of a Jinja template, which must get every fact. HTML is escaped; lines of Markdown's blocks leave no break."""
+    """The text of a Jinja template, which must get every fact and may include those beside it. HTML is escaped. Lines of blocks
+    leave no trace, except in plain text, which says itself where a line ends."""
     import jinja2  # here, because few commands fill one
 
-    options = {"autoescape": ".html." in file.name, "trim_blocks": ".md." in file.name}
-    return jinja2.Template(file.read_text(encoding="utf-8"), undefined=jinja2.StrictUndefined, **options).render(facts)
+    options = dict.fromkeys(("trim_blocks", "lstrip_blocks"), ".txt." not in file.name) | {"autoescape": ".html." in file.name}
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(file.parent), undefined=jinja2.StrictUndefined, **options)
+    return environment.get_template(file.name).render(facts)
 
 
 def flush(path: Path) -> None:

@@ -8,9 +8,8 @@ from alignment import sweep
 from alignment.ablation.statistics import power
 from alignment.core.power import score_std
 from alignment.args import RLArgs, from_preset
-from alignment.duration import Known, duration, span
 from alignment.policy.speed import hardware_of
-from alignment.prediction import predict
+from alignment.prediction import Known, duration, predict, span
 from alignment.system.errors import UserError
 
 LOSSES = ("no_baseline", "grpo_clip")
@@ -61,7 +60,7 @@ def test_the_cheapest_design_shows_the_difference_and_fewer_seeds_do_not(designe
 
 
 def test_without_hardware_a_sweep_says_what_it_said(designed):
-    assert "GPU-hours" not in designed() and "time: unknown before a first run" in designed()
+    assert "GPU-hours" not in designed() and "time: --calibrate FOLDER, of a finished run, or --hardware adds it" in designed()
     with pytest.raises(UserError, match="--hardware 8xL5: there is no such machine"):
         designed("--hardware", "8xL5")
     with pytest.raises(UserError, match="--show_difference 1.5: must be 0 .none. or below 1"):

@@ -28,7 +28,6 @@ from alignment.ablation.schedule import (
     RayExecutor,
     SlurmExecutor,
     State,
-    expected_seconds,
     make_executor,
     next_runs,
     run_all,
@@ -403,18 +402,6 @@ def test_options_of_sbatch_are_flags(warm, tmp_path):
     flags = ["--executor", "slurm", "--gpus_per_run", "2", "--slurm", "partition=gpu", "mem=8G", "time=30"]
     parameters = arguments(warm, tmp_path, *flags).slurm_parameters
     assert parameters == {"gpus_per_node": 2, "partition": "gpu", "mem": "8G", "time": 30}
-
-
-def test_the_time_of_a_sweep_counts_what_runs_take_beside_their_steps(warm, tmp_path):
-    """An earlier run of 2 x 8 responses a step took 4 s a step: 0.25 s a response, and 30 s beside its steps."""
-    (run := tmp_path / "earlier").mkdir()
-    facts = {"args": {"preset": "tiny", "prompts_per_rollout": 2, "group_size": 8}}
-    (run / "args.json").write_text(json.dumps(facts))
-    (run / "metrics.jsonl").write_text('{"seconds": 3.0}\n{"seconds": 4.0}\n{"seconds": 9.0}\n')
-    design = make_design(arguments(warm, tmp_path, "--num_steps", "5", "--seed", "0", "1"))
-    assert expected_seconds(design, str(tmp_path)) == 2 * 5 * 16 * 0.25
-    (run / "summary.json").write_text('{"seconds_beside_steps": 30.0}')
-    assert expected_seconds(design, str(tmp_path)) == 2 * (5 * 16 * 0.25 + 30)
 
 
 # --- until it is decided ----------------------------------------------------------------------------------

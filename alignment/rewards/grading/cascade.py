@@ -56,8 +56,6 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
         return Verdict(False, "bounds")
     if answer == truth:
         return Verdict(True, "literal")
-    if (plain := _plain_numbers(answer, truth)) is not None:
-        return Verdict(plain, "rational")
     answer, truth = _normalised(answer), _normalised(truth)
     if max(len(answer), len(truth)) > READ_CHARS:
         return Verdict(True, "normalised") if squeeze(answer) == squeeze(truth) else Verdict(False, "bounds")
@@ -67,15 +65,6 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
     except Exception:  # no text is known to come here, but a defect of the grader must not end a run of days
         return Verdict(False, "error")
     return Verdict(bool(equal), "unread" if equal is None else comparison.stage)
-
-
-def _plain_numbers(answer: str, truth: str) -> bool | None:
-    """Whether a decimal number equals a whole number, the most frequent case; None for any other pair of texts."""
-    whole, decimal = PATTERNS.decimal.fullmatch(truth), PATTERNS.decimal.fullmatch(answer)
-    if whole is None or whole[3] or decimal is None:
-        return None
-    wanted, given = (int(match[1] + match[2].replace(",", "")) for match in (whole, decimal))
-    return wanted == given and not (decimal[3] or "").strip("0")
 
 
 @lru_cache(maxsize=CACHED)

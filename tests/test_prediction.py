@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from alignment.args import RLArgs, from_preset, parse
-from alignment.duration import Known, calibrate, duration, ranked, seconds_of, span, work_of_phases
 from alignment.plan import command_of
 from alignment.policy.speed import CARDS, KINDS, Hardware, hardware_of, rates
-from alignment.prediction import predict
+from alignment.prediction import Known, calibrate, duration, predict, ranked, seconds_of, span, work_of_phases
 from alignment.system.errors import UserError
 
 TOTAL = 466_304  # parameters of the tiny model
