@@ -44,7 +44,7 @@ class UsersFunction:
                     own = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
                     self._child = ChildProcess("function", f"{__name__}:serve", own, log=None)
                     self._child.timeout_flag = "--reward_timeout"
-                    self._child.ask(START_SECONDS, "start", self.name, sys.path)
+                    self._child.ask(START_SECONDS, "start", self.name)
                 return self._child.ask(self.seconds, "call", arguments, columns)
             except ProcessLost as lost:
                 raise self._fault(str(lost)) from None
@@ -107,9 +107,8 @@ def serve(descriptor: int) -> None:
         answer_requests(descriptor, {"start": _load, "call": _call, "stop": lambda loaded: loaded[1].close()}, _place)
 
 
-def _load(name: str, path: Sequence[str]) -> tuple[Callable, asyncio.Runner]:
+def _load(name: str) -> tuple[Callable, asyncio.Runner]:
     """The function, and the one loop for its coroutines."""
-    sys.path[:] = path
     return pkgutil.resolve_name(name), asyncio.Runner()
 
 

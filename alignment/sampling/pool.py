@@ -202,10 +202,8 @@ class SamplerProcess(EngineProcess):
     """A `Sampler` of any other engine, in a process with so many `threads` on a CPU."""
 
     def __init__(self, engine: SamplerEngine, threads: int, config: SamplerConfig, *unused):
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # --sampler may name what only we can import
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
         start = engine.open, config, torch.are_deterministic_algorithms_enabled()
-        super().__init__("sampler", f"{__name__}:serve", environment, config, *start)
+        super().__init__("sampler", f"{__name__}:serve", {**os.environ, "OMP_NUM_THREADS": str(threads)}, config, *start)
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
         return self._ask("sample", list(prompts), sampling)

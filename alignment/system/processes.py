@@ -199,8 +199,9 @@ def _kill_group(process: subprocess.Popen) -> None:
 
 
 def _start(arguments: Sequence[str], environment: Mapping[str, str], output: IO | int | None, **options) -> subprocess.Popen:
-    """Start child.py with these arguments and `Popen`'s options, output and errors in one file, and this project importable."""
-    path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
+    """Start child.py with these arguments and `Popen`'s options, output and errors in one file. It can import what this process
+    can, such as a module of the user's own that a flag names."""
+    path = filter(None, [str(ROOT), environment.get("PYTHONPATH"), *(folder or os.getcwd() for folder in sys.path)])
     return subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(os.getpid()), *arguments],
         env={**environment, "PYTHONPATH": os.pathsep.join(path)}, start_new_session=True,

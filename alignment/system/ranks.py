@@ -45,10 +45,9 @@ def lead(local_ranks: int, seconds: float) -> "Ranks":
         return ranks
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"WORLD_SIZE": local_ranks, "LOCAL_WORLD_SIZE": local_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # --loss_type may name what only we can import
     threads = max(1, torch.get_num_threads() // local_ranks)
     torch.set_num_threads(threads)
-    shared = {**os.environ, "PYTHONPATH": path, "ALIGNMENT_RANK_TIMEOUT": str(seconds), "OMP_NUM_THREADS": str(threads)}
+    shared = {**os.environ, "ALIGNMENT_RANK_TIMEOUT": str(seconds), "OMP_NUM_THREADS": str(threads)}
     children = []
     for rank in range(1, local_ranks):
         own = {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}

@@ -93,8 +93,7 @@ def _host(connection: Connection, key: bytes) -> None:
         answer_challenge(connection, key)
         entry, changes = connection.recv()
         own = {variable: value for variable, value in os.environ.items() if not TORCHRUN.fullmatch(variable)}
-        environment = {**own, **changes, "PYTHONPATH": os.pathsep.join(sys.path)}
-        child = ChildProcess("process", entry, environment, grace_seconds=0, pipe=Connection(os.dup(connection.fileno())))
+        child = ChildProcess("process", entry, own | changes, grace_seconds=0, pipe=Connection(os.dup(connection.fileno())))
         caller = select.poll()
         caller.register(connection, select.POLLRDHUP)
         while child.process.poll() is None and not caller.poll(1000 * POLL_SECONDS):
