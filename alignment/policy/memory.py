@@ -313,14 +313,16 @@ def _decoding(config: Any, step: StepShape, prompts: int, each: int, tokens: int
 def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence[str], tokens: int) -> dict[str, int]:
     """Bytes of the layers held: autocast's casts, which backward keeps, activations, and what attention keeps beside them."""
     layers = [name for name in shape.layers if name in held]
-    ends = 12 * config.hidden_size * (shape.head in held)  # about three vectors at the head
+    keys_and_values = key_value_bytes(config, step.itemsize) // config.num_hidden_layers
+    log_sums = 4 * getattr(config, "num_attention_heads", 1)
+    ends = 16 * config.hidden_size * (shape.head in held)  # four vectors at the head, half of them of responses alone
     # Of two norms a layer, what only the gradient of their weights needs.
     unkept = 8 * config.hidden_size * len(layers) * bool(shape.adapters)
     a_token = activation_bytes(config, step.itemsize) * len(layers) // config.num_hidden_layers - unkept + ends
     return {
         "casts": shape.state_bytes(layers, 4) // 2 * (step.itemsize == 2),
         "activations": tokens * a_token,
-        "attention": tokens * len(layers) * 4 * getattr(config, "num_attention_heads", 1),  # log-sums of scores
+        "attention": tokens * len(layers) * (keys_and_values + log_sums),
     }
 
 
