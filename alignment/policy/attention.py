@@ -85,7 +85,7 @@ class JoinedAttention(torch.autograd.Function):
             found = _attend_backward(*(tensor.transpose(1, 2) for tensor in rows), before, ctx.rule)
             for total, places, gradient in zip(sums, (queries, keys, keys), found, strict=True):
                 rows = gradient.transpose(1, 2).flatten(0, 1).to(total.dtype)
-                total.index_add_(0, places.flatten() % len(total), rows)  # padding adds 0 to the last token
+                total.index_add_(0, places.flatten().clamp(min=0), rows)  # padding adds 0
         if sinks_H is not None:
             delta_NH = (gradient_NHE * out_NHE).sum(dim=2, dtype=log_sum.dtype)
             to_sinks = -((sinks_H - log_sum[:-1]).exp() * delta_NH).sum(dim=0).to(sinks_H.dtype)
@@ -114,7 +114,8 @@ def _attend_backward(gradient, out, log_sum, q, k, v, before: int, rule: Attenti
         if not q.is_cuda:
             given = (gradient, q, k, v, out, log_sum, 0.0, before == 0)
             return aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, scale=rule.scaling)
-        padded, seed = pad(log_sum, (0, -q.shape[2] % 32), value=torch.inf), torch.zeros((), dtype=torch.int64)
+        padded = pad(log_sum, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
+        seed = torch.zeros((), dtype=torch.int64)
         given = (gradient, q, _repeated(k, q), _repeated(v, q), None, out, padded, seed, seed, 0.0)
         kernel = aten._scaled_dot_product_efficient_attention_backward
         to_q, to_k, to_v, _ = kernel(*given, [True, True, True, False], before == 0, scale=rule.scaling)
