@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-QUERIES_AT_A_TIME = 256  # of each row, where torch has no kernel for a layer's rule
+QUERIES_AT_A_TIME = 128  # of each row, where torch has no kernel for a layer's rule
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ def _attend(q, k, v, before: int, rule: AttentionRule) -> tuple[torch.Tensor, to
     for (queries, keys, _), unseen_QK in _pieces(q, k, before, rule):
         scores = _scores(q[:, :, queries], k[:, :, keys], unseen_QK, rule)
         log_sums.append(scores.logsumexp(dim=3))
-        outs.append((scores - log_sums[-1][..., None]).exp().to(v.dtype) @ _repeated(v[:, :, keys], q))
+        outs.append((scores - log_sums[-1][..., None]).exp_().to(v.dtype) @ _repeated(v[:, :, keys], q))
     return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
 
 
@@ -126,7 +126,7 @@ def _attend_backward(gradient, out, log_sum, q, k, v, before: int, rule: Attenti
         inputs = [tensor[:, :, here].detach().requires_grad_() for tensor, here in zip((q, k, v), slices, strict=True)]
         queries = slices[0]
         with torch.enable_grad():
-            weights = (_scores(*inputs[:2], unseen_QK, rule) - log_sum[:, :, queries, None]).exp()
+            weights = (_scores(*inputs[:2], unseen_QK, rule) - log_sum[:, :, queries, None]).exp_()
             piece = weights.to(v.dtype) @ _repeated(inputs[2], q)
         given = gradient[:, :, queries], -delta[:, :, queries, None].expand_as(weights)
         for total, here, found in zip(sums, slices, torch.autograd.grad((piece, weights), inputs, given), strict=True):
@@ -158,6 +158,6 @@ def _pieces(q, k, before: int, rule: AttentionRule) -> Iterator[tuple[tuple[slic
 
 def _scores(q, k, unseen_QK: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
     """Scores in fp32, or double; those unseen are finite: a window may leave out all of a part's keys."""
-    products = q @ _repeated(k, q).transpose(2, 3)
-    scores = soft_capped(products.to(torch.promote_types(q.dtype, torch.float32)) * rule.scaling, rule.soft_cap)
-    return scores.masked_fill(unseen_QK, torch.finfo(scores.dtype).min)
+    products = (q @ _repeated(k, q).transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32))
+    scores = soft_capped(products.mul_(rule.scaling), rule.soft_cap)
+    return scores.masked_fill_(unseen_QK, torch.finfo(scores.dtype).min)
