@@ -15,7 +15,6 @@ from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import devices_of, mlp_width
 from alignment.policy.log_probs import row_pieces
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.packing import QUERIES_AT_A_TIME
 from alignment.policy.placement import ModelShape, Roles, Share, engine_share, policy_shares
 from alignment.policy.policy import RANKED, Policy, PolicyConfig
 from alignment.system.processes import trim_heap
@@ -314,22 +313,16 @@ def _decoding(config: Any, step: StepShape, prompts: int, each: int, tokens: int
 def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence[str], tokens: int) -> dict[str, int]:
     """Bytes of the layers held: autocast's casts, which backward keeps, activations, and what attention keeps beside them."""
     layers = [name for name in shape.layers if name in held]
-    heads = getattr(config, "num_attention_heads", 1)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # Rows of one prompt need a bias, which each layer casts, and keeps where one piece has all of a row's queries; other rows'
-    # keys and values are repeated.
-    rows, queries = (tokens - step.prompt) // step.max_new_tokens, min(step.max_new_tokens, QUERIES_AT_A_TIME)
-    bias = rows * (heads // kv_heads) * queries * (step.prompt + step.max_new_tokens) if rows > 1 else 0
-    kept = len(layers) if queries == step.max_new_tokens else 1
-    repeated = 4 * tokens * config.hidden_size * (heads > kv_heads)
-    ends = 12 * config.hidden_size * (shape.head in held)  # about three vectors at the head
+    keys_and_values = key_value_bytes(config, step.itemsize) // config.num_hidden_layers
+    log_sums = 4 * getattr(config, "num_attention_heads", 1)
+    ends = 16 * config.hidden_size * (shape.head in held)  # four vectors at the head, half of them of responses alone
     # Of two norms a layer, what only the gradient of their weights needs.
     unkept = 8 * config.hidden_size * len(layers) * bool(shape.adapters)
     a_token = activation_bytes(config, step.itemsize) * len(layers) // config.num_hidden_layers - unkept + ends
     return {
         "casts": shape.state_bytes(layers, 4) // 2 * (step.itemsize == 2),
         "activations": tokens * a_token,
-        "attention": kept * 2 * bias + len(layers) * repeated + 4 * bias,
+        "attention": tokens * len(layers) * (keys_and_values + log_sums),
     }
 
 

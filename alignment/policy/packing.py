@@ -7,13 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from alignment.core.tokens import Row, rows_by_prompt
+from alignment.policy.attention import AttentionRule, JoinedAttention, Part
 from alignment.policy.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-
-QUERIES_AT_A_TIME = 256  # of each row, where attention needs a bias
 
 
 @dataclass
@@ -24,36 +21,25 @@ class Packing:
     input_ids_1N: torch.Tensor
     position_ids_1N: torch.Tensor
     spots_BT: torch.Tensor  # The place in the sequence of token t of row b of the batch; 0 beyond the row's end
-    prefixes_SL: torch.Tensor  # Places of each prefix's tokens, right-padded with 0
-    prefix_tokens: torch.Tensor  # Which of the flattened [S * L] are tokens
-    suffixes_RQ: torch.Tensor | None = None  # Places of each suffix's tokens, right-padded with 0; None without suffixes
-    seen_RK: torch.Tensor | None = None
-    """Places of what they see: the prefix, left-padded with 0, then the suffix itself, right-padded."""
-    padding_R: torch.Tensor | None = None  # How many zeros stand before each of these prefixes; None where all are equal
-    suffix_tokens: torch.Tensor | None = None  # Which of the flattened [R * Q] are tokens
+    parts: list[Part]  # Who sees whom: prefixes and suffixes themselves, then suffixes their prefixes, which are of one length
     applied: list[bool] = field(default_factory=list)
     copies: dict[torch.device, "Packing"] = field(default_factory=dict)
-    biases: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     def attend(self, module, query, key, value, rule) -> torch.Tensor:
         """See `attention_by_layout`; there is one row, of N tokens."""
-        here = self.to(query.device)
-        qkv_NHD = tuple(t[0].transpose(0, 1) for t in (query, key, value))
-        prefixes = _attend(qkv_NHD, here.prefixes_SL, here.prefixes_SL, None, rule, here.biases)
-        out = [prefixes.index_select(0, here.prefix_tokens)]
-        if here.suffixes_RQ is not None:
-            suffixes = _attend(qkv_NHD, here.suffixes_RQ, here.seen_RK, here.padding_R, rule, here.biases)
-            out.append(suffixes.index_select(0, here.suffix_tokens))
-        return torch.cat(out)[None]
+        # Under autocast only values are sure to be of the type of products: rotary embeddings are in float32.
+        q_NHD, k_NHD, v_NHD = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
+        return JoinedAttention.apply(q_NHD, k_NHD, v_NHD, rule.sinks, self.to(query.device).parts, rule)[None]
 
     def to(self, device: torch.device | str) -> "Packing":
         """The same on another device, copied there once however many layers ask."""
         device = torch.device(device)
-        if device == self.prefixes_SL.device:
+        if device == self.input_ids_1N.device:
             return self
         if device not in self.copies:
             moved = {name: send(value, device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-            self.copies[device] = replace(self, **moved, biases={}, copies={})
+            parts = [Part(send(queries, device), send(keys, device), before) for queries, keys, before in self.parts]
+            self.copies[device] = replace(self, **moved, parts=parts, copies={})
         return self.copies[device]
 
 
@@ -80,52 +66,16 @@ def pack(rows: Sequence[Row]) -> Packing:
         spots_BT[own, first : first + len(ids)] = places
     input_ids_1N = torch.tensor([[token for ids, *_ in pieces for token in ids]])
     position_ids_1N = torch.cat([torch.arange(first, first + len(ids)) for ids, first, _ in pieces])[None]
-    prefixes_SL = _padded(ranges[: len(prompt_groups)])
-    sequence = input_ids_1N, position_ids_1N, spots_BT, prefixes_SL.clamp(min=0), _real(prefixes_SL)
-    if not sharing:
-        return Packing(*sequence)
-    suffixes, prefixes = ranges[len(prompt_groups) :], [ranges[prefix] for prefix, _ in sharing]
-    suffixes_RQ, prefixes_RP = _padded(suffixes), _padded(prefixes, "left")
-    seen_RK = torch.cat([prefixes_RP, suffixes_RQ], dim=1).clamp(min=0)
-    padding_R = None if len(set(map(len, prefixes))) == 1 else (prefixes_RP < 0).sum(dim=1)
-    return Packing(*sequence, suffixes_RQ.clamp(min=0), seen_RK, padding_R, _real(suffixes_RQ))
+    prefixes, suffixes = ranges[: len(prompt_groups)], ranges[len(prompt_groups) :]
+    parts = [Part(places, places, 0) for places in (_padded(own) for own in (prefixes, suffixes) if own)]
+    for length in sorted({len(prefixes[prefix]) for prefix, _ in sharing}):
+        seen = [(own, prefixes[prefix]) for own, (prefix, _) in zip(suffixes, sharing) if len(prefixes[prefix]) == length]
+        parts.append(Part(*(_padded(places) for places in zip(*seen)), length))
+    return Packing(input_ids_1N, position_ids_1N, spots_BT, parts)
 
 
-def _padded(places: Sequence[torch.Tensor], side: str = "right") -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True, padding_value=-1, padding_side=side)
-
-
-def _real(padded: torch.Tensor) -> torch.Tensor:
-    return (padded.flatten() >= 0).nonzero().squeeze(1)
-
-
-def soft_capped(values: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """c * tanh(v / c), or v without a cap (Gemma 2, arXiv:2408.00118)."""
-    return values if cap is None else cap * torch.tanh(values / cap)
-
-
-@dataclass(frozen=True)
-class AttentionRule:
-    """What one layer makes of the products of queries and keys, besides who sees whom: transformers' arguments to attention."""
-
-    scaling: float
-    window: int | None = None  # a token sees those less than so many positions before it (Mistral, arXiv:2310.06825)
-    soft_cap: float | None = None  # of scores: `soft_capped`
-    sinks: torch.Tensor | None = None  # [heads of queries]; exp(sink) joins the denominator (gpt-oss, arXiv:2508.10925)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether weights are the softmax of scaled products."""
-        return self.soft_cap is None and self.sinks is None
-
-    def softmax(self, scores_XHSK: torch.Tensor) -> torch.Tensor:
-        """Attention weights in fp32. The S queries of a head of keys are each of its heads of queries, one after another."""
-        if self.sinks is None:
-            return scores_XHSK.softmax(dim=3, dtype=torch.float32)
-        sinks_HG = self.sinks.view(scores_XHSK.shape[1], -1)
-        sinks_HS = sinks_HG.repeat_interleave(scores_XHSK.shape[2] // sinks_HG.shape[1], dim=1)
-        column = sinks_HS[None, :, :, None].expand(len(scores_XHSK), -1, -1, 1).to(scores_XHSK.dtype)
-        return torch.cat([scores_XHSK, column], dim=3).softmax(dim=3, dtype=torch.float32)[..., :-1]
+def _padded(places: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True, padding_value=-1)
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, layout=None, **kwargs):
@@ -186,58 +136,3 @@ def attention_by_layout(model: torch.nn.Module, layout) -> Iterator[None]:
     if not layout.applied:
         name = type(model).__name__
         raise ValueError(f"{name} does not pass keyword arguments to its attention, so it cannot be told a layout")
-
-
-def _attend(qkv_NHD, queries_RQ, keys_RK, padding_R, rule: AttentionRule, biases: dict[tuple, torch.Tensor]) -> torch.Tensor:
-    """Causal attention of places to others, the last Q of which are the same: [R * Q, H, D]. A row's first `padding_R` keys are
-    nobody's. Many queries go in pieces, whose biases backward makes again: no tensor grows with their square."""
-    q_NHD, k_NHD, v_NHD = qkv_NHD
-    (rows, width), heads, groups = queries_RQ.shape, k_NHD.shape[1], q_NHD.shape[1] // k_NHD.shape[1]
-    q = q_NHD.index_select(0, queries_RQ.flatten()).view(rows, width, heads, groups, -1)
-    k, v = (t.index_select(0, keys_RK.flatten()).view(rows, -1, heads, t.shape[2]).transpose(1, 2) for t in (k_NHD, v_NHD))
-    before = keys_RK.shape[1] - width
-    if before == 0 and rule.is_plain and (rule.window is None or rule.window >= width):
-        q = q.flatten(2, 3).transpose(1, 2)
-        grouped = groups > 1
-        if grouped and q.is_cuda and q.dtype == torch.float32:  # grouped fp32 has only a kernel that keeps all scores
-            k, v, grouped = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), False
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=grouped)
-        return out.transpose(1, 2).flatten(0, 1)
-
-    def attend_piece(q, k, v) -> torch.Tensor:
-        return _attend_with_bias(q, k, v, causal_bias(padding_R, q.shape[1], rule.window, k).repeat(1, 1, groups, 1), rule)
-
-    if width <= QUERIES_AT_A_TIME:  # all layers keep the same bias for their backward
-        made = (before, width, rule.window, q.dtype, groups)
-        if made not in biases:
-            biases[made] = causal_bias(padding_R, width, rule.window, k).repeat(1, 1, groups, 1)
-        return _attend_with_bias(q, k, v, biases[made], rule).flatten(0, 1)
-    pieces = []
-    for start in range(0, width, QUERIES_AT_A_TIME):
-        end = min(start + QUERIES_AT_A_TIME, width)
-        inputs = (q[:, start:end], k[:, :, : before + end], v[:, :, : before + end])
-        pieces.append(checkpoint(attend_piece, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(pieces, dim=1).flatten(0, 1)
-
-
-def causal_bias(padding_R: torch.Tensor | None, queries: int, window: int | None, keys: torch.Tensor) -> torch.Tensor:
-    """0 where a query sees a key, else -inf: [R or 1, 1, Q, K], in the type of `keys` [R, H, K, D]. The last keys are the
-    queries' own; each sees those up to its own and less than `window` before it, but none of a row's first `padding_R`."""
-    places_K = torch.arange(keys.shape[2], device=keys.device)
-    distance_QK = places_K[-queries:, None] - places_K
-    unseen_RQK = ((distance_QK < 0) | (distance_QK >= (window or len(places_K))))[None]
-    if padding_R is not None:
-        unseen_RQK = unseen_RQK | (places_K < padding_R[:, None, None])
-    return torch.zeros(unseen_RQK.shape, dtype=keys.dtype, device=keys.device).masked_fill(unseen_RQK, -torch.inf)[:, None]
-
-
-def _attend_with_bias(q, k, v, bias, rule: AttentionRule) -> torch.Tensor:
-    """Attention of q [R, Q, H, G, D] to k and v [R, H, K, D] with a bias [R or 1, 1, G * Q, K]: [R, Q, H * G, D]."""
-    # The queries that share a head of keys are as so many more rows of queries, so that keys need not be repeated.
-    width, groups = q.shape[1], q.shape[3]
-    q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
-    if rule.is_plain:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=rule.scaling)
-    else:
-        out = rule.softmax(soft_capped(q @ k.transpose(2, 3) * rule.scaling, rule.soft_cap) + bias).to(v.dtype) @ v
-    return out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -8,11 +8,12 @@ from functools import lru_cache
 import torch
 
 from alignment.core.records import Completion, SamplingConfig
+from alignment.policy.attention import soft_capped
 from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
 from alignment.policy.loading import copy_weights, first_device, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
-from alignment.policy.packing import OWN_ATTENTION, attention_by_layout, attention_named, pack, soft_capped, takes_plain_path
+from alignment.policy.packing import OWN_ATTENTION, attention_by_layout, attention_named, pack, takes_plain_path
 from alignment.policy.policy import Policy
 from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces
 from alignment.sampling.arrival import Held, NamedTensors, tensor_checksum

@@ -11,7 +11,7 @@ from rollout_helpers import open_tiny
 from transformers import AutoConfig, BertConfig, BertLMHeadModel, Gemma3Config, MambaConfig, T5Config
 
 from alignment.core.records import Batch, Distribution, SamplingConfig
-from alignment.policy import log_probs, packing, self_check
+from alignment.policy import attention, log_probs, packing, self_check
 from alignment.policy.frozen import FrozenModel, MicroBatchedModel
 from alignment.policy.loading import load_config, load_model, load_tokenizer, spread
 from alignment.policy.log_probs import get_response_log_probs, sampling_logits
@@ -56,7 +56,7 @@ def test_log_probs_gradients_and_decoding_are_those_of_the_models_own_forward_pa
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral", "llama"])
 def test_pieces_of_the_queries_give_the_same(family, monkeypatch):
     """Windows, caps, sinks and grouped queries, five tokens at a time."""
-    monkeypatch.setattr(packing, "QUERIES_AT_A_TIME", 5)
+    monkeypatch.setattr(attention, "QUERIES_AT_A_TIME", 5)
     assert max(training_differences(family_model(family))) < 2e-5
 
 
