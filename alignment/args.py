@@ -69,13 +69,7 @@ class Args:
     preset: str = "tiny"  # Named set of arguments (alignment/presets/*.toml) that the other flags override.
 
     task: str = "arithmetic"
-    """Where problems come from: arithmetic, gsm8k, svamp, countdown, countdown_small; rows of your own, file:FILE (JSONL, JSON,
-    CSV, Parquet) or hf:NAME (a hub's data set or a folder, hf:NAME:SUBSET); or your own `Task`, as package.module:name."""
     reward: str = "r1_zero"
-    """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, or
-    countdown. Or a weighted sum, such as format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
-    language_consistency, signed_format, signed_accuracy, the negative controls random, format_only and inverted, and functions
-    of your own, as package.module:function, which are called with a response and its ground truth, or as TRL calls them."""
     reward_timeout: float = 60.0  # Seconds of one call of a reward function of your own, after which the run saves and stops.
     prompt: str = ""  # Prompt template r1_zero, tiny, countdown_en or countdown_zh, or a file with {question}; empty: its own.
     dataset_path: str = ""  # Folder of the task's files, or of one for each of --eval_tasks; empty: where `download` puts them.
@@ -86,21 +80,14 @@ class Args:
     model: str = "tiny"  # Base model: "tiny", "tiny_student" or "smollm2" (built here), a Hugging Face folder, or a hub name.
     sft_base: str = "checkpoints/tiny_sft"  # Folder of the warm start: `sft` writes, `train_rl` reads it; empty: --model.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of matrix products; auto: bfloat16 on GPUs and on CPUs that multiply it faster (AMX, AVX512-BF16), else float32.
-    Trained weights are always kept in float32."""
 
     sampler: str = "auto"
-    """Sampling engine: transformers, vllm, or your own as package.module:name; auto: vllm if installed, else transformers."""
     sample_device: tuple[str, ...] = ()
-    """Device of the sampler, such as cuda:7, or several, each with an engine that draws its share; by default the last GPU."""
     sampler_tensor_parallel: int = 1  # Devices of --sample_device that each vLLM engine takes together, for a large model.
     reference_model_device: str | None = None  # Device of the reference (old-policy) model; by default the last GPU but one.
     eval_device: str | None = None  # Device of the evaluation sampler; by default the last GPU but two.
     policy_devices: tuple[str, ...] = ()  # Devices the policy is split over; by default every GPU that no other role holds.
     policy_parallelism: str = "auto"
-    """How the policy uses its devices: single, layer_split (the hand-built device map), replicated (one process a device, each
-    with all weights), sharded (each with a part of them), or a class of your own as package.module:name; auto: single on one
-    device; on several, replicated where weights, gradients and moments fit on each, else sharded."""
     policy_ranks: int = 0  # Processes, on each machine, of a replicated or sharded policy; 0: one for each policy device.
     rank_timeout: float = 60.0  # Seconds after which a process of the policy that does not answer is lost, and the run stops.
     lora_rank: int = 0  # Train low-rank adapters of this rank instead of the weights (LoRA, extra "lora"); 0: the weights.
@@ -156,10 +143,10 @@ class SFTArgs(Args):
 
     num_steps: int = 1000  # Optimiser steps.
     batch_size: int = 64  # Sequences an optimiser step.
-    micro_batch_tokens: int = 0  # Tokens computed at once, in micro-batches; 0: what the free memory allows.
+    micro_batch_tokens: int = 0
     demonstrations: tuple[str, ...] = ()  # Files of questions (or prompts) with responses; by default the task's own.
     curriculum: bool = False  # Take the demonstrations in the task's own order instead of shuffling them.
-    optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"  # See train_rl's.
+    optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
     learning_rate: float = 3e-3  # Peak learning rate.
     warmup_steps: int = 50  # Steps of linear rise of the learning rate, before a linear fall to a tenth of it.
     weight_decay: float = 0.0  # AdamW weight decay.
@@ -167,7 +154,7 @@ class SFTArgs(Args):
     eval_interval: int = 250  # Steps between measurements of the validation loss.
     preview: int = 0  # Print so many demonstrations, with the tokens that would be trained, and end; 0: none.
     save_interval: int = 250  # Steps between checkpoints, in a folder beside --sft_base that is removed at the end.
-    resume: bool = False  # Go on with an unfinished SFT; `--resume FOLDER`, which it is in, with the flags of its args.json.
+    resume: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,8 +166,6 @@ class RLArgs(Args):
     """Train the policy by policy gradients on verifiable rewards."""
 
     loss_type: str = "grpo_clip"
-    """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline; grpo_clip: GRPO; grpo_no_clip:
-    GRPO without clipping; gspo: one ratio a response; cispo: clipped weights, all gradients; or your package.module:name."""
     group_size: int = 8  # Responses sampled for each prompt.
     prompts_per_rollout: int = 32  # Prompts sampled at each step; a rollout has prompts x group size responses.
     num_steps: int = 60  # Rollout steps.
@@ -189,11 +174,7 @@ class RLArgs(Args):
     epochs_per_rollout: int = 1  # Passes over each rollout.
     train_mini_batch_size: int = 0  # Responses an update, at most; 0: the whole rollout. Several updates need old log-probs.
     micro_batch_tokens: int = 0
-    """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted once; 0: what the free
-    memory allows, up to where more is no faster. Changes memory and speed, never the gradient."""
     optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
-    """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step on the CPU; adamw_8bit:
-    moments of 2 bytes a parameter, rounded (extra "torchao"); muon: Muon for hidden matrices, AdamW for all else."""
     learning_rate: float = 2e-4  # Peak learning rate (AdamW: betas 0.9, 0.95).
     warmup_steps: int = 5  # Updates of linear rise of the learning rate, constant after.
     weight_decay: float = 0.0  # AdamW weight decay.
@@ -208,16 +189,12 @@ class RLArgs(Args):
     beta: float = 0.0  # Weight of the KL divergence from the warm start in the loss; 0: there is none, and no reference model.
     kl_estimator: Literal[tuple(KL_ESTIMATORS)] = "k3"  # How that is estimated; k3 is GRPO's, k1 has on average no gradient.
     old_log_probs: Literal["policy", "sampler"] = "policy"
-    """Whose log-probs the ratio is to, where a rollout has several updates: the policy's own, by a pass before the first
-    of them, or the sampler's, which spares it. Stale rollouts always take the sampler's."""
     sampler_correction: Literal[tuple(CORRECTIONS)] = "none"
-    """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or left out above, a cap."""
     correction_cap: float = 2.0  # That cap.
     max_refills: int = 0  # Times a step that groups of equal rewards, which teach nothing, give way to other prompts (DAPO).
     overlong_buffer: int = 0  # Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: none.
     skip_unfinished: bool = False  # Leave responses that were cut off at --max_new_tokens out of baselines and updates.
     loss_normalization: Literal[tuple(NORMALIZATIONS)] = "sequence_mean"
-    """What weighs the same: each sequence, each token, or each token over a constant (sequences x --max_new_tokens)."""
     rollouts: Literal["sync", "async"] = "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
     max_staleness: int | None = None  # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
     sync_every: int = 1  # Steps between the versions of the weights that such a sampler gets; at most --max_staleness + 1.
@@ -235,7 +212,6 @@ class RLArgs(Args):
     auto_sft: bool = False  # Run `sft` with the same preset first where --sft_base does not exist yet.
     preview: int = 0  # Print so many problems as the model would see them, and the rewards of their answers, and end; 0: none.
     resume: bool = False
-    """Continue the run of this name from its last checkpoint; `--resume FOLDER`, the run's, with the flags of its args.json."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -327,7 +303,6 @@ class PlanArgs(RLArgs):
     num_gpus: int | None = None  # GPUs of a machine to plan for; by default those of this one.
     machines: int = 1  # Machines to plan for, all alike; several start the processes of a replicated or sharded policy.
     gpu_memory: float | None = None
-    """GB (1e9 bytes) of each GPU, or of a host without; by default this machine's, where --num_gpus says nothing."""
     hardware: str = ""  # Instead of these: machines x GPUs x card, as 8xA100-40GB, 2x8xH100, or 8xFILE.toml of your own card.
     price: float = 0.0  # Dollars that an hour of one GPU costs, or of a machine without; adds the run's price. 0: unknown.
     calibrate: tuple[str, ...] = ()  # Folders of finished runs on such a machine, whose seconds tell its rates.
@@ -346,24 +321,19 @@ class SweepOptions:
     output_dir: str = "checkpoints"  # Folder that holds the sweep's folder; with several machines, one that all of them share.
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # Where every run's numbers go besides its folder.
     hold: Literal["rollouts", "prompts"] = "rollouts"
-    """What stays equal while --group_size varies: a step's responses (larger groups, fewer prompts), or its prompts."""
     match: Match = "steps"
-    """Compare arms after their --num_steps, or at equal sampled responses, tokens (of refills too) or seconds: what all had."""
     tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie, once that is shown.
     controls: bool = False  # Add arms of random, format-only and inverted reward, and at learning rate 0: what comes by itself.
     strict: bool = False  # Take the design's warnings for errors.
     dry_run: bool = False  # Print the design, and train nothing.
     until_decided: bool = False
-    """After the runs, add seeds to undecided pairs until all are decided or have --max_seeds; looks share the error rate."""
     question: tuple[str, ...] = ()
-    """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument (loss_type); empty: all."""
     max_seeds: int = 10  # Seeds an arm may get.
     hardware: str = ""  # Machine to count hours for, as plan's; with --calibrate and empty: this one.
     calibrate: tuple[str, ...] = ()  # Finished runs on such a machine, which tell its rates.
     price: float = 0.0  # Dollars an hour of one GPU, or of a machine without. 0: unknown.
     show_difference: float = 0.0  # Difference of accuracies to find, by the cheapest number of seeds and questions. 0: none.
     executor: Literal["auto", "local", "ray", "slurm"] = "auto"
-    """local: runs one by one; ray: side by side; slurm: as a cluster's jobs; auto: ray if installed (extra), or local."""
     ray_address: str = ""  # Ray cluster to run on; empty: this machine.
     slurm: tuple[str, ...] = ()  # sbatch's options for each run, such as partition=gpu time=240 (minutes; 60) mem=64G.
     cpus_per_run: int | None = None  # Cores and threads of a run; by default 1 where runs share a machine, all without Ray.
@@ -385,10 +355,7 @@ class SweepOptions:
         return {name: int(value) if str(value).isdigit() else value for name, value in given.items() if value is not None}
 
 
-NOT_SWEPT = frozenset(  # set by the sweep itself, or placed anew on the devices that a run is given
-    """preset output_dir run_name trackers resume preview auto_sft policy_devices sample_device reference_model_device
-    eval_device gpu_memory_utilization sampler_tensor_parallel""".split()
-)
+NOT_SWEPT = frozenset(FLAGS["kinds"]["not_swept"])
 SweepArgs = dataclasses.make_dataclass(
     "SweepOptions",  # tyro reads descriptions of fields from the source of the class of this name
     [
@@ -486,6 +453,7 @@ def _print_help(cls: type, options: Mapping[str, object]) -> None:
     flags = {action.dest: action for action in actions if action.dest not in (*unused, "help")}
     for action in flags.values():
         action.nargs = None if action.nargs == "*" else action.nargs  # the metavar says already that there may be several
+        action.help = f"{FLAGS['help'].get(action.dest, '')} {action.help}".strip()
     formatter = argparse.HelpFormatter("", max_help_position=30, width=min((console := make_console()).width, 100))
     formatter.add_text(f"usage: python -m alignment.{Path(sys.argv[0]).stem} [-h] [flags]")
     presets = " `python -m alignment.presets` lists presets; --print_config prints all arguments as a preset's file."
@@ -593,7 +561,6 @@ class VerifyArgs(RLArgs):
     of train_rl; --num_steps and --save_interval are set by --kill_after."""
 
     kill_after: int = 3
-    """k: train 2k steps straight; then k, kill, resume, k; and compare. 0: leave that out, as it is behind torchrun."""
     batch_invariant: bool = False  # On GPUs, sample by vLLM's kernels that give the same bits whatever shares a batch; slower.
 
 
@@ -623,7 +590,7 @@ class ReportArgs:
     runs: tuple[str, ...]  # Folders of sweeps and of runs; a single one, also of a run, may still be training.
     output: str = ""  # Folder to write to; empty: the first of --runs.
     tie: float = 0.03  # Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own.
-    match: Match = "steps"  # What arms are compared at equal amounts of, as sweep's; a sweep's folder has its own.
+    match: Match = "steps"  # A sweep's folder has its own.
     follow: bool = False  # Write the report again, every 30 s, until all runs are finished.
 
 

@@ -86,8 +86,7 @@ def print_arms(arms: Mapping[str, RLArgs], policy, collated, console: Console) -
     for name, (rollout, config) in own.items():
         if arms[name].staleness and config.old_log_probs == "policy":  # a later policy than the one that sampled
             own[name] = rollout, dataclasses.replace(config, old_log_probs="ratio_one")
-    found = arm_gradients(policy, own, updates)
-    (base, of_base), *others = found.items()
+    (base, of_base), *others = arm_gradients(policy, own, updates).items()
     seen = {field.name for of in (LossConfig, AdvantageConfig) for field in dataclasses.fields(of)} - {"group_size"}
     seen |= {"loss_type", "old_log_probs", "overlong_buffer", "skip_unfinished"}
     if not of_base[0].any():

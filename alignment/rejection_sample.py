@@ -42,8 +42,7 @@ def main() -> None:
     roles_of(args)
     check_model_path(args.model, "--model")
     check_training_split(task, args.dataset_path)
-    examples = read_examples(args.few_shot) if args.few_shot else []
-    groups = sample_groups(args, examples, console)
+    groups = sample_groups(args, read_examples(args.few_shot) if args.few_shot else [], console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
     if not rows:

@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from alignment.args import CONTROLS, NOT_SWEPT, RLArgs, from_preset
+from alignment.args import CONTROLS, FLAGS, NOT_SWEPT, RLArgs, from_preset
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS
 from alignment.data.tasks import DataConfig
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 
 ALPHA = 0.05  # chance that any verdict of a sweep is false
-BOOKKEEPING = NOT_SWEPT | {  # which decide where, how fast or how often something is computed, never its value
-    "seed", "sampler_url", "micro_batch_tokens", "eval_interval", "save_interval", "keep_checkpoints",
-    "max_sampler_mismatch", "policy_parallelism", "reward_timeout",
-}  # fmt: skip
+BOOKKEEPING = NOT_SWEPT.union(FLAGS["kinds"]["bookkeeping"])
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,7 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
 def write_comparison(comparison: PairedDifference, names: Sequence[str], folder: Path, console: Console) -> Path:
     """Print the difference, the first problem won and the first lost; write comparison.jsonl and comparison.html, returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
-    records = [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes]
-    write_jsonl(folder / "comparison.jsonl", records)
+    write_jsonl(folder / "comparison.jsonl", [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes])
     page, facts = folder / "comparison.html", {"comparison": comparison, "names": names, "kinds": kinds}
     write_atomically(page, fill_template(HERE / "comparison.html.j2", shown=SHOWN, **facts))
     text = fill_template(HERE / "comparison.txt.j2", page=page, **facts)

@@ -80,9 +80,8 @@ class JoinedAttention(torch.autograd.Function):
         inputs, to_sinks = (q_NHD, k_NJD, v_NJE), None
         sums = [torch.zeros_like(tensor, dtype=log_sum.dtype) for tensor in inputs]
         for queries, keys, before in ctx.parts:
-            of_queries = (gradient_NHE, out_NHE, log_sum, q_NHD)
-            rows = [*(tensor[queries] for tensor in of_queries), k_NJD[keys], v_NJE[keys]]
-            found = _attend_backward(*(tensor.transpose(1, 2) for tensor in rows), before, ctx.rule)
+            rows = [*(tensor[queries] for tensor in (gradient_NHE, out_NHE, log_sum, q_NHD)), k_NJD[keys], v_NJE[keys]]
+            found = _attend_backward([tensor.transpose(1, 2) for tensor in rows], before, ctx.rule)
             for total, places, gradient in zip(sums, (queries, keys, keys), found, strict=True):
                 rows = gradient.transpose(1, 2).flatten(0, 1).to(total.dtype)
                 total.index_add_(0, places.flatten().clamp(min=0), rows)  # padding adds 0
@@ -108,8 +107,10 @@ def _attend(q, k, v, before: int, rule: AttentionRule) -> tuple[torch.Tensor, to
     return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
 
 
-def _attend_backward(gradient, out, log_sum, q, k, v, before: int, rule: AttentionRule) -> Sequence[torch.Tensor]:
-    """Gradients by q, k and v through the scores of `_attend`, for an output and log-sum-exp which other scores have joined."""
+def _attend_backward(rows: Sequence[torch.Tensor], before: int, rule: AttentionRule) -> Sequence[torch.Tensor]:
+    """Gradients by q, k and v through the scores of `_attend`. `rows` are the output's gradient, the output and log-sum-exp,
+    which other scores have joined, and q, k and v."""
+    gradient, out, log_sum, q, k, v = rows
     if _has_kernel(q, v, before, rule):
         if not q.is_cuda:
             given = (gradient, q, k, v, out, log_sum, 0.0, before == 0)

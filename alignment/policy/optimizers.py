@@ -3,6 +3,9 @@ Importing this module loads no torch, so that arguments and plans can read `OPTI
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from alignment.system.files import read_toml
 
 
 @dataclass(frozen=True)
@@ -16,11 +19,5 @@ class Optimizer:
     package: str = ""  # The package that it needs, which is an extra of the same name.
 
 
-OPTIMIZERS: Mapping[str, Optimizer] = {  # --optimizer -> the optimiser.
-    "adamw": Optimizer("torch.optim:AdamW", device_bytes=16, options={"fused": True}),
-    "adamw_cpu_offload": Optimizer("alignment.policy.adamw_cpu_offload:CPUOffloadAdamW", device_bytes=8, host_bytes=8),
-    # Moments of a byte each, and an fp32 scale for every 256 of them, which is left out here.
-    "adamw_8bit": Optimizer("alignment.policy.adamw_8bit:AdamW8bit", device_bytes=10, package="torchao"),
-    # 12 for hidden matrices, which have one moment.
-    "muon": Optimizer("alignment.policy.muon:Muon", device_bytes=16, options={"fused": True}),
-}
+ENTRIES = read_toml(Path(__file__).with_name("optimizers.toml"), "--optimizer")
+OPTIMIZERS = {name: Optimizer(**entry) for name, entry in ENTRIES.items()}  # --optimizer -> the optimiser
