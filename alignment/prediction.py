@@ -63,8 +63,7 @@ class Prediction:
 
     def excess(self, device: str) -> int:
         """Bytes that all on a device take beyond what it has, less `SPARE`; below 0: they fit."""
-        held = sum(peak.total for peak in self.peaks if peak.device == device)
-        return held - int((1 - SPARE) * self.capacity(device))
+        return sum(peak.total for peak in self.peaks if peak.device == device) - int((1 - SPARE) * self.capacity(device))
 
 
 def predict(args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1) -> Prediction:

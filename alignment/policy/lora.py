@@ -77,7 +77,8 @@ def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         if layer := layers.get(name):
             a, b = (whole(getattr(layer, side)["default"].weight.detach()) for side in ("lora_A", "lora_B"))
             change = (b @ a) * (layer.lora_alpha["default"] / layer.r["default"])
-        yield name.replace(".base_layer.", "."), weight + (change.T if layer.fan_in_fan_out else change)
+            weight = weight + (change.T if layer.fan_in_fan_out else change)
+        yield name.replace(".base_layer.", "."), weight
 
 
 @contextmanager

@@ -177,8 +177,8 @@ def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[s
 
 
 def make_optimizer(model: torch.nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> torch.optim.Optimizer:
-    """The optimiser of that kind, of what needs a gradient, with betas 0.9 and 0.95; only matrices decay. A group's "hidden" says
-    which of its parameters are matrices other than the embeddings and the output head."""
+    """The optimiser of that kind, of what needs a gradient, with betas 0.9 and 0.95; only matrices decay. A group's "hidden"
+    says which of its parameters are matrices other than the embeddings and the output head."""
     entry, head = OPTIMIZERS[kind], getattr(model, "get_output_embeddings", lambda: None)()
     ends = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head}
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]

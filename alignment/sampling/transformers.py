@@ -47,7 +47,7 @@ class TransformersSampler:
         ends = model.generation_config.eos_token_id
         self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
         # Decoding a row's last tokens at every step would cost more than a tiny model's forward pass.
-        self._may_stop = lru_cache(maxsize=None)(lambda token, stop: any(string[-1] in tokenizer.decode([token]) for string in stop))
+        self._may_stop = lru_cache(maxsize=None)(lambda token, stop: any(s[-1] in tokenizer.decode([token]) for s in stop))
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         copy_weights(self.model, named_tensors)
