@@ -163,8 +163,8 @@ def check_processes(args: Args, kind: str) -> None:
     many = asked or [f"torchrun has started {PROCESSES} processes"] * (PROCESSES > 1)
     if many and kind in ("single", "layer_split"):
         raise UserError(f"{many[0]}: a policy that is {kind} is one process")
-    if kind in RANKED and (optimizer := getattr(args, "optimizer", "")) in ("adamw_8bit", "muon"):
-        raise UserError(f"--optimizer {optimizer}: a {kind} policy takes adamw or adamw_cpu_offload")
+    if kind in RANKED and getattr(args, "optimizer", "") == "adamw_8bit":
+        raise UserError(f"--optimizer adamw_8bit: a {kind} policy takes adamw, adamw_cpu_offload or muon")
 
 
 def engines_on_shared_gpu(args: Args, roles: Roles) -> int:

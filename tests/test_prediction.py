@@ -21,8 +21,14 @@ EIGHT = hardware_of("8xA100-40GB")
 @pytest.fixture
 def arguments(tiny_folder):
     def make(**others) -> RLArgs:
-        given = {"model": str(tiny_folder), "sft_base": "", "sampler": "transformers", "dtype": "bfloat16", "max_prompt_tokens": 300}
-        return from_preset(RLArgs, "tiny", **given | others)
+        given = {
+            "model": str(tiny_folder),
+            "sft_base": "",
+            "sampler": "transformers",
+            "dtype": "bfloat16",
+            "max_prompt_tokens": 300,
+        }
+        return from_preset(RLArgs, "tiny", **given | {"num_steps": 80, "eval_interval": 20} | others)
 
     return make
 

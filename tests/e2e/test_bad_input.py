@@ -181,7 +181,6 @@ CASES = [
     ("train_rl", ["--policy_ranks", "4", "--policy_parallelism", "single"], "--policy_ranks 4: a policy that is single is one"),
     ("sft", ["--policy_parallelism", "shard"], "--policy_parallelism shard: there is no such policy parallelism"),
     ("train_rl", ["--policy_parallelism", "sharded", "--optimizer", "adamw_8bit"], "--optimizer adamw_8bit: a sharded policy"),
-    ("train_rl", ["--policy_parallelism", "sharded", "--optimizer", "muon"], "--optimizer muon: a sharded policy takes adamw or"),
     ("train_rl", ["--rank_timeout", "0"], "--rank_timeout 0"),
     ("evaluate", ["--num_samples", "0"], "--num_samples 0"),
     ("evaluate", ["--max_problems", "-1"], "--max_problems -1"),

@@ -91,7 +91,7 @@ def test_it_resumes_by_its_flags_and_refuses_others(tmp_path, monkeypatch, capsy
     assert f"--resume: there is no run {target}_unfinished" in capsys.readouterr().err
     assert train(monkeypatch, target, before_step=4, action=kill) == -9
     assert train(monkeypatch, target, "--resume", "--learning_rate", "1e-4") == 2
-    assert "--learning_rate was 0.003, now 0.0001" in capsys.readouterr().err
+    assert "--learning_rate was 0.005, now 0.0001" in capsys.readouterr().err
     assert train(monkeypatch, target, "--resume", "--num_steps", "9") == 2  # the learning rate depends on it
     assert "--num_steps was 7, now 9" in capsys.readouterr().err
     assert train(monkeypatch, target, "--eval_interval", "5") == 0  # the same command goes on, too
