@@ -57,38 +57,48 @@ class JoinedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_NHD, k_NJD, v_NJE, sinks_H, parts, rule):
         (tokens, heads, _), precise = q_NHD.shape, torch.promote_types(q_NHD.dtype, torch.float32)
-        # Padding's place, -1, is that of one more token here.
         out = q_NHD.new_zeros(tokens + 1, heads, v_NJE.shape[2], dtype=precise)
-        log_sum = q_NHD.new_full((tokens + 1, heads), -torch.inf, dtype=precise)
-        if sinks_H is not None:
-            log_sum.copy_(sinks_H)
+        log_sum = q_NHD.new_zeros(tokens + 1, heads, dtype=precise)
         for queries, keys, before in parts:
-            q, k, v = (rows.transpose(1, 2) for rows in (q_NHD[queries], k_NJD[keys], v_NJE[keys]))
-            own_out, own_log_sum = (result.transpose(1, 2).to(precise) for result in _attend(q, k, v, before, rule))
-            share = torch.sigmoid(own_log_sum - log_sum[queries])
-            out[queries] = torch.lerp(out[queries], own_out, share[..., None])
-            log_sum[queries] = torch.logaddexp(log_sum[queries], own_log_sum)
-        log_sum[-1] = torch.inf  # so that in backward padding weighs nothing
-        out_NHE = out[:-1].to(q_NHD.dtype)
-        ctx.save_for_backward(q_NHD, k_NJD, v_NJE, sinks_H, out_NHE, log_sum)
+            found = _attend(_rows(q_NHD, queries), _rows(k_NJD, keys), _rows(v_NJE, keys), before, rule)
+            own_out, own_log_sum = (result.transpose(1, 2).flatten(0, 1).to(precise) for result in found)
+            places = queries.flatten() % len(out)  # padding's, -1, is that of one more token here
+            if before:  # the difference that these keys make, by their share of the denominator
+                earlier_out, earlier = out.index_select(0, places), log_sum.index_select(0, places)
+                own_out = torch.sigmoid(own_log_sum - earlier)[..., None] * (own_out - earlier_out)
+                own_log_sum = torch.logaddexp(own_log_sum, earlier) - earlier
+            out.index_add_(0, places, own_out)  # several times faster on a CPU than assigning
+            log_sum.index_add_(0, places, own_log_sum)
+        if sinks_H is not None:
+            out *= torch.sigmoid(log_sum - sinks_H)[..., None]
+            log_sum = torch.logaddexp(log_sum, sinks_H)
+        out_NHE, log_sum_NH1 = out[:-1].to(q_NHD.dtype), log_sum[:-1, :, None]
+        ctx.save_for_backward(q_NHD, k_NJD, v_NJE, sinks_H, out_NHE, log_sum_NH1)
         ctx.parts, ctx.rule = parts, rule
         return out_NHE
 
     @staticmethod
     def backward(ctx, gradient_NHE):
-        q_NHD, k_NJD, v_NJE, sinks_H, out_NHE, log_sum = ctx.saved_tensors
+        q_NHD, k_NJD, v_NJE, sinks_H, out_NHE, log_sum_NH1 = ctx.saved_tensors
         inputs, to_sinks = (q_NHD, k_NJD, v_NJE), None
-        sums = [torch.zeros_like(tensor, dtype=log_sum.dtype) for tensor in inputs]
+        sums = [torch.zeros_like(tensor, dtype=log_sum_NH1.dtype) for tensor in inputs]
         for queries, keys, before in ctx.parts:
-            rows = [*(tensor[queries] for tensor in (gradient_NHE, out_NHE, log_sum, q_NHD)), k_NJD[keys], v_NJE[keys]]
-            found = _attend_backward([tensor.transpose(1, 2) for tensor in rows], before, ctx.rule)
+            gradient, out, log_sum, q = (_rows(tensor, queries) for tensor in (gradient_NHE, out_NHE, log_sum_NH1, q_NHD))
+            log_sum = log_sum.squeeze(3).masked_fill(queries[:, None] < 0, torch.inf)  # so that padding weighs nothing
+            rows = gradient, out, log_sum, q, _rows(k_NJD, keys), _rows(v_NJE, keys)
+            found = _attend_backward(rows, before, ctx.rule)
             for total, places, gradient in zip(sums, (queries, keys, keys), found, strict=True):
                 rows = gradient.transpose(1, 2).flatten(0, 1).to(total.dtype)
                 total.index_add_(0, places.flatten().clamp(min=0), rows)  # padding adds 0
         if sinks_H is not None:
-            delta_NH = (gradient_NHE * out_NHE).sum(dim=2, dtype=log_sum.dtype)
-            to_sinks = -((sinks_H - log_sum[:-1]).exp() * delta_NH).sum(dim=0).to(sinks_H.dtype)
+            delta_NH = (gradient_NHE * out_NHE).sum(dim=2, dtype=log_sum_NH1.dtype)
+            to_sinks = -((sinks_H - log_sum_NH1[..., 0]).exp() * delta_NH).sum(dim=0).to(sinks_H.dtype)
         return *(total.to(tensor.dtype) for total, tensor in zip(sums, inputs, strict=True)), to_sinks, None, None
+
+
+def _rows(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[X, heads, P, size], what a sequence [N, heads, size] has at places [X, P]; at padding anything."""
+    return tensor.index_select(0, places.flatten().clamp(min=0)).unflatten(0, places.shape).transpose(1, 2)
 
 
 def _attend(q, k, v, before: int, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
