@@ -9,6 +9,7 @@ response's length, so that nearly every group carries a gradient: the case in wh
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -116,6 +117,11 @@ class Turns:
     def __init__(self):
         # Everything that is printed beside what the parent reads goes to stderr.
         self.out, sys.stdout = sys.stdout, sys.stderr
+        self.note_loaded()
+
+    def note_loaded(self) -> None:
+        """Take the memory that is now in use, without what loading has freed, for the loaded model's."""
+        ctypes.CDLL(None).malloc_trim(0)
         self.loaded = memory()[0]
 
     def begin(self) -> None:
@@ -143,7 +149,7 @@ def ours(args: RLArgs) -> None:
 
     def begin(rollouts, step):
         if step == 1:
-            turns.loaded = memory()[0]  # model and optimiser have been made; the moments have not
+            turns.note_loaded()  # model and optimiser have been made; the moments have not
         turns.begin()
         return next_rollout(rollouts, step)
 
@@ -201,7 +207,7 @@ def trl(args: RLArgs, batch: int, checkpointing: bool) -> None:
             return out
 
         trainer._generate_and_score_completions = timed
-        turns.loaded = memory()[0]
+        turns.note_loaded()
         trainer.train()
 
 

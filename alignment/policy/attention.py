@@ -79,21 +79,28 @@ class JoinedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient_NHE):
-        q_NHD, k_NJD, v_NJE, sinks_H, out_NHE, log_sum_NH1 = ctx.saved_tensors
-        inputs, to_sinks = (q_NHD, k_NJD, v_NJE), None
+        *inputs, sinks_H, out_NHE, log_sum_NH1 = ctx.saved_tensors
         sums = [torch.zeros_like(tensor, dtype=log_sum_NH1.dtype) for tensor in inputs]
-        for queries, keys, before in ctx.parts:
-            gradient, out, log_sum, q = (_rows(tensor, queries) for tensor in (gradient_NHE, out_NHE, log_sum_NH1, q_NHD))
-            log_sum = log_sum.squeeze(3).masked_fill(queries[:, None] < 0, torch.inf)  # so that padding weighs nothing
-            rows = gradient, out, log_sum, q, _rows(k_NJD, keys), _rows(v_NJE, keys)
-            found = _attend_backward(rows, before, ctx.rule)
-            for total, places, gradient in zip(sums, (queries, keys, keys), found, strict=True):
-                rows = gradient.transpose(1, 2).flatten(0, 1).to(total.dtype)
-                total.index_add_(0, places.flatten().clamp(min=0), rows)  # padding adds 0
+        for part in ctx.parts:
+            _add_gradients(sums, (gradient_NHE, out_NHE, log_sum_NH1), inputs, part, ctx.rule)
+        to_sinks = None
         if sinks_H is not None:
             delta_NH = (gradient_NHE * out_NHE).sum(dim=2, dtype=log_sum_NH1.dtype)
             to_sinks = -((sinks_H - log_sum_NH1[..., 0]).exp() * delta_NH).sum(dim=0).to(sinks_H.dtype)
         return *(total.to(tensor.dtype) for total, tensor in zip(sums, inputs, strict=True)), to_sinks, None, None
+
+
+def _add_gradients(sums, joint, inputs, part: Part, rule: AttentionRule) -> None:
+    """Add a part's gradients by the `inputs` q, k and v to `sums`; `joint` are the output's gradient, the output and the
+    log-sum-exp of all parts. What is gathered for that is freed at the end."""
+    queries, keys, before = part
+    gradient, out, log_sum = (_rows(tensor, queries) for tensor in joint)
+    log_sum = log_sum.squeeze(3).masked_fill(queries[:, None] < 0, torch.inf)  # so that padding weighs nothing
+    rows = [_rows(tensor, places) for tensor, places in zip(inputs, (queries, keys, keys), strict=True)]
+    found = _attend_backward((gradient, out, log_sum, *rows), before, rule)
+    for total, places, by_rows in zip(sums, (queries, keys, keys), found, strict=True):
+        added = by_rows.transpose(1, 2).flatten(0, 1).to(total.dtype)
+        total.index_add_(0, places.flatten().clamp(min=0), added)  # padding adds 0
 
 
 def _rows(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
