@@ -46,10 +46,6 @@ class Comparison:
     arms: tuple[str, ...] = ()
     detectable: float = math.nan
 
-    @property
-    def decided(self) -> bool:
-        return self.kind != "undecided"
-
 
 @dataclass(frozen=True)
 class _Estimate:
