@@ -28,8 +28,7 @@ RULES = {"r1_zero": r1_zero_reward_fn, "r1_zero_strict": r1_zero_strict_reward_f
 
 def find_rule(name: str, seconds: float | None = None) -> RewardFn:
     """The rule `name` of `RULES`, or the user's package.module:function, whose calls take up to `seconds`; else `UserError`."""
-    rule = find("--reward", name, RULES)
-    return rule if name in RULES else users_function(name, seconds).score
+    return find("--reward", name, RULES, lambda _: users_function(name, seconds).score)
 
 
 def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
