@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from alignment.rewards.grading.expressions import Refused, parse_expression, variables
 from alignment.rewards.grading.quantities import number_in_words, read_unit, same_unit
-from alignment.rewards.grading.values import MAX_BITS, equal_values, proportional, real_value, substitute
+from alignment.rewards.grading.values import MAX_BITS, equal_values, proportional, real_value, rounded_value, substitute
 
 X = Fraction(2, 7)
 
@@ -99,6 +99,15 @@ def test_equal_values(a, b, equal):
 def test_a_difference_that_only_exact_numbers_show():
     big = "10^{300}"
     assert equal_values(parse_expression(f"{big} + 1"), parse_expression(big)) is False
+
+
+def test_equal_values_round_alike_and_others_apart():
+    rounded = lambda text: rounded_value(parse_expression(text))
+    assert rounded(r"\sqrt{1/9}") == rounded("1/3") and rounded(r"\sqrt{4}") == 2 and rounded(r"\sqrt{2} - \sqrt{2}") == 0
+    assert rounded("10^{90}") < rounded("10^{90} + 1") and rounded("1/3") < rounded("1/3 + 10^{-280}")
+    for beyond in ("e^{e^{50}}", "e^{-e^{50}}"):  # whose exponents no decimal number has
+        with pytest.raises(Refused):
+            rounded(beyond)
 
 
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=5), st.integers(-9, 9).filter(bool), st.integers(0, 4))
