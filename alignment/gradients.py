@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
@@ -16,8 +17,10 @@ from alignment.checks import check_rl, roles_of
 from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LOSSES, LossConfig
 from alignment.system.errors import UserError, run_command
+from alignment.system.files import read_toml
 from alignment.system.terminal import make_console, make_table
 
+NOTES = read_toml(Path(__file__).with_name("gradients.toml"), "notes")
 SAME = 1e-3  # of the longer gradient's length; bfloat16 rounds its numbers by up to four times as much, but alike in all arms
 
 
@@ -101,12 +104,7 @@ def print_arms(arms: Mapping[str, RLArgs], policy, collated, console: Console) -
         rows.append((name, *(f"{x:.2g}" for x in apart), *(f"{x:.4f}" for x in cosines), verdict, " ".join(unseen)))
     numbers = ("apart", "2nd apart")[:updates] + ("cosine", "2nd cosine")[:updates]
     console.print(make_table(f"gradients against {base}'s", ("arm", *numbers, "gradients", "acts elsewhere"), rows, numbers))
-    console.print(
-        "apart: the length of the difference of two gradients by the longer one's, on one frozen set of rollouts, of the first"
-        " update and, where weights matter that have moved, of a second one. A cosine of 1 beside it is a difference of"
-        " length, most of which Adam takes away. What acts elsewhere, as in sampling or by more updates, is not looked at.",
-        soft_wrap=True,
-    )
+    console.print(NOTES["arms"], soft_wrap=True)
 
 
 def print_statistics(inspected: Iterable[tuple], console: Console) -> None:
@@ -120,12 +118,7 @@ def print_statistics(inspected: Iterable[tuple], console: Console) -> None:
         name = e.loss_type + (" (2nd update)" if e.second_update else "")
         rows.append((name, e.loss_normalization, std, str(e.group_size), *cells))
     console.print(make_table("gradients on one frozen set of rollouts", ("loss", "length", "/ std", *numbers), rows, numbers))
-    console.print(
-        "norm and spread are of the whole batch's gradient; SNR, its squared expectation over its variance, is what may be"
-        " compared between estimators, since an optimiser like Adam takes the scale away. cosine: a prompt's gradient with the"
-        " batch's. ESS: how many equally weighted responses would say as much. silent: prompts without any gradient.",
-        soft_wrap=True,
-    )
+    console.print(NOTES["statistics"], soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def rates(setting: Setting, tables: int, seed: int) -> list[float]:
                 "tie" in falsehoods,
                 np.mean([h for h, _ in held]) if held else np.nan,
                 np.mean([h for h, is_noisy in held if is_noisy]) if any(n for _, n in held) else np.nan,
-                np.mean([c.decided for c in found]),
+                np.mean([c.kind != "undecided" for c in found]),
                 np.mean(["unstable" in c.verdict for c in found]),
                 seeds,
                 any(r and t == 0 for r, t in zip(rejected, true, strict=True)),

@@ -19,7 +19,7 @@ from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.runs.run_folder import reproducibility
 from alignment.runs.summary import first_change
-from alignment.system.files import fill_template, read_jsonl, write_atomically
+from alignment.system.files import fill_template, read_jsonl, read_toml, write_atomically
 from alignment.system.terminal import make_table, printable
 
 SHOWN_PAIRS = 30  # in the Markdown summary and the figure; the page has all
@@ -97,7 +97,7 @@ def arm_rows(study: Study) -> list[dict]:
 
 
 def _ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    return sorted(comparisons, key=lambda c: (not c.decided, -abs(c.difference) if c.seeds else 0))
+    return sorted(comparisons, key=lambda c: (c.kind == "undecided", -abs(c.difference) if c.seeds else 0))
 
 
 def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Comparison]) -> list[str]:
@@ -123,13 +123,7 @@ def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:
 
 
 ACCURACY = "avg_all_rewards"
-CURVES = {
-    ACCURACY: "held-out accuracy", "reward": "training reward", "response_length": "response tokens",
-    "entropy": "entropy, nats a token", "clip_fraction": "share of clipped tokens", "grad_norm": "gradient norm",
-}  # fmt: skip
-COSTS = {"rollout steps": "steps", "sampled tokens": "tokens", "seconds of training": "seconds"}
-KINDS = {"greater": "tab:green", "tie": "tab:blue", "undecided": "tab:orange"}
-DASHES = ("-", "--", ":", "-.")
+FIGURES = read_toml(HERE / "report.toml", "report")
 
 
 def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure]:
@@ -138,8 +132,8 @@ def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure
     plt.style.use(HERE / "report.mplstyle")
     compared, _ = verdicts.outcome(study)
     drawn = {f"Differences of {compared}": _draw(_draw_differences, study, comparisons)} if comparisons else {}
-    for key, label in CURVES.items():
-        for cost in list(COSTS)[: None if key == ACCURACY else 1]:
+    for key, label in FIGURES["curves"].items():
+        for cost in list(FIGURES["costs"])[: None if key == ACCURACY else 1]:
             if any(x for run in study.runs for x, _ in _points(run, key, cost).values()):
                 drawn[f"{label[0].upper()}{label[1:]} by {cost}"] = _draw(_draw_curves, study, key, cost)
     return drawn | ({f"{compared.capitalize()} by arm": _draw(_draw_final, study)} if comparisons else {})
@@ -158,8 +152,10 @@ def _styles(study: Study) -> dict[str, dict]:
     names = sorted(choices(study.varied), key=lambda name: -len({str(values[name]) for values in study.varied.values()}))
     keys = [[str(of_arm[name]) for name in names] if len(names) == 2 else (arm, "") for arm, of_arm in study.varied.items()]
     colours, dashes = (list(dict.fromkeys(values)) for values in zip(*keys, strict=True))
-    places = [(colours.index(a), dashes.index(b) % len(DASHES)) for a, b in keys]
-    return {arm: {"color": f"C{i}", "linestyle": DASHES[j]} for arm, (i, j) in zip(study.varied, places, strict=True)}
+    places = [(colours.index(a), dashes.index(b) % len(FIGURES["dashes"])) for a, b in keys]
+    return {
+        arm: {"color": f"C{i}", "linestyle": FIGURES["dashes"][j]} for arm, (i, j) in zip(study.varied, places, strict=True)
+    }
 
 
 def _file_name(title: str) -> str:
@@ -183,7 +179,7 @@ def _draw_differences(axes, styles: dict, study: Study, comparisons: Sequence[Co
     axes.figure.set_figheight(1.2 + 0.25 * len(rows))
     axes.axvspan(-study.tie, study.tie, color="tab:gray", alpha=0.2, lw=0, label=f"tie: below {study.tie:g}")
     axes.axvline(0, color="tab:gray", lw=0.8)
-    for kind, colour in KINDS.items():
+    for kind, colour in FIGURES["kinds"].items():
         if mine := [(c.difference, y, c.difference - c.low, c.high - c.difference) for y, c in rows if c.kind == kind]:
             x, y, *reach = zip(*mine, strict=True)
             axes.errorbar(x, y, xerr=reach, fmt="o", color=colour, label=kind)
@@ -204,14 +200,14 @@ def _draw_curves(axes, styles: dict, study: Study, key: str, cost: str) -> None:
             scores = [{seed: runs[seed].scores.rewards_EQ[place] for seed, place in at.items()} for at in places]
             margins = [half_width(study, arm, at) for at in scores] or None
             axes.errorbar(x, y, yerr=margins, **styles[arm], label=arm)
-    axes.set(xlabel=cost, ylabel=CURVES[key])
+    axes.set(xlabel=cost, ylabel=FIGURES["curves"][key])
     axes.locator_params(axis="x", integer=True)
 
 
 def _points(run: Run, key: str, cost: str) -> dict[int, tuple[float, float]]:
     """By step: what the run had cost, and the value of `key`, where there is one."""
     records = [r for r in (run.evals if key == ACCURACY else run.metrics) if r.get(key) is not None]
-    return {r["step"]: (float(x), r[key]) for r, x in zip(records, run.spent(COSTS[cost], records), strict=True)}
+    return {r["step"]: (float(x), r[key]) for r, x in zip(records, run.spent(FIGURES["costs"][cost], records), strict=True)}
 
 
 def _draw_final(axes, styles: dict, study: Study) -> None:

@@ -46,10 +46,6 @@ class Comparison:
     arms: tuple[str, ...] = ()
     detectable: float = math.nan
 
-    @property
-    def decided(self) -> bool:
-        return self.kind != "undecided"
-
 
 @dataclass(frozen=True)
 class _Estimate:
@@ -103,11 +99,8 @@ def compare(
 
 def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None) -> float:
     """Half of the 95 % interval of an arm's mean, over seeds and questions as `compare` has it; 0 where it has one seed."""
-    if len(by_seed) < 2:
-        return 0.0
-    _, _, between_seeds_11, between_questions_11 = _moments({"": by_seed}, tuple(sorted(by_seed)), groups)
-    seeds = len(by_seed)
-    return half_width(between_seeds_11.item() / seeds, seeds - 1, max(0.0, between_questions_11.item()))
+    [e] = _estimates({"arm": by_seed}, [Contrast("arm", "", {"arm": 1.0})], groups)
+    return half_width(e.own / e.seeds, e.seeds - 1, e.questions) if isinstance(e, _Estimate) else 0.0
 
 
 def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups: Sequence[Hashable] | None):

@@ -121,11 +121,9 @@ def decide_factors(study: Study) -> dict[str, list[Comparison]]:
 
 def decide_question(study: Study, question: Sequence[str]) -> list[Comparison]:
     """The comparisons that answer `question`: all pairs of arms if it is empty, an argument's values, or two arms or values."""
-    if not question:
-        return decide(study)
     factors = decide_factors(study)
-    if len(question) == 1:
-        return factors[question[0]] if question[0] in factors else decide(study)
+    if len(question) < 2:
+        return factors.get("".join(question)) or decide(study)
     return [c for c in [*decide(study), *sum(factors.values(), [])] if {c.a, c.b} == set(question)]
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from alignment.core.records import Completion, Group, Problem, Score
 from alignment.rewards.countdown import countdown_reward_fn
@@ -28,8 +28,7 @@ RULES = {"r1_zero": r1_zero_reward_fn, "r1_zero_strict": r1_zero_strict_reward_f
 
 def find_rule(name: str, seconds: float | None = None) -> RewardFn:
     """The rule `name` of `RULES`, or the user's package.module:function, whose calls take up to `seconds`; else `UserError`."""
-    rule = find("--reward", name, RULES)
-    return rule if name in RULES else users_function(name, seconds).score
+    return find("--reward", name, RULES, lambda _: users_function(name, seconds).score)
 
 
 def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
@@ -49,14 +48,6 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 STEPS = re.compile(r"Step \d+:|^\s*\d+\.\s|^\s*[-*]\s|\b(?:First|Second|Third|Next|Then|Finally),", re.MULTILINE)
 WHOLE = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+|/\d+)?")
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rewards of responses, and the rules that this part cannot go with: {name of the rule: the reason}."""
-
-    rewards: PartFn
-    unfit: Mapping[str, str] = field(default_factory=dict)
 
 
 def whole_turn(problem: Problem, response: str) -> str:
@@ -90,13 +81,13 @@ def _scripts(text: str) -> Counter[str]:
     return +scripts
 
 
-def of_each(function: Callable[[Problem, str, Score], float], **facts) -> Part:
+def of_each(function: Callable[[Problem, str, Score], float]) -> PartFn:
     """The part made of a function of a problem, a response to it, and its score."""
     texts = lambda completions: [completion.text for completion in completions]
-    return Part(lambda problems, drawn, scores: list(map(function, problems, texts(drawn), scores)), **facts)
+    return lambda problems, drawn, scores: list(map(function, problems, texts(drawn), scores))
 
 
-PARTS: Mapping[str, Part] = {
+PARTS: Mapping[str, PartFn] = {
     "format": of_each(lambda problem, text, score: score["format_reward"]),
     "accuracy": of_each(lambda problem, text, score: score["answer_reward"]),
     # A quarter for each of the four tags that occurs exactly once.
@@ -105,13 +96,12 @@ PARTS: Mapping[str, Part] = {
     "reasoning_steps": of_each(lambda problem, text, _: min(1.0, len(STEPS.findall(whole_turn(problem, text))) / 3)),
     # 1.25 for one thought and one answer in their tags and nothing else, -1 otherwise.
     "signed_format": of_each(lambda problem, text, _: 1.25 if WHOLE.fullmatch(whole_turn(problem, text)) else -1.0),
-    "signed_accuracy": of_each(
-        lambda problem, text, _: signed_accuracy(text, problem.ground_truth),
-        unfit={"countdown": "it looks for a number that is the answer, which Countdown's are not; use accuracy"},
-    ),
+    "signed_accuracy": of_each(lambda problem, text, _: signed_accuracy(text, problem.ground_truth)),
     "language_consistency": of_each(lambda problem, text, _: language_consistency(problem, text)),
 }
-CONTROLS: Mapping[str, Part] = {
+UNFIT = {("signed_accuracy", "countdown"): "it looks for a number that is the answer, which Countdown's are not; use accuracy"}
+"""A part and a rule that cannot go together -> the reason."""
+CONTROLS: Mapping[str, PartFn] = {
     "random": of_each(lambda problem, text, _: random_reward(text, problem.ground_truth)),
     "format_only": PARTS["format"],
     "inverted": of_each(lambda problem, text, score: score["format_reward"] * (1 - score["answer_reward"])),
@@ -123,7 +113,7 @@ class Reward:
     """A rule, and the parts (name, weight, part) whose weighted sum is the reward; without parts it is the rule's own."""
 
     rule: RewardFn
-    parts: tuple[tuple[str, float, Part], ...] = ()
+    parts: tuple[tuple[str, float, PartFn], ...] = ()
 
     def score(self, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:
         """Each problem with its completions and their scores, which hold "part_<name>" of parts that apply, or "unscored"."""
@@ -133,7 +123,7 @@ class Reward:
         repeated = [group.problem for group in groups for _ in group.completions]
         drawn = [completion for group in groups for completion in group.completions]
         scores = [score for group in groups for score in group.scores]
-        values = [part.rewards(repeated, drawn, scores) for _, _, part in self.parts]
+        values = [part(repeated, drawn, scores) for _, _, part in self.parts]
         rows = []
         for score, of_row in zip(scores, zip(*values, strict=True), strict=True):
             applied = [(name, weight, value) for (name, weight, _), value in zip(self.parts, of_row) if value is not None]
@@ -170,13 +160,12 @@ def _name_and_weight(item: str) -> tuple[str, float]:
     return item, 1.0
 
 
-def _find_part(name: str, rules: Sequence[str], seconds: float | None) -> Part:
+def _find_part(name: str, rules: Sequence[str], seconds: float | None) -> PartFn:
     paid_by = lambda rule: of_each(lambda problem, text, _: rule(text, problem.ground_truth)["reward"])
     by_rule = {key: paid_by(rule) for key, rule in RULES.items()}
-    part = find("--reward", name, {**by_rule, **CONTROLS, **PARTS}, lambda _: Part(users_function(name, seconds).rewards))
-    if unfit := [part.unfit[rule] for rule in rules if rule in part.unfit]:
+    if unfit := [UNFIT[name, rule] for rule in rules if (name, rule) in UNFIT]:
         raise UserError(f"--reward {name}: {unfit[0]}")
-    return part
+    return find("--reward", name, {**by_rule, **CONTROLS, **PARTS}, lambda _: users_function(name, seconds).rewards)
 
 
 def try_reward(reward: Reward, problem: Problem) -> None:

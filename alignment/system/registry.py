@@ -24,7 +24,7 @@ def find(flag: str, name: str, table: Mapping[str, Entry], wrap: Callable[[Calla
         noun, hint = flag.strip("-").removesuffix("s").replace("_", " "), did_you_mean(name, table)
         raise UserError(f"{flag} {name}: there is no such {noun}; choose one of {', '.join(table)}, or name {own}{hint}")
     found = import_object(flag, name)
-    if isinstance(found, kind):
+    if isinstance(found, kind) and (wrap is None or kind is not FunctionType):
         return found
     if not (takes_functions and callable(found)):
         wanted = "a function" if takes_functions else kind.__name__

@@ -141,7 +141,7 @@ def test_verdicts():
     rng = np.random.default_rng(1)
     arms = {"good": noisy(rng, 0.8, 5), "bad": noisy(rng, 0.4, 5)}
     (c,) = compare(arms, tie=0.03)
-    assert c.verdict == "good > bad" and c.decided and c.more_seeds is None
+    assert c.verdict == "good > bad" and c.kind == "greater" and c.more_seeds is None
     (c,) = compare({"bad": arms["bad"], "good": arms["good"]}, tie=0.03)
     assert c.verdict == "good > bad" and c.difference < 0 and c.kind == "greater"
     (c,) = compare({"a": noisy(rng, 0.5, 8, 4000, 0.001), "b": noisy(rng, 0.5, 8, 4000, 0.001)}, tie=0.05)
@@ -175,9 +175,9 @@ def test_a_difference_that_would_be_found_is_found_with_a_chance_of_80_percent(n
 
 def test_a_single_seed_gets_no_verdict():
     (c,) = compare({"a": constant(1.0, 1), "b": constant(0.0, 1)}, tie=0.03)
-    assert not c.decided and math.isnan(c.low) and math.isnan(c.detectable) and c.more_seeds == 1
+    assert c.kind == "undecided" and math.isnan(c.low) and math.isnan(c.detectable) and c.more_seeds == 1
     (c,) = compare({"a": constant(1.0, 1), "b": {}}, tie=0.03)
-    assert not c.decided and c.more_seeds == 2
+    assert c.kind == "undecided" and c.more_seeds == 2
 
 
 def test_arms_are_paired_by_seed():
@@ -188,7 +188,7 @@ def test_arms_are_paired_by_seed():
     b = {seed: np.full(50, level[seed]) for seed in range(6)}
     assert compare({"a": a, "b": b}, tie=0.01)[0].verdict == "a > b"
     b = {seed: b[(seed + 1) % 6] for seed in range(6)}
-    assert not compare({"a": a, "b": b}, tie=0.01)[0].decided
+    assert compare({"a": a, "b": b}, tie=0.01)[0].kind == "undecided"
 
 
 def test_only_shared_seeds_count():

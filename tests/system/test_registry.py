@@ -36,6 +36,7 @@ def test_an_entry_is_found_in_the_table_or_imported():
 def test_a_function_becomes_an_entry_where_the_registry_wraps():
     assert find("--animal", "users_zoo:halve", TABLE, wrap=lambda f: Animal(str(f(4)))) == Animal("2.0")
     assert find("--animal", "users_zoo:goat", TABLE, wrap=lambda f: Animal("wrapped")) == Animal("meh")
+    assert find("--function", "users_zoo:halve", FUNCTIONS, wrap=lambda f: lambda x: f(f(x)))(4) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """The kinds of answers: quantities with units, words, listings, matrices, ..., and the arithmetic of regions of the line."""
 
 from collections.abc import Callable, Iterable
+from decimal import Decimal
 from typing import NamedTuple
 
-from flint import arb
-
 from alignment.rewards.grading.expressions import Node, Refused
-from alignment.rewards.grading.values import is_narrow, real_value
+from alignment.rewards.grading.values import rounded_value
 
 Words = NamedTuple("Words", [("text", str)])  # an answer in words, or a sign that is no number: ∅, ∞
 
@@ -26,7 +25,7 @@ Listing = NamedTuple("Listing", [("kind", str), ("parts", tuple["Answer", ...])]
 """Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any order, "=" for values of
 several labels, ":" for a ratio, "+" for a measure in two units."""
 Matrix = NamedTuple("Matrix", [("rows", tuple[tuple["Answer", ...], ...])])  # rows of cells
-Cut = tuple[arb, bool]  # a place between the real numbers: before the point, or with True after it
+Cut = tuple[Decimal, bool]  # a place between the real numbers: before the point, or with True after it
 Region = NamedTuple("Region", [("cuts", tuple[Cut, ...])])
 """A union of intervals. Its cuts are in order; it begins at the first, ends at the second, begins at the third, ..."""
 Relation = NamedTuple("Relation", [("sign", str), ("left", Node), ("right", Node)])
@@ -40,7 +39,7 @@ def unlabelled(answer: Answer) -> Answer:
     return answer.answer if isinstance(answer, Labelled) else answer
 
 
-_INFINITY = arb.pos_inf()
+_INFINITY = Decimal("Infinity")
 _LOWEST, _HIGHEST = (-_INFINITY, True), (_INFINITY, False)
 EVERYWHERE = Region((_LOWEST, _HIGHEST))
 
@@ -49,21 +48,21 @@ def is_interval(answer: Answer) -> bool:
     return isinstance(answer, Listing) and answer.kind in ("()", "(]", "[)", "[]") and len(answer.parts) == 2
 
 
-def edge(answer: Answer) -> arb:
+def edge(answer: Answer) -> Decimal:
     if isinstance(answer, Words) and answer.text in ("∞", "-∞"):
         return _INFINITY if answer.text == "∞" else -_INFINITY
-    if isinstance(answer, Quantity) and answer.unit in ("", "degree") and is_narrow(end := real_value(answer.value)):
-        return end
+    if isinstance(answer, Quantity) and answer.unit in ("", "degree"):
+        return rounded_value(answer.value)
     raise Refused("no end of an interval")
 
 
-def interval(low: arb, low_closed: bool, high: arb, high_closed: bool) -> Region:
+def interval(low: Decimal, low_closed: bool, high: Decimal, high_closed: bool) -> Region:
     """The region between two ends; nothing where they are in the wrong order."""
     cuts = (low, not low_closed), (high, high_closed)
-    return Region(cuts if _before(*cuts) else ())
+    return Region(cuts if cuts[0] < cuts[1] else ())
 
 
-def half_line(sign: str, end: arb) -> Region:
+def half_line(sign: str, end: Decimal) -> Region:
     """The numbers that stand in the relation `sign`, one of < ≤ > ≥ ≠, to `end`."""
     if sign == "≠":
         return complement(interval(end, True, end, True))
@@ -85,23 +84,14 @@ def as_region(answer: Answer) -> Region:
     raise Refused("no region")
 
 
-def same_point(a: arb, b: arb) -> bool:
-    """Whether two ends of intervals are equal."""
-    return a == b or (a - b).contains(0)  # the first for infinities
-
-
-def _before(a: Cut, b: Cut) -> bool:
-    return a[0] < b[0] or (same_point(a[0], b[0]) and a[1] < b[1])
-
-
 def combine(holds: Callable[[list[bool]], bool], regions: Iterable[Region]) -> Region:
     """The numbers for which `holds`, told which regions contain each: `any` gives the union, `all` the intersection."""
     regions = list(regions)
     places = [_LOWEST, *(cut for region in regions for cut in region.cuts)]
     cuts: list[Cut] = []
-    for place in sorted(places, key=lambda cut: (float(cut[0]), cut[1])):
-        inside = [sum(not _before(place, cut) for cut in region.cuts) % 2 == 1 for region in regions]
-        if (_before(place, _HIGHEST) and holds(inside)) != len(cuts) % 2:
+    for place in sorted(places):
+        inside = [sum(cut <= place for cut in region.cuts) % 2 == 1 for region in regions]
+        if (place < _HIGHEST and holds(inside)) != len(cuts) % 2:
             cuts.append(place)
     return Region((*cuts, _HIGHEST) if len(cuts) % 2 else tuple(cuts))
 

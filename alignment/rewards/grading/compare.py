@@ -223,13 +223,10 @@ class Comparison:
 
 def _names_a_sum(equation: Relation) -> bool:
     """Whether the left side adds different variables up and the right one is their sum."""
-    left, terms = equation.left, []
-    while isinstance(left, tuple) and left[0] == "+":
-        left, term = left[1:]
-        terms.append(term)
-    terms.append(left)
-    names = all(isinstance(term, str) for term in terms) and len(set(terms)) == len(terms) > 1
-    return equation.sign == "=" and names and is_rational(equation.right)
+    terms = subtrees(equation.left)
+    names = [term for term in terms if isinstance(term, str)]
+    plain = all(isinstance(term, str) or isinstance(term, tuple) and term[0] == "+" for term in terms)
+    return equation.sign == "=" and plain and len(set(names)) == len(names) > 1 and is_rational(equation.right)
 
 
 def _as_relation(answer: Labelled) -> Relation | None:
@@ -268,11 +265,9 @@ def _same_time(a: Clock, t: Clock) -> bool:
     return "24" not in (a.half, t.half) and a.seconds % 43200 == t.seconds % 43200
 
 
-def _same_region(a: Answer, t: Answer) -> bool | None:
+def _same_region(a: Answer, t: Answer) -> bool:
     with suppress(Refused):
-        cuts_a, cuts_t = answers.as_region(a).cuts, answers.as_region(t).cuts
-        ends = zip(cuts_a, cuts_t, strict=False)
-        return len(cuts_a) == len(cuts_t) and all(answers.same_point(x[0], y[0]) and x[1] == y[1] for x, y in ends)
+        return answers.as_region(a) == answers.as_region(t)
     return False
 
 

@@ -46,10 +46,7 @@ _TOKEN = re.compile(
     rf"(?P<other>{PATTERNS.number.pattern}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
 )
 _BRACKETS = ("(", "[", "{")
-_CLOSING = {  # opening sign -> the closing one, and the function of what stands between them
-    "(": (")", ""), "[": ("]", ""), "{": ("}", ""), "|": ("|", "abs"),
-    r"\lfloor": (r"\rfloor", "floor"), r"\lceil": (r"\rceil", "ceil"),
-}  # fmt: skip
+_CLOSING = TABLES["closing"]
 
 
 def _tokens(text: str) -> list[str]:

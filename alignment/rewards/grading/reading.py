@@ -5,16 +5,15 @@ import operator
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from decimal import Decimal
 from fractions import Fraction
-
-from flint import arb
 
 from alignment.rewards.grading import answers, quantities
 from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
 from alignment.rewards.grading.expressions import FUNCTIONS, NoAnswer, Node, Refused, parse_expression, variables
 from alignment.rewards.grading.quantities import plain_words, qualified, read_quantity, without_clause
 from alignment.rewards.grading.text import PATTERNS, RELATIONS, TABLES, split, split_with_signs, squeeze
-from alignment.rewards.grading.values import equal_values, is_narrow, real_value, rounds_to, substitute
+from alignment.rewards.grading.values import equal_values, rounds_to, substitute
 
 MAX_PARTS = 20  # of a listing
 MAX_CELLS = 64  # of a matrix
@@ -217,16 +216,16 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     names = variables(left)
     if not (isinstance(left, tuple) and left[0] == "abs" and len(names) == 1 and isinstance(right, Fraction) and right > 0):
         return None
-    at = [real_value(substitute(left[1], {name: Fraction(k) for name in names})) for k in range(3)]
-    slope = at[1] - at[0]
-    if not all(map(is_narrow, at)) or not (at[2] - at[1] - slope).contains(0) or slope.contains(0):
+    at = [substitute(left[1], {name: Fraction(k) for name in names}) for k in range(3)]
+    slope = ("-", at[1], at[0])
+    if not equal_values(("-", at[2], at[1]), slope) or equal_values(slope, Fraction(0)) is not False:
         return None
-    ends = sorted(((arb(c.numerator) / c.denominator - at[0]) / slope for c in (right, -right)), key=float)
-    inside = answers.interval(ends[0], sign in "≤>", ends[1], sign in "≤>")
+    low, high = sorted(answers.edge(Quantity(("/", ("-", end, at[0]), slope))) for end in (right, -right))
+    inside = answers.interval(low, sign in "≤>", high, sign in "≤>")
     return Labelled(names.pop(), inside if sign in "<≤" else answers.complement(inside)) if sign != "≠" else None
 
 
-def _end(text: str) -> arb | None:
+def _end(text: str) -> Decimal | None:
     """A real constant or an infinity; None for anything else."""
     with suppress(Refused):
         return answers.edge(_phrase(text, 1) or read_quantity(text))

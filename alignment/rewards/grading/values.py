@@ -3,18 +3,18 @@ rational, and otherwise balls: FLINT's real and complex numbers with a rigorous 
 efficient arbitrary-precision midpoint-radius interval arithmetic", IEEE Trans. Comput. 66(8)). A ball that excludes zero proves
 a difference. Every size is bounded before it is computed."""
 
-import math
 import operator as op
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 
 import flint
 from flint import acb, arb, fmpq, fmpz
 
-from alignment.rewards.grading.expressions import Node, Refused, is_rational, subtrees, variables
+from alignment.rewards.grading.expressions import TRIGONOMETRIC, Node, Refused, is_rational, subtrees, variables
 
 MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
 flint.ctx.prec = 1024  # bits; all threads of the process share this setting, so it is set once and never changed
@@ -47,12 +47,6 @@ def equal_values(a: Node, b: Node) -> bool | None:
     return True if agreed >= (ENOUGH if names else 1) else None
 
 
-def rational(node: Node) -> Fraction:
-    """The exact value of a tree that `is_rational`. Raises `Refused` or `ArithmeticError` if it is undefined or too large."""
-    value = _value(node, {}, arb)
-    return Fraction(int(value.numerator), int(value.denominator))
-
-
 def real_value(node: Node) -> arb:
     """The value of a constant tree. Raises `Refused` where it is not a real number within bounds."""
     if variables(node) or "i" in subtrees(node):
@@ -62,15 +56,20 @@ def real_value(node: Node) -> arb:
     return arb(value)
 
 
-def is_narrow(ball: arb) -> bool:
-    """Whether the error of a real number is small enough for comparisons: below 2^-250 of its size."""
-    return bool(ball.rad() < _NEGLIGIBLE * (1 + abs(ball.mid())))
+def rounded_value(node: Node) -> Decimal:
+    """`real_value` to 290 digits, which equal values share. Raises `Refused` also where its error exceeds 2^-250 of its size,
+    and where its logarithm exceeds MAX_BITS: a decimal number has a bound, too."""
+    ball = real_value(node)
+    size, is_zero = abs(ball.mid()), ball.contains(0)
+    if not ball.rad() < _NEGLIGIBLE * (1 + size) or not (is_zero or abs(size.log()) < MAX_BITS):
+        raise Refused("too large, too small or too uncertain")
+    return Decimal(0) if is_zero else Decimal(ball.mid().str(290, radius=False))
 
 
 def terminates(value: Node) -> bool:
     """Whether a rational value has a last decimal."""
     with suppress(Refused, ArithmeticError):
-        return is_rational(value) and 10**MAX_BITS % rational(value).denominator == 0
+        return is_rational(value) and 10**MAX_BITS % int(_value(value, {}, arb).denominator) == 0
     return True
 
 
@@ -151,8 +150,8 @@ def _arithmetic(operation: Callable[[_Value, _Value], _Value]) -> Callable[..., 
     return lambda field, a, b: operation(a, b) if type(a) is type(b) else operation(field(a), field(b))
 
 
-def _function(name: str, power: int = 1) -> Callable[..., _Value]:
-    return lambda field, x: getattr(field(x), name)() ** power
+def _function(name: str) -> Callable[..., _Value]:
+    return lambda field, x: getattr(field(x), name)()
 
 
 def _power(field: type, base: _Value, exponent: _Value) -> _Value:
@@ -174,25 +173,16 @@ def _power(field: type, base: _Value, exponent: _Value) -> _Value:
 
 def _factorial(field: type, x: _Value) -> _Value:
     if isinstance(x, fmpq) and x.denominator == 1:
-        if not 0 <= x <= 450:  # 450! has MAX_BITS bits
+        if not 0 <= x <= 4000:  # 4000! takes 0.1 ms, and what a binomial makes of it may be within MAX_BITS
             raise Refused("too large, or undefined")
-        return fmpq(fmpz(math.factorial(int(x.numerator))))
-    return _gamma(field, x + 1)
-
-
-def _gamma(field: type, x: _Value) -> _Value:
-    x = field(x)
-    if not x.abs_upper() < 1000:
+        return fmpq(fmpz.fac_ui(int(x.numerator)))
+    if not field(x).abs_upper() < 1000:
         raise Refused("too large")
-    return x.gamma()
+    return field(x + 1).gamma()
 
 
 def _binomial(field: type, n: _Value, k: _Value) -> _Value:
-    if all(isinstance(x, fmpq) and x.denominator == 1 for x in (n, k)):
-        if not 0 <= k <= n or n > 4000:
-            raise Refused("out of bounds")
-        return fmpq(fmpz(math.comb(int(n.numerator), int(k.numerator))))
-    return _gamma(field, n + 1) / (_gamma(field, k + 1) * _gamma(field, n - k + 1))
+    return _factorial(field, n) / (_factorial(field, k) * _factorial(field, n - k))
 
 
 def _rounded(name: str, field: type, x: _Value) -> _Value:
@@ -209,7 +199,6 @@ _OPERATIONS: dict[str, Callable[..., _Value]] = {
     "abs": lambda field, x: abs(x),
     **{name: partial(_rounded, name) for name in ("floor", "ceil")},
     "ln": _function("log"),
-    **{name: _function(name) for name in ("exp", "sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    **{name: _function(name) for name in (*TRIGONOMETRIC, "exp", "sinh", "cosh", "tanh")},
     **{f"arc{name}": _function(f"a{name}") for name in ("sin", "cos", "tan")},
-    **{name: _function(inverse, -1) for name, inverse in (("cot", "tan"), ("sec", "cos"), ("csc", "sin"))},
 }

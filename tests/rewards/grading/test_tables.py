@@ -22,7 +22,7 @@ def test_every_name_has_one_meaning():
 
 
 def test_every_table_is_of_one_type():
-    types = {"phrases": list, **dict.fromkeys(("scales", "denominators", "base_words"), int)}
+    types = {"phrases": list, "closing": list, **dict.fromkeys(("scales", "denominators", "base_words"), int)}
     for name, table in TABLES.items():
         if isinstance(table, dict):
             assert {type(value) for value in table.values()} == {types.get(name, str)}, name
