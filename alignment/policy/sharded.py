@@ -22,7 +22,7 @@ from alignment.policy import lora
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.memory import gathered_bytes
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.policy.single_device import SingleDevicePolicy, read_parts
+from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.ranks import Ranks, lead
 
 
@@ -135,8 +135,6 @@ class Shard(SingleDevicePolicy):
         except dcp.api.CheckpointException as error:  # which is no `Exception`, and prints the tracebacks of all ranks
             rank, (cause, _) = next(iter(error.failures.items()))
             raise OSError(f"{folder} could not be written by rank {rank}: {cause}") from None
-
-    read_optimizer = staticmethod(read_parts)
 
 
 class ShardedPolicy:

@@ -15,7 +15,7 @@ from alignment.policy.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, first_device
 from alignment.policy.log_probs import head_log_probs, hidden_states
-from alignment.policy.memory import choose_micro_batch_tokens, whole
+from alignment.policy.memory import choose_micro_batch_tokens, own_part, whole
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
@@ -144,7 +144,9 @@ class SingleDevicePolicy(MicroBatchedModel):
     def load_optimizer(self, folder: Path) -> None:
         state: dict[int, dict[str, torch.Tensor]] = {}
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for name, tensor in self.read_optimizer(folder, parameters).items():
+        are_whole = (folder / OPTIMIZER_FILE).exists() and all(own_part(parameter) is parameter for parameter in parameters)
+        tensors = load_file(folder / OPTIMIZER_FILE) if are_whole else read_parts(folder, parameters)
+        for name, tensor in tensors.items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = tensor
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
@@ -153,12 +155,6 @@ class SingleDevicePolicy(MicroBatchedModel):
         """The tensors of the optimiser's state; each name begins with the number of its parameter."""
         for index, values in self.optimizer.state_dict()["state"].items():
             yield from ((f"{index}.{key}", tensor) for key, tensor in values.items())
-
-    @staticmethod
-    def read_optimizer(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-        """What `optimizer_tensors` were when a policy saved them: of `parameters`, the part that this process holds."""
-        file = folder / OPTIMIZER_FILE
-        return load_file(file) if file.exists() else read_parts(folder, parameters)
 
 
 def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
