@@ -1,7 +1,7 @@
 """Low-rank adapters, by PEFT: W + alpha / rank * B A, of which A and B are trained (Hu et al. 2021, arXiv:2106.09685, 4.1)."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -79,7 +79,9 @@ def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def without_adapters(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Have a model compute, within the block, with the weights that its adapters started from."""
+    """Have a model compute, within the block, with the weights that its adapters, if any, started from."""
+    if not _adapted(model):
+        return nullcontext()
     from peft.helpers import rescale_adapter_scale  # here, as above
 
     return rescale_adapter_scale(model, 0)
