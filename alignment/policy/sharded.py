@@ -52,7 +52,7 @@ class Shard(SingleDevicePolicy):
 
     def _load(self) -> PreTrainedModel:
         model = lora.load_trained_model(self.policy_config, ("cpu",))
-        if (device := torch.device(self.devices[0])).type == "cuda":
+        if (device := torch.device(self.policy_config.devices[0])).type == "cuda":
             torch.cuda.set_device(device)
         mesh = init_device_mesh(device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape))
         for name in self.mesh_shape:  # half an hour, where a group has not all ranks

@@ -13,7 +13,7 @@ from alignment.core.tokens import Row, packed_tokens, take_rows
 from alignment.policy import lora
 from alignment.policy.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import autocast, first_device
+from alignment.policy.loading import autocast, devices_of, first_device
 from alignment.policy.log_probs import head_log_probs, hidden_states
 from alignment.policy.memory import choose_micro_batch_tokens, own_part, whole
 from alignment.policy.optimizers import OPTIMIZERS
@@ -61,13 +61,13 @@ class SingleDevicePolicy(MicroBatchedModel):
 
     def __init__(self, config: PolicyConfig):
         self.policy_config = config
-        self.devices = config.devices
         super().__init__(self._load(), getattr(torch, config.dtype), config.micro_batch_tokens)
+        self.devices = tuple(map(str, devices_of(self.model)))  # a small model does not reach all that were configured
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
 
     def _load(self) -> PreTrainedModel:
-        return lora.load_trained_model(self.policy_config, self.devices)
+        return lora.load_trained_model(self.policy_config, self.policy_config.devices)
 
     def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
         with lora.without_adapters(self.model):
