@@ -139,13 +139,12 @@ class Shard(SingleDevicePolicy):
 
 class ShardedPolicy:
     """A `Policy` of one rank a device. Each machine holds all weights, gradients and moments, each of its ranks a part, a
-    `Shard`, whose methods have the names and arguments of `Policy`'s. Raises `RunStopped` where a rank is lost."""
+    `Shard`, whose methods have the names and arguments of `Policy`'s; if `replicated`, every rank holds all of them, and ranks
+    share the rows, and sum their gradients. Raises `RunStopped` where a rank is lost."""
 
-    replicated = False
-
-    def __init__(self, config: PolicyConfig):
-        self.ranks = lead(len(config.devices), config.rank_timeout)
-        self._own = self.ranks.open("alignment.policy.sharded:Shard", config, self.replicated)
+    def __init__(self, config: PolicyConfig, replicated: bool = False):
+        self.ranks, self.replicated = lead(len(config.devices), config.rank_timeout), replicated
+        self._own = self.ranks.open("alignment.policy.sharded:Shard", config, replicated)
         self.devices, self.dtype, self.config = config.devices, self._own.dtype, self._own.config
 
     @property
@@ -163,7 +162,4 @@ class ShardedPolicy:
         return getattr(self._own, method) if alone else partial(self.ranks.call, method)
 
 
-class ReplicatedPolicy(ShardedPolicy):
-    """The same, but every rank holds the weights, gradient and moments; ranks share the rows, and sum their gradients."""
-
-    replicated = True
+ReplicatedPolicy = partial(ShardedPolicy, replicated=True)
