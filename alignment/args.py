@@ -6,7 +6,6 @@ import json
 import operator
 import re
 import sys
-import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,21 +27,21 @@ from alignment.rewards.rules import CONTROLS, RULES, evaluation_rule  # noqa: F4
 from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
 from alignment.runs.trackers import TRACKERS
 from alignment.system.errors import UserError
-from alignment.system.files import read_json
+from alignment.system.files import read_json, read_toml
 from alignment.system.registry import did_you_mean, find
 from alignment.system.terminal import make_console
 
 PRESETS = Path(__file__).parent / "presets"
 CLAIMS = {file.stem: file for file in sorted((PRESETS.parent / "claims").glob("*.toml"))}
 OTHER_NAMES = Path(__file__).parent / "other_names.toml"
-FLAGS = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
+FLAGS = read_toml(Path(__file__).with_name("flags.toml"), "--help")
 
 TrackerName = Literal[tuple(TRACKERS)]
 Match = Literal["steps", "samples", "tokens", "seconds"]
 
 Config = TypeVar("Config")
 COMPARISONS = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
-_BOUNDS = tomllib.loads(Path(__file__).with_name("bounds.toml").read_text())
+_BOUNDS = read_toml(Path(__file__).with_name("bounds.toml"), "--help")
 _ZERO = {name: f"0 ({meaning})" for meaning, names in _BOUNDS.pop("zero").items() for name in names.split()}
 _BOUND_OF = {name: words for words, bound in _BOUNDS.items() for name in bound["arguments"].split()}
 BOUNDS = {name: (words.replace("0", _ZERO.get(name, "0")), _BOUNDS[words]) for name, words in _BOUND_OF.items()}
@@ -504,7 +503,7 @@ def _refuse(cls: type, words: Sequence[str], mistake: ParseErrorEvent) -> None:
         raise UserError(f"--{missing[0].arg.field.intern_name}: must be given; --help says what it is")
     given = mistake.tokens[0].partition("=")[0]
     name, hints = given.lstrip("-+").replace("-", "_"), get_type_hints(cls)
-    other = {name: remedy for remedy, names in tomllib.loads(OTHER_NAMES.read_text()).items() for name in names}
+    other = {name: remedy for remedy, names in read_toml(OTHER_NAMES, given).items() for name in names}
     own = sorted({"help", *hints, *(f"no_{name}" for name, hint in hints.items() if hint is bool)})
     nearest = did_you_mean(f"--{name}", [f"--{each}" for each in own]) or "; --help lists all"
     raise UserError(f"{given}: there is no such flag{f'; {other[name]}' if name in other else nearest}")
@@ -513,11 +512,10 @@ def _refuse(cls: type, words: Sequence[str], mistake: ParseErrorEvent) -> None:
 def from_preset(cls: type[Config], name: str, **overrides) -> Config:
     """The arguments of a command as the preset states them, with `overrides`. A preset file holds shared values at its top and
     a table for each command ("sft", "evaluate", "train_rl"); its table [about] is for people."""
-    path = PRESETS / f"{name}.toml"
     if name not in (names := preset_names()):
         listed = ", ".join(names) + did_you_mean(name, names)
         raise UserError(f"--preset {name}: there is no such preset; choose one of {listed}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in tomllib.loads(path.read_text()).items()}
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in read_toml(PRESETS / f"{name}.toml", "--preset").items()}
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
     own = {key: value for table in _tables(cls) for key, value in values.get(table, {}).items()}
     return cls(**{"preset": name, **shared, **own, **overrides})

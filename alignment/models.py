@@ -24,7 +24,7 @@ from alignment.policy.loading import compute_dtype, load_config, load_tokenizer,
 from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
-from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy, policy_kind
+from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.source import AheadRollouts, RolloutSource, SyncRollouts, collate_groups, open_source
 from alignment.runs.run import CHANGEABLE_ON_RESUME, Run, RunConfig, open_run, refuse_other_arguments
@@ -67,7 +67,10 @@ def kind_of_policy(
         smallest = memory or min(map(total_bytes, devices))
         return state <= STATE_SHARE * smallest / (1 if "cuda" in devices[0] else len(devices))
 
-    kind = policy_kind(args.policy_parallelism, max(PROCESSES, machines * len(devices)), fits_each)
+    kind = args.policy_parallelism
+    if kind == "auto":
+        alone = max(PROCESSES, machines * len(devices)) == 1
+        kind = "single" if alone else "replicated" if fits_each() else "sharded"
     check_processes(args, kind)
     return devices, kind
 

@@ -13,7 +13,7 @@ from alignment.core.records import Score
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Functions import torch and einx themselves: the arguments need the tables below, and must not wait for torch to load.
+# Functions import torch themselves: the arguments need the tables below, and must not wait for torch to load.
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ def group_advantages(raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1
 
     Responses whose `counted_B1` is False, and a group's only counted one, have the advantage 0; the former enter no mean or
     deviation. Raises ValueError for incomplete groups and for a group size below 2."""
-    import einx
     import torch
 
     if config.group_size < 2:
@@ -59,7 +58,7 @@ def group_advantages(raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1
         raise ValueError(f"{raw_rewards_B1.shape[0]} rewards are not whole groups of {config.group_size}")
     counted_B1 = torch.ones_like(raw_rewards_B1, dtype=torch.bool) if counted_B1 is None else counted_B1
     rewards_B1 = raw_rewards_B1.double()  # in which the mean of equal float32 rewards is exact: advantages are exactly 0
-    rewards_PG, counted_PG = (einx.id("(p g) 1 -> p g", t, g=config.group_size) for t in (rewards_B1, counted_B1))
+    rewards_PG, counted_PG = (t.reshape(-1, config.group_size) for t in (rewards_B1, counted_B1))
     number_P1 = counted_PG.sum(dim=1, keepdim=True)
     mean_P1 = rewards_PG.where(counted_PG, 0).sum(dim=1, keepdim=True) / number_P1.clamp(min=1)
     centred_PG = (rewards_PG - mean_P1).where(counted_PG, 0)
@@ -68,7 +67,7 @@ def group_advantages(raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1
         squares_P1 = centred_PG.square().sum(dim=1, keepdim=True)
         std = DEVIATIONS[config.std_of](squares_P1, number_P1, rewards_B1[counted_B1])
         advantages_PG = advantages_PG / (std + config.advantage_eps)
-    return einx.id("p g -> (p g) 1", advantages_PG).to(raw_rewards_B1.dtype)
+    return advantages_PG.reshape(-1, 1).to(raw_rewards_B1.dtype)
 
 
 def compute_group_normalized_rewards(
@@ -87,9 +86,7 @@ def compute_group_normalized_rewards(
 
 def group_statistics(raw_rewards_B1: Tensor, group_size: int) -> dict[str, float]:
     """Mean, std and extremes of the rewards, and the share of groups whose rewards are all equal (zero variance)."""
-    import einx
-
-    rewards_PG = einx.id("(p g) 1 -> p g", raw_rewards_B1, g=group_size)
+    rewards_PG = raw_rewards_B1.reshape(-1, group_size)
     equal_P = (rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)).float()
     statistics = {"reward_mean": rewards_PG.mean(), "reward_std": rewards_PG.std(correction=0)}
     statistics |= {"reward_max": rewards_PG.max(), "reward_min": rewards_PG.min(), "flat_groups": equal_P.mean()}

@@ -234,8 +234,6 @@ def sampler_weights(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tens
 
     w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens); "truncate": min(w, cap)
     (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1), "mask": w where it is at most cap, else 0."""
-    if correction == "none":
-        return old_log_probs.new_ones(old_log_probs.shape)
     level, _, bound = correction.partition("_")
     log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
     if level == "sequence":

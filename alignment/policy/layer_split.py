@@ -1,7 +1,6 @@
 """A policy whose layers are split over several devices by the hand-built device map."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,9 +8,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from alignment.core.records import Batch
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt
-from alignment.policy.loading import autocast, devices_of
+from alignment.policy.loading import autocast
 from alignment.policy.placement import issue_order
-from alignment.policy.policy import Objective, PolicyConfig
+from alignment.policy.policy import Objective
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 
 IN_FLIGHT = 4  # micro-batches for each device, at most (benchmarks/README.md)
@@ -20,10 +19,6 @@ IN_FLIGHT = 4  # micro-batches for each device, at most (benchmarks/README.md)
 class LayerSplitPolicy(SingleDevicePolicy):
     """A `Policy` of one process, split by layers over its devices, with several micro-batches in flight so that all are busy.
     Nothing here waits for a device, so one micro-batch's late layers run beside the next ones' early layers."""
-
-    def __init__(self, config: PolicyConfig):
-        super().__init__(config)
-        self.devices = tuple(map(str, devices_of(self.model)))  # a small model does not reach all that were configured
 
     def _micro_batches(self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective) -> Iterator[tuple]:
         """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`. Rows of a prompt stay together
@@ -56,9 +51,8 @@ class LayerSplitPolicy(SingleDevicePolicy):
 
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         """See `Policy.clip_gradient`. Each device sends the norm of its part; torch would copy the norm of every parameter."""
-        parts: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-        for parameter in (parameter for parameter in self.model.parameters() if parameter.grad is not None):
-            parts[parameter.grad.device].append(parameter.grad)
-        norm = get_total_norm([get_total_norm(gradients) for gradients in parts.values()])
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        parts = ([gradient for gradient in gradients if str(gradient.device) == device] for device in self.devices)
+        norm = get_total_norm([get_total_norm(part) for part in parts if part])
         clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm

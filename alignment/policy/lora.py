@@ -1,7 +1,7 @@
 """Low-rank adapters, by PEFT: W + alpha / rank * B A, of which A and B are trained (Hu et al. 2021, arXiv:2106.09685, 4.1)."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -60,11 +60,8 @@ def _adapted(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The adapters' matrices, by their names in PEFT's files."""
-    return {
-        f"base_model.model.{name}.{side}.weight": getattr(layer, side)["default"].weight
-        for name, layer in _adapted(model).items()
-        for side in ("lora_A", "lora_B")
-    }
+    matrices = ((name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name)
+    return {f"base_model.model.{name.removesuffix('.default.weight')}.weight": parameter for name, parameter in matrices}
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,17 +78,13 @@ def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         yield name.replace(".base_layer.", "."), weight
 
 
-@contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model compute with the weights that its adapters started from."""
-    layers = _adapted(model).values()
-    try:
-        for layer in layers:
-            layer.set_scale("default", 0)
-        yield
-    finally:
-        for layer in layers:
-            layer.set_scale("default", 1)
+def without_adapters(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Have a model compute, within the block, with the weights that its adapters, if any, started from."""
+    if not _adapted(model):
+        return nullcontext()
+    from peft.helpers import rescale_adapter_scale  # here, as above
+
+    return rescale_adapter_scale(model, 0)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from alignment.policy.log_probs import row_pieces
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, Roles, Share, engine_share, policy_shares
 from alignment.policy.policy import RANKED, Policy, PolicyConfig
+from alignment.system.files import read_toml
 from alignment.system.processes import trim_heap
 
 MAX_TOKENS = 16384  # larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
@@ -25,12 +26,8 @@ MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
 CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight in our own decoding, at most
 STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
-CONTEXT_BYTES = {"cpu": int(0.83e9), "cuda": int(0.8e9)}  # Python and its libraries; CUDA's context, workspaces of products
-LIBRARY_BYTES = int(0.12e9)  # on a CPU, of what only ranks and adapters load
-BFLOAT16_BYTES = int(0.1e9)  # on a CPU, of oneDNN's kernels; beside products in bfloat16 thrice as much at least comes and goes
-# On a CPU, of what comes and goes in a phase: holes in malloc's heap, which grow with the allocations that live for a moment
-# only, such as those of adapters and of gathered layers. Measured (docs/devices.md).
-SLACK = {"update": 0.19, "adapters": 0.43, "ranks": 0.65, "layers twice": 1.0, "other phases": 0.5}
+MEASURED = read_toml(Path(__file__).with_name("memory.toml"), "--policy_devices")
+CONTEXT_BYTES, LIBRARY_BYTES, BFLOAT16_BYTES, SLACK = (MEASURED[of] for of in ("context", "libraries", "bfloat16", "slack"))
 SPARE = 0.05  # of a card, which is left to fragmentation
 
 

@@ -117,15 +117,6 @@ POLICIES: Mapping[str, str] = {  # --policy_parallelism -> the policy class; its
 RANKED = ("replicated", "sharded")  # those of one process a device
 
 
-def policy_kind(parallelism: str, devices: int, fits_each: Callable[[], bool]) -> str:
-    """--policy_parallelism, with "auto" decided by how many `devices` there are, and whether each could hold all."""
-    if parallelism != "auto":
-        return parallelism
-    if devices == 1:
-        return "single"
-    return "replicated" if fits_each() else "sharded"
-
-
 def open_policy(kind: str, config: PolicyConfig) -> Policy:
     """Load a policy; `kind` is a key of `POLICIES` or package.module:name. Raises `UserError` for a bad name or bad weights."""
     return import_object("--policy_parallelism", POLICIES.get(kind, kind))(config)

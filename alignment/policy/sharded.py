@@ -22,7 +22,7 @@ from alignment.policy import lora
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.memory import gathered_bytes
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.policy.single_device import SingleDevicePolicy, read_parts
+from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.ranks import Ranks, lead
 
 
@@ -52,7 +52,7 @@ class Shard(SingleDevicePolicy):
 
     def _load(self) -> PreTrainedModel:
         model = lora.load_trained_model(self.policy_config, ("cpu",))
-        if (device := torch.device(self.devices[0])).type == "cuda":
+        if (device := torch.device(self.policy_config.devices[0])).type == "cuda":
             torch.cuda.set_device(device)
         mesh = init_device_mesh(device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape))
         for name in self.mesh_shape:  # half an hour, where a group has not all ranks
@@ -136,18 +136,15 @@ class Shard(SingleDevicePolicy):
             rank, (cause, _) = next(iter(error.failures.items()))
             raise OSError(f"{folder} could not be written by rank {rank}: {cause}") from None
 
-    read_optimizer = staticmethod(read_parts)
-
 
 class ShardedPolicy:
     """A `Policy` of one rank a device. Each machine holds all weights, gradients and moments, each of its ranks a part, a
-    `Shard`, whose methods have the names and arguments of `Policy`'s. Raises `RunStopped` where a rank is lost."""
+    `Shard`, whose methods have the names and arguments of `Policy`'s; if `replicated`, every rank holds all of them, and ranks
+    share the rows, and sum their gradients. Raises `RunStopped` where a rank is lost."""
 
-    replicated = False
-
-    def __init__(self, config: PolicyConfig):
-        self.ranks = lead(len(config.devices), config.rank_timeout)
-        self._own = self.ranks.open("alignment.policy.sharded:Shard", config, self.replicated)
+    def __init__(self, config: PolicyConfig, replicated: bool = False):
+        self.ranks, self.replicated = lead(len(config.devices), config.rank_timeout), replicated
+        self._own = self.ranks.open("alignment.policy.sharded:Shard", config, replicated)
         self.devices, self.dtype, self.config = config.devices, self._own.dtype, self._own.config
 
     @property
@@ -165,7 +162,4 @@ class ShardedPolicy:
         return getattr(self._own, method) if alone else partial(self.ranks.call, method)
 
 
-class ReplicatedPolicy(ShardedPolicy):
-    """The same, but every rank holds the weights, gradient and moments; ranks share the rows, and sum their gradients."""
-
-    replicated = True
+ReplicatedPolicy = partial(ShardedPolicy, replicated=True)

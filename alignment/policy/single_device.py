@@ -13,9 +13,9 @@ from alignment.core.tokens import Row, packed_tokens, take_rows
 from alignment.policy import lora
 from alignment.policy.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import autocast, first_device
+from alignment.policy.loading import autocast, devices_of, first_device
 from alignment.policy.log_probs import head_log_probs, hidden_states
-from alignment.policy.memory import choose_micro_batch_tokens, whole
+from alignment.policy.memory import choose_micro_batch_tokens, own_part, whole
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
@@ -61,13 +61,13 @@ class SingleDevicePolicy(MicroBatchedModel):
 
     def __init__(self, config: PolicyConfig):
         self.policy_config = config
-        self.devices = config.devices
         super().__init__(self._load(), getattr(torch, config.dtype), config.micro_batch_tokens)
+        self.devices = tuple(map(str, devices_of(self.model)))  # a small model does not reach all that were configured
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
 
     def _load(self) -> PreTrainedModel:
-        return lora.load_trained_model(self.policy_config, self.devices)
+        return lora.load_trained_model(self.policy_config, self.policy_config.devices)
 
     def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
         with lora.without_adapters(self.model):
@@ -144,7 +144,9 @@ class SingleDevicePolicy(MicroBatchedModel):
     def load_optimizer(self, folder: Path) -> None:
         state: dict[int, dict[str, torch.Tensor]] = {}
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for name, tensor in self.read_optimizer(folder, parameters).items():
+        are_whole = (folder / OPTIMIZER_FILE).exists() and all(own_part(parameter) is parameter for parameter in parameters)
+        tensors = load_file(folder / OPTIMIZER_FILE) if are_whole else read_parts(folder, parameters)
+        for name, tensor in tensors.items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = tensor
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
@@ -153,12 +155,6 @@ class SingleDevicePolicy(MicroBatchedModel):
         """The tensors of the optimiser's state; each name begins with the number of its parameter."""
         for index, values in self.optimizer.state_dict()["state"].items():
             yield from ((f"{index}.{key}", tensor) for key, tensor in values.items())
-
-    @staticmethod
-    def read_optimizer(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-        """What `optimizer_tensors` were when a policy saved them: of `parameters`, the part that this process holds."""
-        file = folder / OPTIMIZER_FILE
-        return load_file(file) if file.exists() else read_parts(folder, parameters)
 
 
 def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:

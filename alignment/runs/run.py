@@ -23,11 +23,7 @@ from alignment.system.files import atomic_folder, lock_run_folder, manifested, r
 from alignment.system.signals import Interrupted, deliver_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
 
-CHANGEABLE_ON_RESUME = frozenset(
-    """resume run_name num_steps save_interval keep_checkpoints eval_interval output_dir sampler_timeout max_bad_steps
-    max_grader_failures max_sampler_mismatch policy_parallelism policy_ranks policy_devices rank_timeout sample_device
-    sampler_tensor_parallel reward_timeout trackers""".split()
-)  # Arguments that a resumed run may change. Evaluations draw from a generator of their own, so their number changes no step.
+CHANGEABLE_ON_RESUME = frozenset(run_folder.ARGUMENTS["changeable_on_resume"])
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ Record = Mapping[str, object]
 LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # log file -> prefix of its numbers in trackers
 TRAINER = "trainer"  # not in the top folder, where loaders take every *.safetensors file for weights
 ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
-SETTING = """model sft_base dtype optimizer lora_rank lora_alpha lora_targets sampler sampler_url sample_device rollouts
-    policy_devices policy_parallelism policy_ranks deterministic""".split()  # that decides how far a run is reproducible
+ARGUMENTS = files.read_toml(Path(__file__).with_name("arguments.toml"), "--resume")  # what kinds of arguments a run has
 
 
 class RunFolder:
@@ -152,12 +151,12 @@ def write_args(folder: Path, arguments: Record, seeds: Mapping[str, int]) -> Non
 
 
 def reproducibility(run: Path) -> str:
-    """What the newest `verify`, in a folder beside a run's or beside its sweep's, showed of the run's `SETTING`, versions and
+    """What the newest `verify`, in a folder beside a run's or beside its sweep's, showed of the run's setting, versions and
     machine: "bitwise", "to rounding" or "statistical"; "not verified" where there is none, or it failed."""
     pages = (page for above in (run.parent, run.parent.parent) for page in above.glob("*/verification.html"))
     folders = [page.parent for page in pages if page.with_name("args.json").exists()]  # no copy for a paper
     records = {folder: files.read_json(folder / "args.json") for folder in (run, *folders)}
-    setting = lambda record: (record["versions"], record.get("machine"), *map(record["args"].get, SETTING))
+    setting = lambda record: (record["versions"], record.get("machine"), *map(record["args"].get, ARGUMENTS["setting"]))
     newest = max((f for f in folders if setting(records[f]) == setting(records[run])), key=os.path.getmtime, default=None)
     return files.read_json(newest / "summary.json")["reproducibility"] if newest else "not verified"
 

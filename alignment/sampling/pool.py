@@ -38,7 +38,7 @@ def open_sampler(
         return start(config, tokenizer, policy)
     if not alone and (config.url or not engine.can_be_lost):
         threads = torch.get_num_threads() * len(config.machines) // len(configs)
-        start = functools.partial(SamplerProcess, engine, max(1, threads))
+        start = functools.partial(SamplerProcess, start, max(1, threads))
     names = (f"engine {number} of {len(configs)} on {one.place}" for number, one in enumerate(configs, start=1))
     weights = None if policy is None or not alone else policy.weights
     if weights:
@@ -199,10 +199,10 @@ class EngineProcess:
 
 
 class SamplerProcess(EngineProcess):
-    """A `Sampler` of any other engine, in a process with so many `threads` on a CPU."""
+    """A `Sampler` of any other engine, which `open_engine` makes, in a process with so many `threads` on a CPU."""
 
-    def __init__(self, engine: SamplerEngine, threads: int, config: SamplerConfig, *unused):
-        start = engine.open, config, torch.are_deterministic_algorithms_enabled()
+    def __init__(self, open_engine: Callable[..., Sampler], threads: int, config: SamplerConfig, *unused):
+        start = open_engine, config, torch.are_deterministic_algorithms_enabled()
         super().__init__("sampler", f"{__name__}:serve", {**os.environ, "OMP_NUM_THREADS": str(threads)}, config, *start)
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
@@ -224,13 +224,12 @@ def received_tensors(connection: Connection) -> Iterator[tuple[str, torch.Tensor
         yield name, torch.frombuffer(bytearray(connection.recv_bytes()), dtype=dtype).view(shape)
 
 
-def _start(open_engine: str | Callable[..., Sampler], config: SamplerConfig, deterministic: bool) -> Sampler:
+def _start(open_engine: Callable[..., Sampler], config: SamplerConfig, deterministic: bool) -> Sampler:
     from alignment.policy.loading import load_tokenizer, make_deterministic
 
     if deterministic:
         make_deterministic()
-    start = import_object("--sampler", open_engine) if isinstance(open_engine, str) else open_engine
-    return start(config, load_tokenizer(config.model_path), None)
+    return open_engine(config, load_tokenizer(config.model_path), None)
 
 
 VERBS = {

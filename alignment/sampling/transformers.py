@@ -41,7 +41,7 @@ class TransformersSampler:
 
     def __init__(self, model: PreTrainedModel, tokenizer, context: int, policy_version: int = 0):
         self.model, self.tokenizer, self.context = model, tokenizer, context
-        self.policy_version, self.restarts = policy_version, 0
+        self.policy_version, self.restarts, self.dtype = policy_version, 0, model.dtype
         self.plain_path = takes_plain_path(model)
         self._device = first_device(model)
         ends = model.generation_config.eos_token_id
@@ -52,10 +52,6 @@ class TransformersSampler:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         copy_weights(self.model, named_tensors)
         self.policy_version = version
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
 
     def weight_checksums(self, version: int) -> Held:
         return {name: ([name], tensor_checksum(tensor, version, self.dtype)) for name, tensor in self.model.named_parameters()}

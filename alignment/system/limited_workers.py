@@ -38,8 +38,7 @@ class LimitedWorkers:
 
     def _start_empty(self) -> None:
         self._threads = ThreadPoolExecutor(self.size, "limited_workers")
-        self._of_thread = threading.local()
-        self.workers: set[_Worker] = set()  # Of an ended one its thread takes notice with its next call.
+        self.workers: dict[int, _Worker] = {}  # By thread, which takes notice of an ended one with its next call.
 
     def submit(self, function: str, arguments: Sequence, seconds: float) -> Future:
         """The future answer of `function`, "module:function", or `CallFailed`. `seconds` of CPU time begin with the call."""
@@ -47,26 +46,24 @@ class LimitedWorkers:
 
     def warm_up(self) -> None:
         """Start a worker if there is none, without waiting for its imports."""
-        if not any(worker.is_open for worker in list(self.workers)):
+        if not any(worker.is_open for worker in list(self.workers.values())):
             self._threads.submit(self._worker)
 
     def close(self) -> None:
         """End all workers; calls that are running fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in [worker for worker in list(self.workers) if worker.is_open]:
+        for worker in [worker for worker in list(self.workers.values()) if worker.is_open]:
             worker.kill()
         self._threads.shutdown(wait=True)
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.close()
         self.workers.clear()
 
     def _worker(self) -> "_Worker":
         """This thread's worker: a new one where it has none, or an ended one."""
-        worker = getattr(self._of_thread, "worker", None)
+        worker = self.workers.get(threading.get_ident())
         if worker is None or not worker.is_open:
-            self.workers.discard(worker)
-            worker = self._of_thread.worker = _Worker(self.modules)
-            self.workers.add(worker)
+            worker = self.workers[threading.get_ident()] = _Worker(self.modules)
         return worker
 
 

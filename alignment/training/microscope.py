@@ -113,8 +113,7 @@ def gradient_statistics(policy: Policy, rollout: Rollout, estimator: Estimator, 
     objective = rollout_objective(weighted, rows, replace(config, loss=loss, advantage=advantage))
     gradients = []
     for prompt in range(len(rollout.lengths) // size):
-        for _ in policy.accumulate(rollout.batch, [row for row in rows if row // size == prompt], objective):
-            pass
+        list(policy.accumulate(rollout.batch, [row for row in rows if row // size == prompt], objective))
         gradients.append(policy.gradient())
         policy.drop_gradient()
     return statistics(torch.stack(gradients), getattr(weighted, f"{loss.loss.weight}_B1")[rows])

@@ -255,7 +255,6 @@ def test_k1_and_k3_average_to_the_divergence_and_k2_has_its_gradient():
     ("correction", "expected"),
     # Trainer's over sampler's: 3 and 1/2 of the response's tokens, 1.5 together; the last token is no response's.
     [
-        ("none", [1, 1, 1]),
         ("token_truncate", [2, 0.5, 1]),
         ("token_mask", [0, 0.5, 1]),
         ("sequence_truncate", [1.5, 1.5, 1.5]),

@@ -18,7 +18,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.core.tokens import packed_tokens
 from alignment.data.embedded import embedded_model
 from alignment.policy import memory
-from alignment.policy.policy import PolicyConfig, policy_kind
+from alignment.policy.policy import PolicyConfig
 from alignment.policy.sharded import Shard, deal
 from alignment.system.errors import UserError
 
@@ -46,16 +46,19 @@ def test_rows_are_dealt_largest_group_first():
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "devices", "fits", "kind"),
+    ("parallelism", "devices", "bytes_of_each", "kind"),
     [
-        ("auto", ("cuda:0",), False, "single"),
-        ("auto", ("cuda:0", "cuda:1"), True, "replicated"),
-        ("auto", ("cpu", "cpu"), False, "sharded"),
-        ("layer_split", ("cuda:0", "cuda:1"), True, "layer_split"),
+        ("auto", ("cuda:0",), 1.0, "single"),
+        ("auto", ("cuda:0", "cuda:1"), 1e9, "replicated"),
+        ("auto", ("cpu", "cpu"), 1.0, "sharded"),
+        ("layer_split", ("cuda:0", "cuda:1"), 1e9, "layer_split"),
     ],
 )
-def test_the_kind_of_policy(parallelism, devices, fits, kind):
-    assert policy_kind(parallelism, len(devices), lambda: fits) == kind
+def test_the_kind_of_policy(parallelism, devices, bytes_of_each, kind, tiny_folder):
+    gpus = sum(device != "cpu" for device in devices)
+    own = {"policy_devices": devices} if gpus else {"policy_ranks": len(devices)}
+    args = from_preset(RLArgs, "tiny", policy_parallelism=parallelism, **own)
+    assert models.kind_of_policy(args, str(tiny_folder), gpus, bytes_of_each) == (devices, kind)
 
 
 @pytest.mark.parametrize(("here", "everywhere"), [(1, 2), (2, 2), (2, 4)])

@@ -79,7 +79,8 @@ def test_weights_that_an_engine_keeps_in_float32_beside_its_type_are_compared_in
     sampler.model.bfloat16().model.norm.float()
     sampler.model.model.layers[0].scale = torch.nn.Parameter(torch.tensor(2.0))
     weights = [*policy.weights(), ("model.layers.0.scale", torch.tensor(3.0))]
-    assert sampler.dtype == torch.bfloat16 and sampler.model.model.norm.weight.dtype == torch.float32
+    sampler.dtype = torch.bfloat16
+    assert sampler.model.dtype == torch.bfloat16 and sampler.model.model.norm.weight.dtype == torch.float32
     load_proven(sampler, weights, 1)
     with torch.no_grad():
         sampler.model.model.norm.weight += 1

@@ -28,7 +28,7 @@ def test_a_call_gives_the_answer_as_json(workers):
 )
 def test_each_failure_has_its_name_and_costs_no_worker(workers, function, arguments, failure):
     assert workers.submit("operator:add", (1, 1), 5.0).result() == 2
-    before = set(workers.workers)
+    before = dict(workers.workers)
     with pytest.raises(CallFailed, match=f"^{failure}$"):
         workers.submit(function, arguments, 0.5).result()
     assert workers.workers == before

@@ -65,7 +65,7 @@ def test_each_failure_is_an_outcome_of_its_own(math_verify_that, body, failure):
 
 def test_a_worker_that_is_killed_is_replaced():
     assert ask_math_verify(*MATRIX) == (True, "math-verify")
-    for worker in list(WORKERS.workers):
+    for worker in list(WORKERS.workers.values()):
         worker.process.kill()
         worker.process.wait()
     failures = set()
@@ -104,7 +104,7 @@ from pathlib import Path
 from alignment.rewards.grading.cascade import WORKERS, ask_math_verify
 def main():
     assert ask_math_verify(*{MATRIX!r})[0]
-    Path({str(tmp_path / "pids")!r}).write_text(json.dumps([worker.process.pid for worker in WORKERS.workers]))
+    Path({str(tmp_path / "pids")!r}).write_text(json.dumps([worker.process.pid for worker in WORKERS.workers.values()]))
     {ending}
 main()
 """
@@ -119,6 +119,6 @@ main()
 
 def test_an_interrupt_at_the_terminal_leaves_the_workers_to_their_process():
     assert ask_math_verify(*MATRIX)[0]
-    worker = next(iter(WORKERS.workers))
+    worker = next(iter(WORKERS.workers.values()))
     os.kill(worker.process.pid, signal.SIGINT)
     assert ask_math_verify(*MATRIX) == (True, "math-verify")
