@@ -108,8 +108,10 @@ class Args:
 
     def __post_init__(self) -> None:
         _check_values(self)
-        if self.lora_rank and not find_spec("peft"):
-            raise UserError(f"--lora_rank {self.lora_rank} needs peft: start with `uv run --extra lora ...`")
+        for name, (package, extra, *values) in FLAGS["needs"].items():
+            value = getattr(self, name, None)
+            if value and value in (values or [value]) and not find_spec(package):
+                raise UserError(f"{' '.join(flags_of({name: value}))} needs {package}: start with `uv run --extra {extra} ...`")
 
     @property
     def data(self) -> DataConfig:
@@ -222,8 +224,6 @@ class RLArgs(Args):
         works = f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too"
         _require(self, "max_refills", self.max_refills == 0 or not raw_rewards, works)
         _require(self, "overlong_buffer", 0 <= self.overlong_buffer <= self.max_new_tokens, "from 0 (none) to --max_new_tokens")
-        if (package := OPTIMIZERS[self.optimizer].package) and not find_spec(package):
-            raise UserError(f"--optimizer {self.optimizer} needs {package}: start with `uv run --extra {package} ...`")
         asynchronous, most = self.rollouts == "async", self.staleness + 1
         _require(self, "max_staleness", asynchronous or not self.max_staleness, "0, or go with --rollouts async")
         works = f"at most {most}: later weights would come too late for --max_staleness {self.staleness}"

@@ -16,7 +16,6 @@ class Optimizer:
     device_bytes: int  # Bytes a parameter on its device: weight and gradient in fp32, and the moments that are kept there.
     host_bytes: int = 0  # Bytes a parameter of the moments that stay on the CPU.
     options: Mapping[str, object] = field(default_factory=dict)
-    package: str = ""  # The package that it needs, which is an extra of the same name.
 
 
 ENTRIES = read_toml(Path(__file__).with_name("optimizers.toml"), "--optimizer")
