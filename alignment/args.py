@@ -92,6 +92,7 @@ class Args:
     lora_rank: int = 0  # Train low-rank adapters of this rank instead of the weights (LoRA, extra "lora"); 0: the weights.
     lora_alpha: int = 32  # What adapters add to the weights counts alpha / rank times.
     lora_targets: str = ""  # Linear layers with adapters, such as q_proj,v_proj; empty: all but the output head.
+    compile: bool = False
     gpu_memory_utilization: float | None = None  # Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU.
     sampler_timeout: float = 3600.0  # Seconds after which a process of an engine or of the reference model is hung.
 

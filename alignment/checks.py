@@ -2,9 +2,11 @@
 
 import dataclasses
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from alignment.args import Args, RLArgs, SFTArgs, configuration, refuse_missing_warm_start
@@ -57,7 +59,7 @@ def check_rl(args: RLArgs) -> None:
     template, problem = args.prompt or task.prompt, check_training_split(task, args.dataset_path)[0]
     facts = {"prompt": read_template(template), "turns": chat_turns(template, problem.question)}
     try_reward(reward, dataclasses.replace(problem, **facts))
-    devices_of_ranks(args, roles_of(args).policy)  # last, because it may load torch to count the GPUs
+    check_kernels(args, devices_of_ranks(args, roles_of(args).policy))  # last, because it may load torch to count the GPUs
 
 
 def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
@@ -101,7 +103,7 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
     kept = task.untested(shown, args.dataset_path)
     _say_left_out(len(shown), len(kept), "demonstrations")
     splits = {"train": kept, "test": demonstrations("test") or kept}
-    devices_of_ranks(args, roles_of(args).policy)
+    check_kernels(args, devices_of_ranks(args, roles_of(args).policy))
     return splits
 
 
@@ -165,6 +167,14 @@ def check_processes(args: Args, kind: str) -> None:
         raise UserError(f"{many[0]}: a policy that is {kind} is one process")
     if kind in RANKED and getattr(args, "optimizer", "") == "adamw_8bit":
         raise UserError(f"--optimizer adamw_8bit: a {kind} policy takes adamw, adamw_cpu_offload or muon")
+
+
+def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
+    """Raise `UserError` where --compile finds no compiler for the policy's `devices`."""
+    on_cpu = devices[0] == "cpu"
+    compiler, package = (os.environ.get("CXX", "g++"), "torch") if on_cpu else (os.environ.get("CC", "gcc"), "triton")
+    if args.compile and not (shutil.which(compiler) and find_spec(package)):
+        raise UserError(f"--compile needs {compiler} and {package}: install what is missing, or leave the flag out")
 
 
 def engines_on_shared_gpu(args: Args, roles: Roles) -> int:

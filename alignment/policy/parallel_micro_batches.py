@@ -32,13 +32,15 @@ def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: i
 
 def _may_run_in_parallel(model: PreTrainedModel) -> bool:
     """Whether two forward passes of a model at once cannot disturb each other. They would on devices that order their work
-    themselves, and with another attention than ours, which is swapped for a pass (`attention_by_layout`). So would modules that
-    hold state: dropout draws from one generator, and some rotary embeddings follow the longest sequence of a pass."""
+    themselves, in torch's compiler, and with another attention than ours, which is swapped for a pass (`attention_by_layout`).
+    So would modules that hold state: dropout draws from one generator, some rotary embeddings follow a pass's longest row."""
     dropout = torch.nn.modules.dropout._DropoutNd
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    eager_on_cpu = not getattr(model, "is_compiled", False) and all(p.device.type == "cpu" for p in model.parameters())
     draws = any(isinstance(module, dropout) and module.p > 0 for module in model.modules())
     rotary = " ".join(str(getattr(module, "rope_type", "")) for module in model.modules())  # dicts where layers differ
-    return on_cpu and model.config._attn_implementation == ATTENTION and not (draws or re.search("dynamic|longrope", rotary))
+    return (
+        eager_on_cpu and model.config._attn_implementation == ATTENTION and not (draws or re.search("dynamic|longrope", rotary))
+    )
 
 
 def run_parallel(work: Callable, pieces: Sequence, parallel: int, parameters: Iterable[torch.nn.Parameter] = ()) -> Iterator:

@@ -33,6 +33,7 @@ class PolicyConfig:
     lora_targets: str = ""  # Names of the adapted layers, with commas between; empty: all linear layers but the head.
     seed: int = 0  # Of the matrices A.
     checkpoint: str = ""  # Folder of adapters, and the weights that they make, to go on with; empty: new ones.
+    compile: bool = False  # Whether torch compiles the layers (`packing.compile_layers`).
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from alignment.policy.loading import autocast, devices_of, first_device
 from alignment.policy.log_probs import head_log_probs, hidden_states
 from alignment.policy.memory import choose_micro_batch_tokens, own_part, whole
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.packing import send
+from alignment.policy.packing import compile_layers, send
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.system.files import full_disk_is_an_os_error
 from alignment.system.registry import import_object
@@ -65,6 +65,8 @@ class SingleDevicePolicy(MicroBatchedModel):
         self.devices = tuple(map(str, devices_of(self.model)))  # a small model does not reach all that were configured
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
+        if config.compile:
+            compile_layers(self.model)
 
     def _load(self) -> PreTrainedModel:
         return lora.load_trained_model(self.policy_config, self.policy_config.devices)
@@ -117,8 +119,8 @@ class SingleDevicePolicy(MicroBatchedModel):
         return lora.merged_weights(self.model)
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
-        readable = self.devices == (device,) and self.model.dtype == dtype and not self.policy_config.lora_rank
-        return self.model if readable else None
+        changed = self.policy_config.lora_rank or self.policy_config.compile
+        return self.model if self.devices == (device,) and self.model.dtype == dtype and not changed else None
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0, *memory: int) -> str | None:
         """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""

@@ -1,0 +1,148 @@
+"""Compiled layers: the numbers of the model's own code, and what is refused."""
+
+import functools
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from alignment import checks
+from alignment.args import RLArgs, from_preset
+from alignment.core.records import Distribution
+from alignment.core.tokens import collate
+from alignment.policy import packing
+from alignment.policy.huggingface import AttentionInterface
+from alignment.policy.parallel_micro_batches import cut_for_parallel
+from alignment.policy.policy import Objective, PolicyConfig, open_policy
+from alignment.system.errors import UserError
+
+CONFIG = Qwen2Config(
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    intermediate_size=48, max_position_embeddings=64,
+)  # fmt: skip
+# Two rows that share a prompt, and two others, packed to 19 tokens; then three rows of one prompt, to 14. Not to 16, a head's
+# size: the compiler takes equal sizes for the same one, and compiles others anew.
+FIRST = [((1, 2, 3), (4, 5, 6, 7)), ((1, 2, 3), (8, 9)), ((5, 6), (1, 2, 3, 4, 5, 6)), ((7,), (8, 9, 10, 11, 12))]
+SECOND = [((9, 8, 7, 6, 5), (10 + row, 20, 30 + row, 2, 1, row)[: 3 + row]) for row in range(3)]
+
+
+def mean(rows, log_probs, mask):
+    return (log_probs * mask).sum() / 14, {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A folder with a model of `CONFIG`."""
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(CONFIG).save_pretrained(made := tmp_path_factory.mktemp("compiled") / "model")
+    return str(made)
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch):
+    """Forgets what was compiled, and afterwards has attention and limits as they were."""
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.utils.counters.clear()
+    yield
+    AttentionInterface.register(packing.ATTENTION, packing.attention)
+    torch._dynamo.config.recompile_limit = limit
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_code(monkeypatch):
+    """Layers are traced and differentiated by the compiler, and run by torch's kernels: a C++ compiler takes longer."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+def open_pair(folder, kind="single", devices=("cpu",), **fields):
+    """A policy as it is, and one with compiled layers."""
+    config = functools.partial(PolicyConfig, folder, devices, "float32", micro_batch_tokens=1000, **fields)
+    return open_policy(kind, config()), open_policy(kind, config(compile=True))
+
+
+def gradient(policy, rows) -> torch.Tensor:
+    policy.drop_gradient()
+    batch = collate(*zip(*rows, strict=True), 0)
+    list(policy.accumulate(batch, range(len(rows)), Objective(mean, entropy=False)))
+    return policy.gradient()
+
+
+def assert_same(policies, *batches) -> None:
+    for rows in batches or (FIRST,):
+        own, compiled = (gradient(policy, rows) for policy in policies)
+        assert own.abs().max() > 0.1
+        torch.testing.assert_close(compiled, own, rtol=0, atol=1e-5)
+
+
+def log_probs(policy, rows) -> torch.Tensor:
+    return policy.log_probs(collate(*zip(*rows, strict=True), 0), Distribution())
+
+
+def test_compiled_layers_have_the_log_probs_and_gradients_of_the_models_own(folder):
+    policies = own, compiled = open_pair(folder)
+    assert_same(policies, FIRST, SECOND)
+    assert [name for name, _ in compiled.weights()] == [name for name, _ in own.weights()]
+    # A layer before and after its attention module, and that before and after attention: once for all layers and lengths.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_layers_that_are_computed_again_in_backward(folder, without_code):
+    policies = open_pair(folder)
+    for policy in policies:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(policies)
+
+
+def test_layers_split_over_devices(folder, without_code):
+    """Over two names of the CPU: moves of inputs are not compiled, and have their hooks."""
+    policies = open_pair(folder, "layer_split", ("cpu", "cpu:0"))
+    for policy in policies:
+        policy.devices = ("cpu", "cpu:0")
+    assert_same(policies)
+
+
+def test_adapters_and_the_weights_without_them(tmp_path, without_code):
+    Qwen2ForCausalLM(Qwen2Config(**CONFIG.to_dict() | {"num_hidden_layers": 1, "layer_types": None})).save_pretrained(tmp_path)
+    policies = own, compiled = open_pair(str(tmp_path), lora_rank=2)
+    for policy in policies:
+        policy.use_adapters("random")
+    assert_same(policies)
+    batch = collate(*zip(*FIRST, strict=True), 0)
+    base = own.base_log_probs(batch, Distribution())
+    torch.testing.assert_close(compiled.base_log_probs(batch, Distribution()), base, rtol=0, atol=1e-5)
+    assert (log_probs(own, FIRST) - base).abs().max() > 0.01
+
+
+def test_a_sharded_policy(folder, without_code):
+    assert_same(open_pair(folder, "sharded"))
+
+
+def test_compiled_layers_are_one_threads_and_no_samplers(folder, without_code, monkeypatch):
+    own, compiled = open_pair(folder)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert [cut_for_parallel(policy.model, SECOND, 1000)[1] for policy in (own, compiled)] == [2, 1]
+    assert own.model_on("cpu", torch.float32) is own.model and compiled.model_on("cpu", torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "variables", "message"),
+    [
+        ({"compile": True}, 0, {}, ""),
+        ({"compile": True}, 0, {"CXX": "no-compiler"}, "--compile needs no-compiler and torch: install what is missing, or"),
+        ({"compile": True}, 0, {"PATH": ""}, "--compile needs g++ and torch: install what is missing, or leave the flag out"),
+        ({"compile": True}, 1, {}, ""),
+        ({"compile": True}, 1, {"CC": "no-compiler"}, "--compile needs no-compiler and triton: install what is missing, or"),
+    ],
+)
+def test_compilers_and_devices(flags, gpus, variables, message, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    args = from_preset(RLArgs, "tiny", sampler="transformers", **flags)
+    devices = checks.devices_of_ranks(args, checks.roles_of(args, gpus).policy)
+    if message:
+        with pytest.raises(UserError) as error:
+            checks.check_kernels(args, devices)
+        assert str(error.value).startswith(message)
+    else:
+        checks.check_kernels(args, devices)
