@@ -93,6 +93,7 @@ class Args:
     lora_alpha: int = 32  # What adapters add to the weights counts alpha / rank times.
     lora_targets: str = ""  # Linear layers with adapters, such as q_proj,v_proj; empty: all but the output head.
     compile: bool = False
+    use_liger_kernel: bool = False
     gpu_memory_utilization: float | None = None  # Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU.
     sampler_timeout: float = 3600.0  # Seconds after which a process of an engine or of the reference model is hung.
 
@@ -113,6 +114,8 @@ class Args:
             value = getattr(self, name, None)
             if value and value in (values or [value]) and not find_spec(package):
                 raise UserError(f"{' '.join(flags_of({name: value}))} needs {package}: start with `uv run --extra {extra} ...`")
+        if self.compile and self.use_liger_kernel:
+            raise UserError("--compile: torch does not compile Liger's kernels; leave out this flag or --use_liger_kernel")
 
     @property
     def data(self) -> DataConfig:

@@ -50,6 +50,7 @@ READS_WEIGHTS = {"alignment.sampling.transformers", "alignment.sampling.vllm"}  
 ONLY_IMPORTERS = {
     **dict.fromkeys(("wandb", "trackio", "mlflow"), {"alignment.runs.trackers"}),
     "vllm": {"alignment.sampling.vllm", "alignment.sampling.vllm_weights"}, "torchao": {"alignment.policy.adamw_8bit"}, "peft": {"alignment.policy.lora"},
+    "liger_kernel": {"alignment.policy.loading"},
 }  # fmt: skip
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "parse_latex", "loads", "load"}
 READERS = {"json", "safetensors", "tomllib", "re"}  # their functions of these names run nothing

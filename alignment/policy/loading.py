@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import os
+import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from alignment.policy.huggingface import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 from alignment.policy.packing import ATTENTION, OWN_ATTENTION, Packing, take_plain_path
 from alignment.policy.placement import ModelShape, cast_by_autocast, partition_layers
-from alignment.policy.self_check import choose_path, once
+from alignment.policy.self_check import NotFinite, checking, choose_path, disagreement, once, own_log_probs, random_pieces
 from alignment.system.errors import UserError
 
 logging.set_verbosity_error()
@@ -92,6 +93,28 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, pr
     if once("path", model, functools.partial(choose_path, model)):
         take_plain_path(model)
     return model
+
+
+def use_liger_kernel(model: PreTrainedModel) -> None:
+    """Have Liger's Triton kernels compute a model's norms, rotary embeddings and MLPs (Hsu et al. 2024, arXiv:2410.10989).
+    Raises `UserError` for a family that Liger does not know, and where its log-probs are then no longer the model's own."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    family, device, rotary = model.config.model_type, first_device(model), "apply_rotary_pos_emb"
+    if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"--use_liger_kernel: Liger has no kernels for {family}; leave the flag out, or give --compile")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where this process's Triton kernels run
+    code = vars(sys.modules[type(model.get_decoder()).__module__])
+    own, rows = dict(code), list(zip(random_pieces(model, (5, 3)), random_pieces(model, (9, 6)), strict=True))
+    with contextlib.suppress(NotFinite), checking(model):
+        expected = own_log_probs(model, rows)
+        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+        kernels = dict(code)
+        code.update(own)  # other models of the family, which may be on other devices, keep their own
+        code[rotary] = lambda q, *rest, **options: (kernels if q.device == device else own)[rotary](q, *rest, **options)
+        if reason := disagreement(expected, lambda: own_log_probs(model, rows)):
+            raise UserError(f"--use_liger_kernel: {family}'s log-probs {reason}; leave the flag out")
 
 
 def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | None = None) -> PreTrainedModel:

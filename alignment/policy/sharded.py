@@ -49,6 +49,7 @@ class Shard(SingleDevicePolicy):
         here = 1 if replicated else ranks.local_count
         self.mesh_shape = {"copies": ranks.count // here, "parts": here}
         super().__init__(dataclasses.replace(config, devices=(config.devices[ranks.local_rank],)))
+        self.model.reshard()  # what a check of the model has gathered
 
     def _load(self) -> PreTrainedModel:
         model = lora.load_trained_model(self.policy_config, ("cpu",))

@@ -13,7 +13,7 @@ from alignment.core.tokens import Row, packed_tokens, take_rows
 from alignment.policy import lora
 from alignment.policy.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import autocast, devices_of, first_device
+from alignment.policy.loading import autocast, devices_of, first_device, use_liger_kernel
 from alignment.policy.log_probs import head_log_probs, hidden_states
 from alignment.policy.memory import choose_micro_batch_tokens, own_part, whole
 from alignment.policy.optimizers import OPTIMIZERS
@@ -67,6 +67,8 @@ class SingleDevicePolicy(MicroBatchedModel):
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
         if config.compile:
             compile_layers(self.model)
+        if config.use_liger_kernel:  # after the optimiser has taken the parameters: a check gathers a sharded model's
+            use_liger_kernel(self.model)
 
     def _load(self) -> PreTrainedModel:
         return lora.load_trained_model(self.policy_config, self.policy_config.devices)
@@ -119,7 +121,7 @@ class SingleDevicePolicy(MicroBatchedModel):
         return lora.merged_weights(self.model)
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
-        changed = self.policy_config.lora_rank or self.policy_config.compile
+        changed = self.policy_config.lora_rank or self.policy_config.compile or self.policy_config.use_liger_kernel
         return self.model if self.devices == (device,) and self.model.dtype == dtype and not changed else None
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0, *memory: int) -> str | None:

