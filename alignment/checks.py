@@ -172,12 +172,12 @@ def check_processes(args: Args, kind: str) -> None:
 def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
     """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on the policy's `devices`."""
     on_cpu, split = devices[0] == "cpu", len(devices) > 1 and args.policy_parallelism in ("single", "layer_split")
-    compiler, package = (os.environ.get("CXX", "g++"), "torch") if on_cpu else (os.environ.get("CC", "gcc"), "triton")
-    if args.compile and not (shutil.which(compiler) and find_spec(package)):
-        raise UserError(f"--compile needs {compiler} and {package}: install what is missing, or leave the flag out")
+    compiler = os.environ.get("CXX", "g++") if on_cpu else os.environ.get("CC", "gcc")
+    if args.compile and not (shutil.which(compiler) and (on_cpu or find_spec("triton"))):
+        raise UserError(f"--compile needs {compiler}{'' if on_cpu else ' and triton'}: install that, or leave the flag out")
     if args.use_liger_kernel and (on_cpu or split):
-        where = f"has {' '.join(devices)}" + " in one process; choose --policy_parallelism sharded" * split
-        raise UserError(f"--use_liger_kernel needs a GPU for each process of the policy, which {where}")
+        remedy = "choose --policy_parallelism sharded" if split else "leave the flag out"
+        raise UserError(f"--use_liger_kernel needs a GPU for each process of the policy, not {' '.join(devices)}: {remedy}")
 
 
 def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
