@@ -74,10 +74,10 @@ def measure(kind: str, tokens: int, responses: int, prompt: int) -> None:
     attend = under_mask if kind == "mask" else lambda *tensors: packed.attend(None, *tensors, rule)
     for _ in range(2):
         before = resident()
-        peak, start = Peak(), time.perf_counter()
+        peak, start = Peak(0.001), time.perf_counter()
         out = attend(*qkv)
         forward, kept, peak_forward = time.perf_counter() - start, resident() - before, peak.end() - before
-        peak, gradient = Peak(), torch.ones_like(out)
+        peak, gradient = Peak(0.001), torch.ones_like(out)
         start = time.perf_counter()
         out.backward(gradient)
         backward, highest = time.perf_counter() - start, max(peak.end() - before, peak_forward)
@@ -88,15 +88,16 @@ def measure(kind: str, tokens: int, responses: int, prompt: int) -> None:
 
 
 class Peak:
-    """The highest resident set between its making and `end`, by a thread that looks every millisecond."""
+    """The highest resident set between its making and `end`, in MiB, by a thread that looks every so many seconds: a run's own
+    meter begins the kernel's VmHWM anew in every phase."""
 
-    def __init__(self) -> None:
-        self.highest, self.stop = 0.0, threading.Event()
+    def __init__(self, seconds: float = 0.01) -> None:
+        self.highest, self.stop, self.seconds = 0.0, threading.Event(), seconds
         self.thread = threading.Thread(target=self.look)
         self.thread.start()
 
     def look(self) -> None:
-        while not self.stop.wait(0.001):
+        while not self.stop.wait(self.seconds):
             self.highest = max(self.highest, resident())
 
     def end(self) -> float:

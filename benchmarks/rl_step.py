@@ -34,6 +34,7 @@ from alignment.data.tasks import find_task
 from alignment.policy.loading import load_tokenizer
 from alignment.rollouts.source import SyncRollouts
 from alignment.runs.run_folder import RunFolder
+from benchmarks.attention import Peak, resident
 
 
 def parity(response: str, ground_truth: str) -> dict[str, float]:
@@ -122,25 +123,18 @@ class Turns:
     def note_loaded(self) -> None:
         """Take the memory that is now in use, without what loading has freed, for the loaded model's."""
         ctypes.CDLL(None).malloc_trim(0)
-        self.loaded = memory()[0]
+        self.loaded = resident()
 
     def begin(self) -> None:
         """Wait for the turn."""
         sys.stdin.readline()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self.start = time.perf_counter()
+        self.peak, self.start = Peak(), time.perf_counter()
 
     def end(self, sample: float) -> None:
         """Print the step's seconds and memory."""
         seconds = time.perf_counter() - self.start
-        record = {"seconds": seconds, "peak": memory()[1] - self.loaded, "sample": sample}
+        record = {"seconds": seconds, "peak": self.peak.end() - self.loaded, "sample": sample}
         print(json.dumps(record), file=self.out, flush=True)
-
-
-def memory() -> tuple[float, float]:
-    """Resident memory of this process, and its peak, in MiB."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]) / 1024, int(status["VmHWM"].split()[0]) / 1024
 
 
 def ours(args: RLArgs) -> None:

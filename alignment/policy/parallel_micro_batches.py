@@ -20,8 +20,8 @@ PARALLEL = 2  # micro-batches at once, each with logits and a gradient of the ou
 def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int) -> tuple[list[list[int]], int]:
     """Micro-batches as row numbers, and how many of them are computed at once, with `most_tokens` in all of these together. One
     at a time where torch has a single thread, where several would tear the rows of a prompt apart, or where
-    `_may_run_in_parallel` says no. A batch that would fit in one micro-batch is cut nevertheless, into equal parts."""
-    parallel = min(PARALLEL, torch.get_num_threads()) if _may_run_in_parallel(model) else 1
+    `may_run_in_parallel` says no. A batch that would fit in one micro-batch is cut nevertheless, into equal parts."""
+    parallel = min(PARALLEL, torch.get_num_threads()) if may_run_in_parallel(model) else 1
     prompt_groups = ([rows[number] for number in numbers] for numbers in rows_by_prompt(rows).values())
     largest = max(map(packed_tokens, prompt_groups), default=0)
     if parallel == 1 or most_tokens < parallel * largest:
@@ -30,7 +30,7 @@ def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: i
     return cut_by_tokens(rows, min(most_tokens // parallel, even)), parallel
 
 
-def _may_run_in_parallel(model: PreTrainedModel) -> bool:
+def may_run_in_parallel(model: PreTrainedModel) -> bool:
     """Whether two forward passes of a model at once cannot disturb each other. They would on devices that order their work
     themselves, in torch's compiler, and with another attention than ours, which is swapped for a pass (`attention_by_layout`).
     So would modules that hold state: dropout draws from one generator, some rotary embeddings follow a pass's longest row."""
@@ -43,10 +43,17 @@ def _may_run_in_parallel(model: PreTrainedModel) -> bool:
     )
 
 
-def run_parallel(work: Callable, pieces: Sequence, parallel: int, parameters: Iterable[torch.nn.Parameter] = ()) -> Iterator:
+def run_parallel(
+    work: Callable,
+    pieces: Sequence,
+    parallel: int,
+    parameters: Iterable[torch.nn.Parameter] = (),
+    stop: Callable = lambda: None,
+) -> Iterator:
     """`work` of each piece, in the order of the pieces, `parallel` of them at once in threads that share torch's threads.
     Threads that multiply their own matrices keep the cores busy; those that share every product wait for one another after each
-    (benchmarks/README.md). `work` adds to gradients of `parameters`, in its thread's own gradient mode and autocast."""
+    (benchmarks/README.md). `work` adds to gradients of `parameters`, in its thread's own gradient mode and autocast. `stop` is
+    called where a piece fails or a signal comes: the other threads' work is waited for."""
     if parallel == 1:
         yield from map(work, pieces)
         return
@@ -63,6 +70,7 @@ def run_parallel(work: Callable, pieces: Sequence, parallel: int, parameters: It
                     results = list(pool.map(order.run, range(workers), shares, itertools.repeat(work), block))
                 except BaseException:  # of a worker, or a signal's: the pool would wait for workers that may wait for it
                     order.stop()
+                    stop()
                     raise
                 torch.set_num_threads(threads)
                 yield from results

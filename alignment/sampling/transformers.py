@@ -1,5 +1,6 @@
 """Batched decoding over a Hugging Face model: a group shares its prompt's keys and values, finished rows are dropped."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from alignment.policy.loading import copy_weights, first_device, load_model, mlp
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
 from alignment.policy.packing import OWN_ATTENTION, attention_by_layout, attention_named, pack, takes_plain_path
+from alignment.policy.parallel_micro_batches import PARALLEL, may_run_in_parallel, run_parallel
 from alignment.policy.policy import Policy
 from alignment.policy.self_check import PROMPT_TOKENS, checking, disagreement, once, own_log_probs, random_pieces
 from alignment.sampling.arrival import Held, NamedTensors, tensor_checksum
@@ -25,6 +27,7 @@ LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flig
 CHECK_TOKENS = 6  # of a row of the self-check: more than `self_check.WINDOW`
 STEPS_UNSEEN = {"cpu": 1, "cuda": 16}  # tokens of each row that are drawn before the host looks at them: it waits for a GPU
 WORK_A_THREAD = 2**25  # floating-point operations of a product, from which a thread of its own pays (benchmarks/README.md)
+WORK_A_WAVE = 2**24  # those from which a wave of its own pays, decoded beside another
 
 
 @dataclass
@@ -70,9 +73,16 @@ class TransformersSampler:
         was_training = self.model.training
         self.model.eval()
         groups: Completions = [[] for _ in prompts]
-        for wave in self._waves(encoded, sampling):
+        parallel = self._parallel_waves(len(prompts), sampling.n)
+        waves, stopped = self._waves(encoded, sampling, parallel), threading.Event()
+
+        @torch.inference_mode()  # which each thread has for itself
+        def decode(wave: Sequence[int]) -> list[_Row]:
             lines = uniforms[wave].flatten(0, 1).to(self._device)
-            for position, row in enumerate(self._decode(encoded, wave, lines, sampling, on_response_end)):
+            return self._decode(encoded, wave, lines, sampling, on_response_end, stopped)
+
+        for wave, rows in zip(waves, run_parallel(decode, waves, parallel, stop=stopped.set), strict=True):
+            for position, row in enumerate(rows):
                 index, reason = wave[position // sampling.n], "stop" if row.finished else "length"
                 drawn = (tuple(encoded[index]), tuple(row.token_ids), tuple(row.log_probs), self._text(row, sampling.stop))
                 groups[index].append(Completion(*drawn, reason, self.policy_version))
@@ -84,20 +94,28 @@ class TransformersSampler:
         text = self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
         return text[: min((text.index(string) + len(string) for string in stop if string in text), default=None)]
 
-    def _waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[list[int]]:
-        """Prompts cut into lots of similar length whose keys and values fit in the cache."""
+    def _parallel_waves(self, prompts: int, rows_a_prompt: int) -> int:
+        """How many waves are decoded at once, each by a part of torch's threads."""
+        parallel = min(PARALLEL, torch.get_num_threads(), prompts) if may_run_in_parallel(self.model) else 1
+        pays = largest_product(self.model, prompts * rows_a_prompt // parallel) >= WORK_A_WAVE
+        return parallel if pays else 1
+
+    def _waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig, parallel: int = 1) -> list[list[int]]:
+        """Prompts cut into lots of similar length; `parallel` of them have keys and values that fit in the cache."""
         token_bytes = key_value_bytes(self.model.config, self.model.dtype.itemsize)
         group_bytes = (max(map(len, encoded)) + sampling.n * sampling.max_new_tokens) * token_bytes
         # The plain path has no padding on the left, so prompts of a wave would have to be equally long.
-        size = 1 if self.plain_path else max(1, CACHE_BYTES[self._device.type] // group_bytes)
+        fitting = CACHE_BYTES[self._device.type] // group_bytes // parallel
+        size = 1 if self.plain_path else max(1, min(fitting, -(-len(encoded) // parallel)))
         by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def _decode(
         self, prompts: Sequence[Sequence[int]], wave: Sequence[int], uniforms: torch.Tensor,
-        sampling: SamplingConfig, on_response_end: OnResponseEnd,
+        sampling: SamplingConfig, on_response_end: OnResponseEnd, stopped: threading.Event | None = None,
     ) -> list[_Row]:  # fmt: skip
-        """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens] decide every draw."""
+        """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens] decide every draw. The rows
+        are cut short once `stopped` is set."""
         start = _OwnDecoding if self.plain_path else _SharedDecoding
         decoding = start(self.model, [prompts[number] for number in wave], sampling)
         logits = decoding.first_logits
@@ -117,7 +135,7 @@ class TransformersSampler:
                             on_response_end(wave[index // sampling.n], self._text(rows[index], sampling.stop))
                     unseen = []
                     unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
-                    if last or not unfinished:
+                    if last or not unfinished or stopped and stopped.is_set():
                         break
                     if not self.plain_path and len(unfinished) < LIVE_SHARE * len(live):  # models' own caches may drop none
                         keep = torch.tensor(unfinished, device=self._device)
@@ -242,12 +260,16 @@ class _OwnDecoding:
 def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
     """On a CPU, as many threads as a layer's largest product has work for: dealing out a step of few rows costs more."""
     before = torch.get_num_threads()
-    work = 2 * rows * model.config.hidden_size * mlp_width(model.config)
-    torch.set_num_threads(max(1, min(before, work // WORK_A_THREAD)))
+    torch.set_num_threads(max(1, min(before, largest_product(model, rows) // WORK_A_THREAD)))
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def largest_product(model: PreTrainedModel, rows: int) -> int:
+    """Floating-point operations of the largest product of a layer that decodes a token of each of so many rows."""
+    return 2 * rows * model.config.hidden_size * mlp_width(model.config)
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -248,3 +248,16 @@ def test_supervised_gradients_and_losses_are_those_of_one_after_another(policy, 
     assert loss == pytest.approx(other_loss, abs=1e-5) and validation == pytest.approx(other_validation, abs=1e-5)
     assert loss == pytest.approx(validation, abs=1e-5)  # there is no dropout, and the batch is the validation set
     torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
+
+
+def test_what_runs_beside_a_failure_is_told_to_stop():
+    stopped = threading.Event()
+
+    def work(piece: int) -> None:
+        if piece == 0:
+            raise ValueError("broken")
+        assert stopped.wait(60)
+
+    with pytest.raises(ValueError, match="broken"):
+        list(run_parallel(work, range(2), 2, stop=stopped.set))
+    assert stopped.is_set()

@@ -1,11 +1,15 @@
 """Our decoding against `generate` and against a plain forward pass."""
 
+import itertools
+import threading
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment.core.records import SamplingConfig
 from alignment.policy import log_probs
+from alignment.policy.loading import load_model
 from alignment.sampling import transformers as module
 from alignment.sampling.sampler import encode_prompts
 from alignment.sampling.transformers import TransformersSampler, draw
@@ -90,6 +94,37 @@ def test_same_seed_same_completions_whatever_the_waves(sampler, monkeypatch):
     other = sampler.sample(PROMPTS, SamplingConfig(n=4, max_new_tokens=16, seed=4))
     assert [[c.token_ids for c in drawn] for drawn in other] != [[c.token_ids for c in drawn] for drawn in together]
     assert len({c.token_ids for c in together[0]}) > 1
+
+
+def test_waves_decoded_at_once_change_no_token(tiny_folder, tokenizer, monkeypatch):
+    sampler = TransformersSampler(load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, context=256)
+    sampling, threads = SamplingConfig(n=4, max_new_tokens=16, stop=(), seed=3), []
+    one_by_one = sampler.sample(PROMPTS, sampling)
+    monkeypatch.setattr(module, "WORK_A_WAVE", 0)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 2)
+    at_once = sampler.sample(PROMPTS, sampling, lambda number, text: threads.append(threading.current_thread()))
+    assert len(set(threads)) == 2 and len(threads) == 12
+    for drawn, expected in zip(itertools.chain(*at_once), itertools.chain(*one_by_one), strict=True):
+        assert drawn.token_ids == expected.token_ids
+        assert drawn.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+
+
+def test_waves_are_decoded_at_once_where_each_has_enough_work(tiny_folder, tokenizer, monkeypatch):
+    """98,304 operations a row in the tiny model's largest product, so that 171 rows of a wave have 2^24."""
+    sampler = TransformersSampler(load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, context=256)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 4)
+    assert [sampler._parallel_waves(*rows) for rows in ((340, 1), (342, 1), (43, 8), (1, 10_000))] == [1, 2, 2, 1]
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 1)
+    assert sampler._parallel_waves(342, 1) == 1
+
+
+def test_a_wave_ends_after_a_token_once_it_is_stopped(sampler):
+    (prompt,), stopped = encode_prompts(sampler.tokenizer, ["What"], 256, 40), threading.Event()
+    sampling = SamplingConfig(n=2, max_new_tokens=40, stop=())
+    decode = lambda: sampler._decode([prompt], [0], torch.full((2, 40), 0.5), sampling, None, stopped)
+    assert {len(row.token_ids) for row in decode()} != {1}
+    stopped.set()
+    assert {len(row.token_ids) for row in decode()} == {1}
 
 
 def test_dropping_finished_rows_changes_nothing(sampler, monkeypatch):
