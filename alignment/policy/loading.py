@@ -107,14 +107,22 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
         torch.cuda.set_device(device)  # where this process's Triton kernels run
     code = vars(sys.modules[type(model.get_decoder()).__module__])
     own, rows = dict(code), list(zip(random_pieces(model, (5, 3)), random_pieces(model, (9, 6)), strict=True))
-    with contextlib.suppress(NotFinite), checking(model):
+    expected = None
+    with contextlib.suppress(NotFinite), checking(model):  # damaged weights are the run's to notice
         expected = own_log_probs(model, rows)
+    try:
         _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+    finally:
         kernels = dict(code)
         code.update(own)  # other models of the family, which may be on other devices, keep their own
-        code[rotary] = lambda q, *rest, **options: (kernels if q.device == device else own)[rotary](q, *rest, **options)
-        if reason := disagreement(expected, lambda: own_log_probs(model, rows)):
-            raise UserError(f"--use_liger_kernel: {family}'s log-probs {reason}; leave the flag out")
+    code[rotary] = lambda q, *rest, **options: (kernels if q.device == device else own)[rotary](q, *rest, **options)
+    try:
+        with checking(model):
+            reason = "" if expected is None else disagreement(expected, lambda: own_log_probs(model, rows))
+    except NotFinite:
+        reason = "are not finite"
+    if reason:
+        raise UserError(f"--use_liger_kernel: {family}'s log-probs {reason}; leave the flag out")
 
 
 def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | None = None) -> PreTrainedModel:

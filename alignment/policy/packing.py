@@ -105,11 +105,11 @@ OWN_ATTENTION = "eager"  # which every family of transformers has, and which lea
 def compile_layers(model: torch.nn.Module) -> None:
     """Have torch compile a model's decoder layers, each by itself and for any number of tokens; our attention, whose layout
     differs from batch to batch, is left as it is. Only one thread at a time may run a model that `is_compiled`."""
-    torch._dynamo.config.recompile_limit = 64  # variants of the layers' code: by device, gradient mode, window, adapters' scale
     AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
     for layer in itertools.chain(*stacks):
-        layer.forward = torch.compile(dynamic=True)(layer.forward)  # without hooks, which move inputs between devices
+        # Without hooks, which move inputs between devices. The code has variants: by device, gradient mode, window, adapters.
+        layer.forward = torch.compile(dynamic=True, recompile_limit=64)(layer.forward)
     model.is_compiled = True
 
 

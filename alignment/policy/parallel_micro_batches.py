@@ -1,12 +1,12 @@
 """Micro-batches computed side by side on a CPU's cores, whose gradients are added in the same order in every run."""
 
 import functools
-import itertools
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from itertools import repeat
 
 import torch
 
@@ -67,13 +67,15 @@ def run_parallel(
                 order.begin(workers)
                 shares = [max(1, threads // workers + (worker < threads % workers)) for worker in range(workers)]
                 try:
-                    results = list(pool.map(order.run, range(workers), shares, itertools.repeat(work), block))
+                    running = [pool.submit(order.run, *given) for given in zip(range(workers), shares, repeat(work), block)]
+                    for ended in wait(running, return_when=FIRST_EXCEPTION).done:
+                        ended.result()  # raises a worker's error
                 except BaseException:  # of a worker, or a signal's: the pool would wait for workers that may wait for it
                     order.stop()
                     stop()
                     raise
                 torch.set_num_threads(threads)
-                yield from results
+                yield from (ended.result() for ended in running)
     finally:
         torch.set_num_threads(threads)
         order.close()
@@ -104,6 +106,7 @@ class OrderedAccumulation:
         """A piece's work, in this thread as worker number `worker`."""
         self.local.worker = worker
         try:
+            torch.get_num_threads()  # without which torch's first operation in a thread takes another thread's number over
             torch.set_num_threads(threads)
             return work(piece)
         finally:  # a worker that fails, or that has nothing to add to some parameter, must not hold up the others

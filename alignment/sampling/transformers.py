@@ -73,8 +73,7 @@ class TransformersSampler:
         was_training = self.model.training
         self.model.eval()
         groups: Completions = [[] for _ in prompts]
-        parallel = self._parallel_waves(len(prompts), sampling.n)
-        waves, stopped = self._waves(encoded, sampling, parallel), threading.Event()
+        (waves, parallel), stopped = self._waves(encoded, sampling), threading.Event()
 
         @torch.inference_mode()  # which each thread has for itself
         def decode(wave: Sequence[int]) -> list[_Row]:
@@ -94,21 +93,19 @@ class TransformersSampler:
         text = self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
         return text[: min((text.index(string) + len(string) for string in stop if string in text), default=None)]
 
-    def _parallel_waves(self, prompts: int, rows_a_prompt: int) -> int:
-        """How many waves are decoded at once, each by a part of torch's threads."""
-        parallel = min(PARALLEL, torch.get_num_threads(), prompts) if may_run_in_parallel(self.model) else 1
-        pays = largest_product(self.model, prompts * rows_a_prompt // parallel) >= WORK_A_WAVE
-        return parallel if pays else 1
-
-    def _waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig, parallel: int = 1) -> list[list[int]]:
-        """Prompts cut into lots of similar length; `parallel` of them have keys and values that fit in the cache."""
+    def _waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig) -> tuple[list[list[int]], int]:
+        """Prompts cut into waves of similar length, and how many of these are decoded at once, each by some of torch's threads:
+        two where each has enough work. The keys and values of all these fit in the cache."""
         token_bytes = key_value_bytes(self.model.config, self.model.dtype.itemsize)
         group_bytes = (max(map(len, encoded)) + sampling.n * sampling.max_new_tokens) * token_bytes
+        fitting = max(1, CACHE_BYTES[self._device.type] // group_bytes)
+        parallel = 1 if self.plain_path or not may_run_in_parallel(self.model) else min(PARALLEL, torch.get_num_threads())
         # The plain path has no padding on the left, so prompts of a wave would have to be equally long.
-        fitting = CACHE_BYTES[self._device.type] // group_bytes // parallel
-        size = 1 if self.plain_path else max(1, min(fitting, -(-len(encoded) // parallel)))
+        size = 1 if self.plain_path else min(fitting // parallel, -(-len(encoded) // parallel))
+        if parallel > 1 and largest_product(self.model, size * sampling.n) < WORK_A_WAVE:
+            parallel, size = 1, fitting
         by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-        return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+        return [by_length[start : start + size] for start in range(0, len(by_length), size)], parallel
 
     def _decode(
         self, prompts: Sequence[Sequence[int]], wave: Sequence[int], uniforms: torch.Tensor,

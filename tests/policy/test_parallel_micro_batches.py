@@ -250,11 +250,12 @@ def test_supervised_gradients_and_losses_are_those_of_one_after_another(policy, 
     torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
 
 
-def test_what_runs_beside_a_failure_is_told_to_stop():
+@pytest.mark.parametrize("broken", [0, 1])
+def test_what_runs_beside_a_failure_is_told_to_stop(broken):
     stopped = threading.Event()
 
     def work(piece: int) -> None:
-        if piece == 0:
+        if piece == broken:
             raise ValueError("broken")
         assert stopped.wait(60)
 

@@ -113,9 +113,24 @@ def test_waves_are_decoded_at_once_where_each_has_enough_work(tiny_folder, token
     """98,304 operations a row in the tiny model's largest product, so that 171 rows of a wave have 2^24."""
     sampler = TransformersSampler(load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, context=256)
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: 4)
-    assert [sampler._parallel_waves(*rows) for rows in ((340, 1), (342, 1), (43, 8), (1, 10_000))] == [1, 2, 2, 1]
+
+    def waves(prompts: int, rows: int, tokens: int = 8) -> tuple[list[int], int]:
+        """(Prompts of each wave, waves at once)."""
+        cut, at_once = sampler._waves([[1, 2]] * prompts, SamplingConfig(n=rows, max_new_tokens=tokens))
+        return list(map(len, cut)), at_once
+
+    assert waves(340, 1) == ([340], 1) and waves(342, 1) == ([171, 171], 2)
+    assert waves(43, 8) == ([22, 21], 2) and waves(2, 171) == ([1, 1], 2) and waves(1, 10_000) == ([1], 2)
+    # 2 layers of keys and values, 128 numbers each, 4 bytes: 2,048 bytes a token, so that a group takes 180 * 20 + 2 tokens.
+    monkeypatch.setitem(module.CACHE_BYTES, "cpu", 4 * 3_602 * 2_048)
+    assert waves(9, 180, 20) == ([2, 2, 2, 2, 1], 2)
+    monkeypatch.setitem(module.CACHE_BYTES, "cpu", 3_602 * 2_048)
+    assert waves(3, 180, 20) == ([1, 1, 1], 1)  # two at once would hold twice as much
+    sampler.plain_path = True  # whose attention is swapped for a pass
+    assert waves(3, 10_000) == ([1, 1, 1], 1)
+    sampler.plain_path = False
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: 1)
-    assert sampler._parallel_waves(342, 1) == 1
+    assert waves(342, 1, 1)[1] == 1
 
 
 def test_a_wave_ends_after_a_token_once_it_is_stopped(sampler):

@@ -57,13 +57,14 @@ def real_value(node: Node) -> arb:
 
 
 def rounded_value(node: Node) -> Decimal:
-    """`real_value` to 290 digits, which equal values share. Raises `Refused` also where its error exceeds 2^-250 of its size,
-    and where its logarithm exceeds MAX_BITS: a decimal number has a bound, too."""
+    """`real_value` to 200 digits, which equal values share: more may be lost where large numbers cancel. Raises `Refused` also
+    where it is not known to 210, or is beyond the exponents of decimal numbers."""
     ball = real_value(node)
     size, is_zero = abs(ball.mid()), ball.contains(0)
-    if not ball.rad() < _NEGLIGIBLE * (1 + size) or not (is_zero or abs(size.log()) < MAX_BITS):
+    is_known = ball.rad() < _NEGLIGIBLE if is_zero else ball.rad() < size * arb(10) ** -210 and abs(size.log()) < 10**15
+    if not is_known:
         raise Refused("too large, too small or too uncertain")
-    return Decimal(0) if is_zero else Decimal(ball.mid().str(290, radius=False))
+    return Decimal(0) if is_zero else Decimal(ball.mid().str(200, radius=False))
 
 
 def terminates(value: Node) -> bool:

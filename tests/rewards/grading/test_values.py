@@ -104,7 +104,10 @@ def test_a_difference_that_only_exact_numbers_show():
 def test_equal_values_round_alike_and_others_apart():
     rounded = lambda text: rounded_value(parse_expression(text))
     assert rounded(r"\sqrt{1/9}") == rounded("1/3") and rounded(r"\sqrt{4}") == 2 and rounded(r"\sqrt{2} - \sqrt{2}") == 0
-    assert rounded("10^{90}") < rounded("10^{90} + 1") and rounded("1/3") < rounded("1/3 + 10^{-280}")
+    assert rounded("10^{90}") < rounded("10^{90} + 1") and rounded("1/3") < rounded("1/3 + 10^{-180}")
+    assert rounded(r"\sqrt{10^{24} + 1} - 10^{12}") == rounded(r"1 / (\sqrt{10^{24} + 1} + 10^{12})")  # 24 digits cancel
+    assert rounded(r"1 - \cos(10^{-12})") == rounded(r"2 (\sin(5 * 10^{-13}))^2")
+    assert rounded("e^{5000}") < rounded("e^{5001}")
     for beyond in ("e^{e^{50}}", "e^{-e^{50}}"):  # whose exponents no decimal number has
         with pytest.raises(Refused):
             rounded(beyond)
