@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.policy.log_probs import LabelLogProbs
-from benchmarks.rl_step import memory
+from benchmarks.attention import Peak, resident
 
 
 def main(vocabularies: tuple[int, ...] = (49152, 151936), tokens: tuple[int, ...] = (512, 1024, 2048, 4096), hidden: int = 576):
@@ -43,12 +43,11 @@ def whole(states, weight, labels) -> torch.Tensor:
 def measured(log_probs, states, weight, labels) -> tuple[float, float, torch.Tensor]:
     """Peak MiB and seconds of one forward and backward, and the hidden states' gradient."""
     states.grad, weight.grad = torch.zeros_like(states), torch.zeros_like(weight)
-    start_bytes = memory()[0]
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    start_bytes, peak = resident(), Peak(0.001)
     start = time.perf_counter()
     log_probs(states, weight, labels).sum().backward()
     seconds = time.perf_counter() - start
-    return memory()[1] - start_bytes, seconds, states.grad
+    return peak.end() - start_bytes, seconds, states.grad
 
 
 if __name__ == "__main__":
