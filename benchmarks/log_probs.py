@@ -6,7 +6,6 @@ uv run -m benchmarks.log_probs
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 import tyro
