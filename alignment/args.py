@@ -253,6 +253,12 @@ class RLArgs(Args):
         return used and self.updates_per_rollout > 1 and not self.trusts_sampler
 
     @property
+    def copies_old_policy(self) -> bool:
+        """Whether a copy of the policy may compute old log-probs. Adapters need no copy of the weights, and a copy computes
+        without the policy's own kernels, so that the first ratio would be other than 1."""
+        return self.needs_old_policy and not (self.lora_rank or self.compile or self.use_liger_kernel)
+
+    @property
     def loss(self) -> Loss:
         """The loss that --loss_type names. Raises `UserError` for an unknown one."""
         # Nothing is known of a user's own function: it may use the ratio, and every argument.

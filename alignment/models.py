@@ -277,9 +277,7 @@ def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> Refere
     """The sources of old and reference log-probs. The reference model is the model that the run started from."""
     config, roles, old_policy = args.update_config, roles_of(args), None
     dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
-    # Ranks share a pass, adapters need no copy of the weights, and other kernels would make the first ratio other than 1.
-    itself = hasattr(policy, "ranks") or args.lora_rank or args.compile or args.use_liger_kernel
-    if config.old_log_probs == "policy" and roles.policy != (roles.reference,) and not itself:
+    if args.copies_old_policy and roles.policy != (roles.reference,) and not hasattr(policy, "ranks"):  # which share a pass
         old_policy = FrozenModel(base, roles.reference, dtype)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print("On-policy (one update per rollout): old log-probs are not needed, clipping has no effect")

@@ -145,7 +145,7 @@ def prompts_of(task: str, dataset_path: str, prompt: str, base: str) -> tuple[in
 def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool, machines: int = 1, prompts=GSM8K) -> StepShape:
     """The `StepShape` of a run on devices of `card` bytes; `prompts` as from `prompts_of`."""
     prompt, problems = args.max_prompt_tokens or prompts[0], min(args.max_problems or prompts[1], prompts[1])
-    old_policy = args.needs_old_policy and args.policy_parallelism not in RANKED and roles.policy != (roles.reference,)
+    old_policy = args.copies_old_policy and args.policy_parallelism not in RANKED and roles.policy != (roles.reference,)
     rows = min(args.train_mini_batch_size or args.rollout_size, args.rollout_size)
     drawn = args.prompts_per_rollout, args.group_size, args.max_new_tokens
     ranks = len(roles.policy) if args.policy_parallelism in RANKED else 1
@@ -157,7 +157,7 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool, machines: in
         sampled={"sampling": drawn, "evaluation": (problems, 1, args.eval_max_new_tokens or args.max_new_tokens)},
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(["old_log_probs"] * args.needs_old_policy + ["reference"] * (args.beta > 0)),
-        frozen=0 if args.lora_rank else (args.beta > 0) + old_policy,
+        frozen=(args.beta > 0 and not args.lora_rank) + old_policy,
         engines=engines_on_shared_gpu(args, roles),
     )  # fmt: skip
 

@@ -8,8 +8,10 @@ import torch
 from rollout_helpers import ARGS, sample_rollout, with_old_log_probs
 
 from alignment.policy.frozen import FrozenModel, MicroBatchedModel
+from alignment.policy.placement import Roles
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
+from alignment.prediction import step_shape
 from alignment.system.clock import Clock
 from alignment.system.errors import UserError
 from alignment.training.update import References, rows_with_gradient, update
@@ -36,6 +38,16 @@ def test_old_log_probs_are_computed_where_the_loss_or_the_samplers_correction_ne
     assert several_updates.needs_old_policy and not reinforce.needs_old_policy
     assert dataclasses.replace(reinforce, sampler_correction="token_truncate").needs_old_policy
     assert not dataclasses.replace(ARGS, sampler_correction="token_truncate").needs_old_policy  # one update a rollout
+
+
+@pytest.mark.parametrize("own", [{"compile": True}, {"use_liger_kernel": True}, {"lora_rank": 2}])
+def test_no_copy_is_the_old_policy_where_the_policy_has_kernels_or_adapters_of_its_own(own):
+    several_updates = dataclasses.replace(ARGS, train_mini_batch_size=ARGS.rollout_size // 2)
+    assert several_updates.copies_old_policy and not ARGS.copies_old_policy
+    changed = dataclasses.replace(several_updates, **own)
+    assert changed.needs_old_policy and not changed.copies_old_policy
+    roles = Roles(policy=("cuda:0",), sample=("cuda:3",), eval="cuda:1", reference="cuda:2")
+    assert [step_shape(args, roles, 8e10, True).frozen for args in (several_updates, changed)] == [1, 0]
 
 
 def test_an_old_policy_on_another_device_gives_the_same_log_probs(policy, sampler, tiny_folder):
