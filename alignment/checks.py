@@ -172,13 +172,15 @@ def check_processes(args: Args, kind: str) -> None:
 def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
     """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on the policy's `devices`."""
     on_cpu, split = devices[0] == "cpu", len(devices) > 1 and args.policy_parallelism in ("single", "layer_split")
-    compilers = [os.environ.get("CXX", "g++")] if on_cpu else [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if (args.compile or args.use_liger_kernel) and not (any(map(shutil.which, compilers)) and (on_cpu or find_spec("triton"))):
-        flag, needed = "--compile" if args.compile else "--use_liger_kernel", f"{compilers[0]}{'' if on_cpu else ' and triton'}"
-        raise UserError(f"{flag} needs {needed}: install that, or leave the flag out")
     if args.use_liger_kernel and (on_cpu or split):
         remedy = "choose --policy_parallelism sharded" if split else "leave the flag out"
         raise UserError(f"--use_liger_kernel needs a GPU for each process of the policy, not {' '.join(devices)}: {remedy}")
+    named, usual = ("CXX", ["g++"]) if on_cpu else ("CC", ["gcc", "clang"])
+    compilers = [os.environ[named]] if named in os.environ else usual
+    found = any(map(shutil.which, compilers)) and (on_cpu or find_spec("triton"))
+    if (args.compile or args.use_liger_kernel) and not found:
+        flag, triton = "--compile" if args.compile else "--use_liger_kernel", "" if on_cpu else " and triton"
+        raise UserError(f"{flag} needs {compilers[0]}{triton}: install that, or leave the flag out")
 
 
 def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
