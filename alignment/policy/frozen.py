@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,9 +28,10 @@ class MicroBatchedModel:
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, micro_batch_tokens: int):
         self.model, self.dtype, self.micro_batch_tokens = model, dtype, micro_batch_tokens
 
-    def run(self, function: Callable, *arguments):
-        """`function` of the model and some arguments: a forward pass, or a part of one."""
-        return function(self.model, *arguments)
+    def run(self, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
+        """`forward` of the model: a forward pass, or a part of one. What it computes on, it holds itself: tensors that are
+        handed through a module may arrive on another device than they left (FSDP2 moves the inputs of what it wraps)."""
+        return forward(self.model)
 
     def in_micro_batches(
         self, compute: Callable[[Sequence[int]], object], rows: Sequence[Row], parameters: Iterable[torch.nn.Parameter] = ()
@@ -47,7 +49,8 @@ class MicroBatchedModel:
         @torch.no_grad()
         def compute(piece: Sequence[int]) -> torch.Tensor:
             part = take_rows(batch, [rows[i] for i in piece]) if piece else ONE_TOKEN
-            return self.run(model_log_probs, part, distribution, self.dtype).cpu()
+            forward = partial(model_log_probs, batch=part, distribution=distribution, dtype=self.dtype)
+            return self.run(forward).cpu()
 
         for piece, part_bt in self.in_micro_batches(compute, computed_rows(self.model, batch, rows)):
             log_probs_BT[[rows[i] for i in piece], : part_bt.shape[1]] = part_bt

@@ -39,6 +39,12 @@ def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     return [sorted(numbers) for numbers in rows_of_rank]
 
 
+def _compute(model: PreTrainedModel, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
+    """`forward` of the model, as a method that FSDP2 wraps. It takes no tensor: FSDP2 would move it to the rank's GPU, while
+    what plans a micro-batch is read on the host."""
+    return forward(model)
+
+
 class Shard(SingleDevicePolicy):
     """One rank's part of the policy, on the device of its place on its machine, with `deal`'s share of the rows. With
     `replicated` each rank has all of the weights, else each machine, whose ranks share them (hybrid sharding, Zhao et al. 2023,
@@ -58,7 +64,7 @@ class Shard(SingleDevicePolicy):
         mesh = init_device_mesh(device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape))
         for name in self.mesh_shape:  # half an hour, where a group has not all ranks
             _set_pg_timeout(timedelta(seconds=self.ranks.seconds), mesh.get_group(name))
-        model.compute = MethodType(lambda model, function, *arguments: function(model, *arguments), model)
+        model.compute = MethodType(_compute, model)
         stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
         for module in (*(layer for stack in stacks for layer in stack), model):
             fully_shard(module, mesh=mesh if self.mesh_shape["copies"] > 1 else mesh["parts"])
@@ -67,8 +73,8 @@ class Shard(SingleDevicePolicy):
         register_fsdp_forward_method(model, "compute")  # which first gathers the embedding, the last norm and the head
         return model
 
-    def run(self, function: Callable, *arguments):
-        return self.model.compute(function, *arguments)
+    def run(self, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
+        return self.model.compute(forward)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
         results = super().accumulate(batch, self._own_rows(batch, rows), objective)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,8 @@ class MicroBatch:
         self.model, self.dtype, self.rows, self.objective = policy.model, policy.dtype, rows, objective
         self.part = take_rows(batch, rows) if rows else ONE_TOKEN
         with autocast(first_device(self.model), self.dtype):
-            self.hidden_NH = policy.run(hidden_states, self.part.input_ids, self.part.response_mask)
+            planned = {"input_ids": self.part.input_ids, "response_mask": self.part.response_mask}
+            self.hidden_NH = policy.run(partial(hidden_states, **planned))
 
     def head(self) -> None:
         """Compute log-probs and loss, and backpropagate the loss to the hidden states."""

@@ -1,0 +1,14 @@
+"""Python runs this as it starts: the process, and those that it starts, see SIMULATED_GPUS GPUs (`simulated_gpus`)."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+if number := os.environ.get("SIMULATED_GPUS"):
+    import alignment  # noqa: F401 - which says how threads wait, before torch is loaded
+    from simulated_gpus import simulated_gpus
+
+    simulation = simulated_gpus(int(number))
+    simulation.__enter__()  # until the process ends
