@@ -21,6 +21,7 @@ from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
+from alignment.system.gpus import has_gpu_files, unusable_driver
 from alignment.system.registry import find
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
@@ -189,9 +190,11 @@ def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
 
 
 def visible_gpus() -> int:
-    """The number of GPUs that torch sees. A machine without a GPU's device files has none, which is known without torch."""
-    if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+    """The number of GPUs that torch sees. Raises `UserError` where the machine has some that torch cannot use."""
+    if not has_gpu_files():
         return 0
+    if problem := unusable_driver():
+        raise UserError(f"{problem}. Update the driver, or hide the GPUs by CUDA_VISIBLE_DEVICES= to use the CPU")
     import torch
 
     return torch.cuda.device_count()

@@ -1,8 +1,9 @@
 """Rows of a batch as one sequence without padding, in which rows of one prompt share it, and attention over that. Models for
 which this is not exact take the plain path: rows padded, a model's own attention, its own logits."""
 
+import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -96,10 +97,21 @@ def attention(module, query, key, value, attention_mask, scaling=None, layout=No
     return layout.attend(module, query, key, value, AttentionRule(scaling, window, soft_cap, sinks)), None
 
 
+VARIANTS = 64  # of a compiled layer's code, at most: by device, gradient mode, window, adapters
 ATTENTION = "layout"  # without "sdpa" in it: transformers then refuses models whose attention torch's cannot compute
 # Without a mask, for which transformers would wait for the device in each pass: micro-batches could not overlap.
 AttentionInterface.register(ATTENTION, attention)
 OWN_ATTENTION = "eager"  # which every family of transformers has, and which leaves out none of the family's features
+
+
+def compiled(forward: Callable) -> Callable:
+    """A layer's forward pass, compiled for any number of tokens."""
+    options = {"dynamic": True}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = VARIANTS
+    else:  # an older torch, which has one limit for all code
+        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    return torch.compile(**options)(forward)
 
 
 def compile_layers(model: torch.nn.Module) -> None:
@@ -108,8 +120,8 @@ def compile_layers(model: torch.nn.Module) -> None:
     AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
     for layer in itertools.chain(*stacks):
-        # Without hooks, which move inputs between devices. The code has variants: by device, gradient mode, window, adapters.
-        layer.forward = torch.compile(dynamic=True, recompile_limit=64)(layer.forward)
+        # Without hooks, which move inputs between devices.
+        layer.forward = compiled(layer.forward)
     model.is_compiled = True
 
 
