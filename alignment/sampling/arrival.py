@@ -9,7 +9,7 @@ import torch
 from alignment.core.records import SamplingConfig
 from alignment.core.tokens import collate
 from alignment.policy.policy import Policy
-from alignment.sampling.sampler import Sampler
+from alignment.sampling.sampler import Sampler, put_to_sleep
 from alignment.system.errors import RunStopped
 from alignment.system.terminal import say_once
 
@@ -67,6 +67,7 @@ def prove_adapters_arrive(
     policy.use_adapters("random")
     load_proven(sampler, policy.weights(), version)
     drawn = [completion for (completion,) in sampler.sample(prompts, sampling)]
+    put_to_sleep(sampler, keep_weights=False)  # while the trainer computes; the trained adapters follow
     batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad_token_id)
     drawn_N = torch.tensor([log_prob for completion in drawn for log_prob in completion.log_probs])
     trainers = (policy.log_probs(batch, sampling.distribution), policy.base_log_probs(batch, sampling.distribution))

@@ -16,7 +16,9 @@ import torch
 from alignment.core.records import SamplingConfig
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, NamedTensors, load_proven
-from alignment.sampling.sampler import Completions, OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost
+from alignment.sampling.sampler import (
+    Completions, OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost, put_to_sleep,
+)  # fmt: skip
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import START_SECONDS, ChildProcess, answer_requests
 from alignment.system.registry import import_object
@@ -100,6 +102,10 @@ class SamplerPool:
             self._copies = [(name, tensor.detach().to(self.dtype).cpu()) for name, tensor in named_tensors]
             named_tensors = self._copies
         self._at_once(lambda name: self._ask(name, lambda engine: load_proven(engine, named_tensors, version), repeat=False))
+
+    def sleep(self, keep_weights: bool) -> None:
+        """See `sampler.put_to_sleep`."""
+        self._at_once(lambda name: self._ask(name, lambda engine: put_to_sleep(engine, keep_weights)))
 
     def close(self) -> None:
         """Close all engines, also while other threads wait for their answers."""

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NC
 from alignment.sampling import vllm, vllm_weights
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import SamplerConfig, SamplerLost
+from alignment.sampling.vllm_memory import Engine
 from tests.with_vllm.conftest import tiny_llama
 from tests.with_vllm.test_vllm_on_gpus import methods
 from tests.with_vllm.test_vllm_sampler import OPEN_END, PROMPTS
@@ -142,17 +143,20 @@ def test_a_broadcast_that_waits_for_a_lost_engine_breaks_off_and_says_what_was_l
         client.send([], 1)
 
 
-def test_a_sleeping_engine_is_awake_from_the_first_phase_to_the_last(monkeypatch):
+def test_a_sleeping_engine_takes_weights_before_it_takes_memory_for_keys_and_values():
     calls = []
-    monkeypatch.setattr(vllm, "fall_asleep", lambda engine: calls.append("sleep"))
-    engine = SimpleNamespace(
+    llm = SimpleNamespace(
         llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))),
-        wake_up=lambda: calls.append("wake up"),
+        wake_up=lambda tags: calls.append(f"wake {' '.join(tags)}"),
         collective_rpc=lambda function: calls.append(function.__name__),
     )
+    engine = Engine(llm)
+    engine.asleep = {"weights", "kv_cache"}
     for phase in ("start_weight_update", "update_weights", "finish_weight_update"):
-        setattr(engine, phase, lambda *arguments, phase=phase: calls.append(phase))
+        setattr(llm, phase, lambda *arguments, phase=phase: calls.append(phase))
         vllm._transfer(engine, None, phase)
+    engine.wake_to_sample()
     assert calls == [
-        "wake up", "start_weight_update", "update_weights", "finish_weight_update", "_repack_output_embedding", "sleep",
+        "wake weights", "start_weight_update", "update_weights", "finish_weight_update", "_repack_output_embedding",
+        "wake kv_cache",
     ]  # fmt: skip
