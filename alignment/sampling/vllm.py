@@ -15,7 +15,7 @@ import torch
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, NamedTensors, checked_columns, checked_part, checksum
+from alignment.sampling.arrival import Held, NamedTensors, Sums, bit_sum, checked_columns, checked_part, read_sums
 from alignment.sampling.pool import EngineProcess, received_tensors
 from alignment.sampling.sampler import Completions, SamplerConfig, WeightsDiscarded, encode_prompts
 from alignment.sampling.vllm_memory import WEIGHTS, Engine
@@ -138,6 +138,8 @@ def _start_engine(device_type: str, options: dict) -> Engine:
     options |= {"logprobs_mode": "processed_logprobs"}  # the default ignores temperature and top-p
     options |= {"enforce_eager": device_type == "cpu"}  # on 2 cores compiling took 68 s and gained 10 %
     engine = Engine(LLM(**options, enable_prefix_caching=True))
+    if device_type == "cuda":
+        engine.llm.collective_rpc(held_checksums, args=(0,))  # loads its kernels, which the first new weights would wait for
     engine.sleep(keep_weights=True)  # since the first request may sample with these
     return engine
 
@@ -214,7 +216,9 @@ def _checksums(engine: Engine, connection: Connection, version: int) -> Held | N
 def held_checksums(worker, version: int) -> Held:
     """The checksums of a worker's model. Each part of a matrix that vLLM stacks, such as of queries, keys and values, has its
     own where the layer knows the parts' sizes. A tied output embedding is made of what the input's is."""
-    model, dtype, held = worker.get_model(), worker.vllm_config.model_config.dtype, {}
+    model, dtype = worker.get_model(), worker.vllm_config.model_config.dtype
+    parts_of: dict[str, list[str]] = {}
+    sums: Sums = {}
     known: dict[torch.nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules():
         path, _, last = prefix.rpartition(".")
@@ -223,10 +227,13 @@ def held_checksums(worker, version: int) -> Held:
             parts = known.setdefault(parameter, [".".join(filter(None, (path, part, name))) for part in stacked])
             rows = _held_part(module, name, parameter, version).to(dtype)
             if len(sizes := getattr(module, "output_partition_sizes", ())) == len(parts) > 1:
-                held |= {part: ([part], checksum(own)) for part, own in zip(parts, rows.split(sizes), strict=True)}
+                for part, own in zip(parts, rows.split(sizes), strict=True):
+                    parts_of[part] = [part]
+                    sums[part] = (bit_sum(own),)
             else:
-                held[f"{prefix}.{name}"] = (parts, checksum(rows))
-    return held
+                parts_of[f"{prefix}.{name}"] = parts
+                sums[f"{prefix}.{name}"] = (bit_sum(rows),)
+    return {name: (parts_of[name], number) for name, (number,) in read_sums(sums).items()}
 
 
 def _held_part(module, name: str, parameter: torch.Tensor, version: int) -> torch.Tensor:
