@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.system.errors import RunStopped, UserError
-from alignment.system.processes import ProcessLost
+from alignment.system.processes import ChildProcess, ProcessLost
 from alignment.system.registry import find
 from alignment.system.remote import Machine
 
@@ -55,6 +55,16 @@ def put_to_sleep(sampler: Sampler, keep_weights: bool) -> None:
         sampler.sleep(keep_weights)
 
 
+class Start:
+    """What an engine that opens beside other work waits for. This one lets it go on at once; `opening.Opening` does not."""
+
+    def wait_for_memory(self, process: ChildProcess) -> None:
+        """Return when the engine of `process` may take memory of its devices."""
+
+    def wait_to_import(self) -> None:
+        """Return when this process imports nothing else: imports in two threads may see each other's unfinished modules."""
+
+
 @dataclass(frozen=True)
 class SamplerConfig:
     """What an engine is started with."""
@@ -72,6 +82,7 @@ class SamplerConfig:
     machines: tuple[Machine | None, ...] = (None,)  # That have such devices; None is this one.
     sleeps: bool = False  # Whether it shares its GPU with a trainer, and starts asleep (`put_to_sleep`).
     policy_device: str = "cpu"  # Where the new weights are that it is given.
+    start: Start = Start()  # When it may go on.
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ import logging
 import os
 import random
 import traceback
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -44,6 +44,7 @@ class VLLMSampler(EngineProcess):
         super().__init__("vLLM", f"{__name__}:serve", worker_environment(config.devices, os.environ), config, *start)
 
     def _prepare(self, connection: Connection) -> None:
+        self._config.start.wait_to_import()
         logging.disable(logging.WARNING)  # of kernels that a trainer does not need
         from alignment.sampling.vllm_weights import EngineClient
 
@@ -125,6 +126,45 @@ def _runner_advice(error: Exception) -> str:
     return ". VLLM_USE_V2_MODEL_RUNNER=0 chooses vLLM's older runner" if in_runner else ""
 
 
+STAGES = {  # Part of the path of a file of vLLM's that logs something -> what the engine then does.
+    "/model_loader/": "loading weights",
+    "/compilation/": "compiling",
+    "/kv_cache_utils": "making room for keys and values",
+    "/warmup/": "warming kernels up, then capturing CUDA graphs",
+}
+
+
+class StageReporter(logging.Handler):
+    """Writes "stage: ..." to the output where vLLM's messages say that another stage of its start begins."""
+
+    stage = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stages = [stage for part, stage in STAGES.items() if part in record.pathname]
+        if stages and stages[0] != self.stage:
+            self.stage = stages[0]
+            print(f"stage: {self.stage}", flush=True)
+
+
+@contextmanager
+def reported_stages() -> Iterator[None]:
+    """Report the stages of an engine's start, without vLLM's own messages."""
+    logger, reporter = logging.getLogger("vllm"), StageReporter()
+    level = logger.level
+    levels = {handler: handler.level for handler in logger.handlers}
+    for handler in levels:
+        handler.setLevel(max(level, handler.level))
+    logger.setLevel(min(level, logging.INFO))
+    logger.addHandler(reporter)
+    try:
+        yield
+    finally:
+        logger.removeHandler(reporter)
+        logger.setLevel(level)
+        for handler, before in levels.items():
+            handler.setLevel(before)
+
+
 def _start_engine(device_type: str, options: dict) -> Engine:
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -137,7 +177,8 @@ def _start_engine(device_type: str, options: dict) -> Engine:
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": options["max_model_len"]}
     options |= {"logprobs_mode": "processed_logprobs"}  # the default ignores temperature and top-p
     options |= {"enforce_eager": device_type == "cpu"}  # on 2 cores compiling took 68 s and gained 10 %
-    engine = Engine(LLM(**options, enable_prefix_caching=True))
+    with reported_stages():
+        engine = Engine(LLM(**options, enable_prefix_caching=True))
     if device_type == "cuda":
         engine.llm.collective_rpc(held_checksums, args=(0,))  # loads its kernels, which the first new weights would wait for
     engine.sleep(keep_weights=True)  # since the first request may sample with these
@@ -264,4 +305,10 @@ VERBS = {
     "checksums": _checksums,
     "stop": _stop,
 }
-serve = partial(answer_requests, verbs=VERBS, advice=_runner_advice)  # Start an engine and answer a `VLLMSampler`'s requests.
+
+
+def serve(descriptor: int) -> None:
+    """Start an engine and answer a `VLLMSampler`'s requests. Imports vLLM at once, and waits for the request to start then."""
+    with suppress(Exception):  # which is raised once more, and reported, when the engine starts
+        from vllm import LLM  # noqa: F401
+    answer_requests(descriptor, VERBS, _runner_advice)
