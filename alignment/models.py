@@ -5,7 +5,7 @@ import errno
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -89,9 +89,30 @@ def sampler_config(args: Args, base: str, devices: tuple[str, ...], **facts) -> 
     return SamplerConfig(base, devices[0], dtype, tensor_parallel=parallel, **facts)
 
 
-def make_sampler(args: Args, base: str, devices: tuple[str, ...], tokenizer, policy: Policy | None = None, **facts) -> Sampler:
-    """The sampler that --sampler names, with the weights of the folder `base`; it may read `policy` in place."""
-    return open_sampler(find_engine(args.sampler), sampler_config(args, base, devices, **facts), tokenizer, policy)
+def make_sampler(
+    args: Args, base: str, devices: tuple[str, ...], tokenizer, policy: Policy | None = None, console: Console | None = None
+) -> Sampler:
+    """The sampler that --sampler names, with the weights of the folder `base`; it may read `policy` in place. One that takes long
+    to open says on the console what is waited for."""
+    engine = find_engine(args.sampler)
+
+    def open_with(start: Start) -> Sampler:
+        return open_sampler(engine, sampler_config(args, base, devices, start=start), tokenizer, policy)
+
+    if console is None or not engine.claims_gpu:
+        return open_with(Start())
+    with ExitStack() as interrupted:
+        opening = Opening(engine_title(args.sampler), open_with)
+        interrupted.callback(opening.close)
+        sampler = opening.result(console)
+        interrupted.pop_all()
+    return sampler
+
+
+def engine_title(sampler: str) -> str:
+    """The name of --sampler's engine in sentences."""
+    name = engine_name(sampler)
+    return "vLLM" if name == "vllm" else name
 
 
 def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
@@ -124,7 +145,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)  # refuses long ones now
     splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
     target = train_sft(args, SFTData(*splits, pad_token_id(tokenizer)), base, tokenizer, console)
-    sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer)
+    sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer, console=console)
     with closing(sampler), count_parts("sampling held-out problems", len(problems), console, "response") as ended:
         result = evaluate(sampler, ended)
     with closing(RunFolder(target, args.num_steps, args.trackers)) as log:
@@ -233,7 +254,8 @@ class Engines:
             engine = self.engine(use)
             if not (engine.can_be_lost and engine.claims_gpu):
                 continue
-            opening = self.openings[use] = Opening(self.engine_title(use), partial(self.start, use))
+            title = engine_title(self.args.sampler) + ("" if self.shared else f" ({use})")
+            opening = self.openings[use] = Opening(title, partial(self.start, use))
             self.run.closing.callback(opening.close)
             others = {*self.roles.policy, self.roles.reference}.union(*(uses[other] for other in uses if other != use))
             if "cpu" not in devices and others.isdisjoint(devices):
@@ -280,11 +302,6 @@ class Engines:
 
     def engine(self, use: str) -> SamplerEngine:
         return find_engine("vllm_server" if use == "rollouts" and self.args.sampler_url else self.args.sampler)
-
-    def engine_title(self, use: str) -> str:
-        name = "the vLLM server" if use == "rollouts" and self.args.sampler_url else engine_name(self.args.sampler)
-        title = {"vllm": "vLLM"}.get(name, name)
-        return title if self.shared else f"{title} ({use})"
 
 
 def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Evaluator, int]:

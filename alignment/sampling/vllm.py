@@ -309,6 +309,7 @@ VERBS = {
 
 def serve(descriptor: int) -> None:
     """Start an engine and answer a `VLLMSampler`'s requests. Imports vLLM at once, and waits for the request to start then."""
+    print("stage: importing vLLM", flush=True)
     with suppress(Exception):  # which is raised once more, and reported, when the engine starts
         from vllm import LLM  # noqa: F401
     answer_requests(descriptor, VERBS, _runner_advice)

@@ -8,6 +8,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from alignment.core.records import SamplingConfig
 from alignment.policy.loading import load_tokenizer
 from alignment.sampling import opening as module
 from alignment.sampling.opening import Opening, PolicyToCome
@@ -78,6 +79,18 @@ def test_the_user_reads_what_is_waited_for(tiny_folder, monkeypatch):
     opening.result(Console(file=output, width=200)).close()
     lines = output.getvalue().splitlines()
     assert lines and lines[-1].startswith("waiting for the engines: ") and lines[-1].endswith(" s (compiling)")
+
+
+def test_an_engine_that_is_lost_later_is_replaced_at_once(tiny_folder, capfd):
+    sampling = SamplingConfig(n=1, max_new_tokens=4, seed=0)
+    sampler = opening_of(tiny_folder, open_transformers).result(Console(file=io.StringIO()))
+    try:
+        drawn = sampler.sample(["1 + 1", "2 + 2"], sampling)
+        next(iter(sampler._engines.values()))._worker.kill()
+        assert sampler.sample(["1 + 1", "2 + 2"], sampling) == drawn and sampler.restarts == 1
+    finally:
+        sampler.close()
+    assert "the sampler is started again" in capfd.readouterr().err
 
 
 def test_what_an_engine_refuses_is_raised_where_the_sampler_is_wanted(tiny_folder):
