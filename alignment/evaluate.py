@@ -87,7 +87,7 @@ def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[st
         prompts = [problem.prompt for problems, _ in parts.values() for problem in problems]
         context = load_config(model_path).max_position_embeddings
         encode_prompts(tokenizer, prompts, context, args.max_new_tokens)  # refuses long ones
-        with closing(make_sampler(args, model_path, (roles_of(args).eval,), tokenizer)) as sampler:
+        with closing(make_sampler(args, model_path, (roles_of(args).eval,), tokenizer, console=console)) as sampler:
             for name, (problems, evaluate) in parts.items():
                 status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
                 with count_parts(status, len(problems) * args.num_samples, console, "response") as ended:

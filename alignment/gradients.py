@@ -67,7 +67,7 @@ def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
     base = warm_start(rl, console)
     tokenizer, policy = load_tokenizer(base), make_policy(rl, base)
     refuse_too_many_gradients(flag, gradients, sum(tensor.numel() for _, tensor in policy.weights()))
-    sampler = make_sampler(rl, base, roles_of(rl).sample, tokenizer, policy)
+    sampler = make_sampler(rl, base, roles_of(rl).sample, tokenizer, policy, console)
     with closing(sampler), console.status(f"sampling {rl.prompts_per_rollout} prompts x {rl.group_size}"):
         sampled = open_source(rl.rollout_config, tokenizer).sample_step(1, sampler)
     collated = partial(collate_groups, sampled.groups, pad_token_id=pad_token_id(tokenizer))

@@ -5,7 +5,7 @@ import errno
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,17 +21,20 @@ from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
 from alignment.policy.frozen import FrozenModel, ReferenceProcess
 from alignment.policy.loading import compute_dtype, load_config, load_tokenizer, make_deterministic
-from alignment.policy.memory import STATE_SHARE, total_bytes
+from alignment.policy.memory import STATE_SHARE, release_memory, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
-from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy
+from alignment.policy.policy import POLICIES, RANKED, Policy, PolicyConfig, open_policy
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.source import AheadRollouts, RolloutSource, SyncRollouts, collate_groups, open_source
 from alignment.runs.run import CHANGEABLE_ON_RESUME, Run, RunConfig, open_run, refuse_other_arguments
 from alignment.runs.run_folder import TRAINER, RunFolder, load_rollouts, resumed_run_name
 from alignment.sampling.arrival import prove_adapters_arrive
+from alignment.sampling.opening import Opening, PolicyToCome
 from alignment.sampling.pool import open_sampler
-from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, find_engine
+from alignment.sampling.sampler import (
+    Sampler, SamplerConfig, SamplerEngine, Start, encode_prompts, engine_name, find_engine,
+)  # fmt: skip
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_jsonl, write_json
 from alignment.system.terminal import count_parts
@@ -86,9 +89,30 @@ def sampler_config(args: Args, base: str, devices: tuple[str, ...], **facts) -> 
     return SamplerConfig(base, devices[0], dtype, tensor_parallel=parallel, **facts)
 
 
-def make_sampler(args: Args, base: str, devices: tuple[str, ...], tokenizer, policy: Policy | None = None, **facts) -> Sampler:
-    """The sampler that --sampler names, with the weights of the folder `base`; it may read `policy` in place."""
-    return open_sampler(find_engine(args.sampler), sampler_config(args, base, devices, **facts), tokenizer, policy)
+def make_sampler(
+    args: Args, base: str, devices: tuple[str, ...], tokenizer, policy: Policy | None = None, console: Console | None = None
+) -> Sampler:
+    """The sampler that --sampler names, with the weights of the folder `base`; it may read `policy` in place. One that takes long
+    to open says on the console what is waited for."""
+    engine = find_engine(args.sampler)
+
+    def open_with(start: Start) -> Sampler:
+        return open_sampler(engine, sampler_config(args, base, devices, start=start), tokenizer, policy)
+
+    if console is None or not engine.claims_gpu:
+        return open_with(Start())
+    with ExitStack() as interrupted:
+        opening = Opening(engine_title(args.sampler), open_with)
+        interrupted.callback(opening.close)
+        sampler = opening.result(console)
+        interrupted.pop_all()
+    return sampler
+
+
+def engine_title(sampler: str) -> str:
+    """The name of --sampler's engine in sentences."""
+    name = engine_name(sampler)
+    return "vLLM" if name == "vllm" else name
 
 
 def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
@@ -121,7 +145,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)  # refuses long ones now
     splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
     target = train_sft(args, SFTData(*splits, pad_token_id(tokenizer)), base, tokenizer, console)
-    sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer)
+    sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer, console=console)
     with closing(sampler), count_parts("sampling held-out problems", len(problems), console, "response") as ended:
         result = evaluate(sampler, ended)
     with closing(RunFolder(target, args.num_steps, args.trackers)) as log:
@@ -206,16 +230,91 @@ def warm_start(args: RLArgs, console: Console) -> str:
     return resolve_model(args.sft_base, args.output_dir, "--sft_base")
 
 
+class Engines:
+    """A run's samplers: the evaluations', and the rollouts', which is the same one where they take turns on the same devices. An
+    engine in a process of its own starts beside the loading of the models (`Opening`)."""
+
+    def __init__(self, args: RLArgs, run: Run, base: str, tokenizer):
+        self.args, self.run, self.base, self.tokenizer = args, run, base, tokenizer
+        self.roles = roles_of(args)
+        self.between_updates = args.rollouts == "sync"  # rather than beside them, in processes of their own
+        self.shared = self.between_updates and self.roles.eval in self.roles.sample and not args.sampler_url
+        self.machines = (None,)
+        self.coming = PolicyToCome(self.roles.policy)
+        self.policy: Policy | PolicyToCome = self.coming
+        self.openings: dict[str, Opening] = {}
+        if not PROCESSES and args.policy_parallelism in ("auto", *POLICIES):  # else engines depend on the policy itself
+            self.begin()
+
+    def begin(self) -> None:
+        """Start the processes of engines that take long. Those on devices of nobody else's take memory at once."""
+        load_config(self.base)  # imports what the threads would import, too
+        uses = {"evaluation": self.evaluation_devices} | ({} if self.shared else {"rollouts": self.roles.sample})
+        for use, devices in uses.items():
+            engine = self.engine(use)
+            if not (engine.can_be_lost and engine.claims_gpu):
+                continue
+            title = engine_title(self.args.sampler) + ("" if self.shared else f" ({use})")
+            opening = self.openings[use] = Opening(title, partial(self.start, use))
+            self.run.closing.callback(opening.close)
+            others = {*self.roles.policy, self.roles.reference}.union(*(uses[other] for other in uses if other != use))
+            if "cpu" not in devices and others.isdisjoint(devices):
+                opening.allow()
+
+    def use_policy(self, policy: Policy) -> None:
+        """Say which policy has been loaded."""
+        self.policy = self.coming.policy = policy
+        if self.openings:
+            return
+        if hasattr(policy, "ranks") and not self.args.sampler_url:
+            self.machines = (None, *policy.ranks.machines)
+        if len(self.machines) > 1:
+            where = f"{len(self.machines)} machines, each of which has {' '.join(self.roles.sample)}"
+            self.run.console.print(f"engines sample on {where}")
+
+    def open(self, use: str) -> Sampler:
+        """The sampler of the "evaluation", or of the "rollouts". Call this when the trainer takes no memory of its devices."""
+        if use == "rollouts" and self.shared:
+            raise RuntimeError("the evaluations' sampler is the rollouts', too")
+        if use not in self.openings:
+            return self.run.open(self.start(use))
+        release_memory()  # An engine refuses to start where less than its share of the GPU is free.
+        return self.run.open(self.openings[use].result(self.run.console))
+
+    def start(self, use: str, start: Start | None = None) -> Sampler:
+        """Open the sampler of a use; engines go on when `start` lets them."""
+        rollouts = use == "rollouts"
+        facts = {"policy_version": self.run.step, "sleeps": self.between_updates if rollouts else True}
+        facts["machines"] = self.machines if rollouts or self.shared else (None,)
+        if rollouts:
+            facts |= {"url": self.args.sampler_url, "weights_folder": self.args.output_dir}
+        if start is not None:
+            facts["start"] = start
+        config = sampler_config(self.args, self.base, self.roles.sample if rollouts else self.evaluation_devices, **facts)
+        # Tokenizers are not for two threads.
+        tokenizer = load_tokenizer(self.base) if rollouts else self.tokenizer
+        in_process = self.between_updates if rollouts else True
+        return open_sampler(self.engine(use), config, tokenizer, self.policy, in_process)
+
+    @property
+    def evaluation_devices(self) -> tuple[str, ...]:
+        return self.roles.sample if self.shared else (self.roles.eval,)
+
+    def engine(self, use: str) -> SamplerEngine:
+        return find_engine("vllm_server" if use == "rollouts" and self.args.sampler_url else self.args.sampler)
+
+
 def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Evaluator, int]:
     """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a mistake leaves none."""
     with run.clock("warm_start"):
         base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
+    if args.deterministic:
+        make_deterministic()
+    engines = Engines(args, run, base, load_tokenizer(base))
     problems, evaluate = evaluation(args, tokenizer)
     source = open_source(args.rollout_config, tokenizer)
     longest = longest_row(args, source, problems, base, tokenizer)
-    if args.deterministic:
-        make_deterministic()
     start = warm_start(args, run.console) if run.checkpoint and args.lora_rank else base  # to which adapters are added
     policy = make_policy(args, start, run.checkpoint)
     if run.checkpoint:
@@ -224,21 +323,12 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     place = devices.replace("cpu", f"{threads} CPU thread{'s' * (threads > 1)}")
     run.console.print(f"Computing in {str(policy.dtype).removeprefix('torch.')} on {place}", soft_wrap=True)
     references = make_references(args, run, base, policy)
-    roles, engine = roles_of(args), "vllm_server" if args.sampler_url else args.sampler
-    between_updates = args.rollouts == "sync"  # rather than beside them, in processes of their own
-    shared = between_updates and roles.eval in roles.sample and not args.sampler_url
-    machines = (None, *policy.ranks.machines) if hasattr(policy, "ranks") and not args.sampler_url else (None,)
-    if len(machines) > 1:
-        run.console.print(f"engines sample on {len(machines)} machines, each of which has {' '.join(roles.sample)}")
-    facts = {"policy_version": run.step, "sleeps": True, "machines": machines if shared else (None,)}
-    eval_sampler = run.open(make_sampler(args, base, roles.sample if shared else (roles.eval,), tokenizer, policy, **facts))
+    engines.use_policy(policy)
+    eval_sampler = engines.open("evaluation")
     previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
     if message := policy.choose_micro_batch_tokens(longest, previous):
         run.console.print(message)
-    facts |= {"sleeps": between_updates, "machines": machines, "url": args.sampler_url, "weights_folder": args.output_dir}
-    config = sampler_config(args, base, roles.sample, **facts)
-    start_sampler = partial(open_sampler, find_engine(engine), config, load_tokenizer(base), policy)
-    sampler = eval_sampler if shared else run.open(start_sampler(in_process=between_updates))
+    sampler = eval_sampler if engines.shared else engines.open("rollouts")
     pad_id = pad_token_id(tokenizer)
 
     def check(groups: Sequence[Group]) -> None:
@@ -256,11 +346,11 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
         for each in dict.fromkeys((eval_sampler, sampler)):
             run.console.print(prove_adapters_arrive(each, policy, prompts, args.sampling, pad_id), soft_wrap=True)
     rollouts = SyncRollouts(source, sampler, run.clock)
-    if not between_updates:
+    if not engines.between_updates:
         sampled = load_rollouts(run.checkpoint) if run.checkpoint else []
         rollouts = AheadRollouts(source, sampler, args.schedule, run.clock, sampled, request_reference)
         run.closing.callback(rollouts.close)
-    evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, None if shared else check)
+    evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, None if engines.shared else check)
     run.start(policy, tokenizer, rollouts)
     return policy, rollouts, references, evaluator, pad_id
 

@@ -69,7 +69,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     template = args.prompt or task.prompt
     chosen = training_problems(task.training_problems(args.dataset_path), 0, args.num_problems, tokenizer)
     chosen = with_examples(prompted(chosen, template, tokenizer), examples, template, tokenizer)
-    sampler = make_sampler(args, path, roles_of(args).sample, tokenizer)
+    sampler = make_sampler(args, path, roles_of(args).sample, tokenizer, console=console)
     status = f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
     with closing(sampler), count_parts(status, len(chosen) * args.num_samples, console, "response") as ended:
         completions = sampler.sample([problem.prompt for problem in chosen], eval_sampling(args, args.num_samples), ended)

@@ -72,7 +72,7 @@ class Receiver(VLLMSampler):
     def __init__(self, dtype: str):
         import os
 
-        self._sleeps, self._config, self.dtype = False, SamplerConfig("", "cpu", dtype), getattr(torch, dtype)
+        self._config, self.dtype = SamplerConfig("", "cpu", dtype), getattr(torch, dtype)
         self._timeout, self._worker = 3600.0, ChildProcess("receiver", "benchmarks.weights:serve", dict(os.environ))
         self._ask("start")
         self._prepare(self._worker.connection)

@@ -46,10 +46,13 @@ MOST_LINES = 60
 CALLED = {"parameters", "named_parameters", "get_output_embeddings"}
 READ = {"grad", "lm_head"}
 # Our own decoding loop runs a model layer by layer: its own one, or one that `Policy.model_on` lends it to be read.
-READS_WEIGHTS = {"alignment.sampling.transformers", "alignment.sampling.vllm"}  # engines with weights of their own
+READS_WEIGHTS = {  # engines with weights of their own
+    "alignment.sampling.transformers", "alignment.sampling.vllm", "alignment.sampling.vllm_memory",
+}  # fmt: skip
 ONLY_IMPORTERS = {
     **dict.fromkeys(("wandb", "trackio", "mlflow"), {"alignment.runs.trackers"}),
-    "vllm": {"alignment.sampling.vllm", "alignment.sampling.vllm_weights"}, "torchao": {"alignment.policy.adamw_8bit"}, "peft": {"alignment.policy.lora"},
+    "vllm": {"alignment.sampling.vllm", "alignment.sampling.vllm_memory", "alignment.sampling.vllm_weights"},
+    "torchao": {"alignment.policy.adamw_8bit"}, "peft": {"alignment.policy.lora"},
     "liger_kernel": {"alignment.policy.loading"},
 }  # fmt: skip
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "parse_latex", "loads", "load"}

@@ -1,6 +1,8 @@
 """From a model's name and a machine's GPUs to folders and devices."""
 
 import dataclasses
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ from alignment.checks import resolve_model, roles_of
 from alignment.models import partition_model_across_devices
 from alignment.policy.loading import load_tokenizer
 from alignment.policy.placement import Roles
+from alignment.sampling.sampler import SAMPLERS
 from alignment.system.errors import UserError
 
 
@@ -64,3 +67,79 @@ def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folde
     config = models.sampler_config(args, str(tiny_folder), ("cuda:7",), sleeps=True)
     assert config.memory_share == pytest.approx(share)
     assert config.sleeps == (policy == "cuda:7")  # on the policy's GPU alone
+
+
+class Opening:
+    """Stands in for an `Opening`: says when it may take memory."""
+
+    def __init__(self, name, open_sampler):
+        self.name, self.open_sampler, self.allowed = name, open_sampler, False
+
+    def allow(self):
+        self.allowed = True
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "policy", "sample", "evaluation", "allowed"),
+    [
+        ("sync", "cuda:0", "cuda:0", "cuda:0", {"evaluation": False}),  # one GPU for all
+        ("sync", "cuda:0", "cuda:1", "cuda:1", {"evaluation": True}),
+        ("sync", "cuda:0", "cuda:1", "cuda:2", {"evaluation": True, "rollouts": True}),
+        ("sync", "cuda:0", "cuda:1", "cuda:6", {"evaluation": False, "rollouts": True}),  # beside the reference
+        ("async", "cuda:0", "cuda:1", "cuda:1", {"evaluation": False, "rollouts": False}),  # one after the other
+        ("async", "cuda:0", "cuda:1", "cuda:0", {"evaluation": False, "rollouts": True}),
+        ("sync", "cpu", "cpu", "cpu", {"evaluation": False}),
+    ],
+)
+def test_engines_take_memory_beside_the_models_loading_on_devices_of_nobody_elses(
+    rollouts, policy, sample, evaluation, allowed, tiny_folder, monkeypatch
+):
+    reference = "cpu" if policy == "cpu" else "cuda:6"
+    roles = Roles(policy=(policy,), sample=(sample,), reference=reference, eval=evaluation)
+    monkeypatch.setattr(models, "roles_of", lambda args, num_gpus=None: roles)
+    monkeypatch.setattr(models, "Opening", Opening)
+    monkeypatch.setattr(models, "find_engine", lambda name: SAMPLERS["vllm"])
+    args = from_preset(RLArgs, "tiny", rollouts=rollouts)
+    with ExitStack() as closing:
+        run = SimpleNamespace(step=0, closing=closing)
+        engines = models.Engines(args, run, str(tiny_folder), None)
+        assert {use: opening.allowed for use, opening in engines.openings.items()} == allowed
+
+
+def test_a_command_that_waits_for_an_engine_leaves_it_able_to_be_replaced(tiny_folder, monkeypatch):
+    """And ends the processes of one that it no longer waits for."""
+    log = []
+
+    class Waiting(Opening):
+        def result(self, console):
+            log.append(f"wait for {self.name}")
+            if console == "interrupted":
+                raise KeyboardInterrupt
+            return "the sampler"
+
+        def close(self):
+            log.append("close")
+
+    monkeypatch.setattr(models, "Opening", Waiting)
+    monkeypatch.setattr(models, "find_engine", lambda name: SAMPLERS["vllm"])
+    args = from_preset(RLArgs, "tiny", sampler="vllm")
+    assert models.make_sampler(args, str(tiny_folder), ("cpu",), None, console="console") == "the sampler"
+    with pytest.raises(KeyboardInterrupt):
+        models.make_sampler(args, str(tiny_folder), ("cpu",), None, console="interrupted")
+    assert log == ["wait for vLLM", "wait for vLLM", "close"]
+
+
+def test_an_engine_that_reads_the_policy_is_not_opened_before_it(tiny_folder):
+    args = from_preset(RLArgs, "tiny", sampler="transformers")
+    assert models.Engines(args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None).openings == {}
+
+
+def test_engines_of_a_policy_of_several_machines_wait_for_it(tiny_folder, monkeypatch):
+    """It says which machines those are."""
+    monkeypatch.setattr(models, "PROCESSES", 2)
+    monkeypatch.setattr(models, "find_engine", lambda name: SAMPLERS["vllm"])
+    args = from_preset(RLArgs, "tiny")
+    assert models.Engines(args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None).openings == {}

@@ -20,7 +20,7 @@ from alignment.core.records import Group, Problem, SamplingConfig, Score
 from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.rules import grading_report, score_groups
 from alignment.sampling.arrival import load_proven
-from alignment.sampling.sampler import OnResponseEnd, Sampler
+from alignment.sampling.sampler import OnResponseEnd, Sampler, put_to_sleep
 from alignment.system.errors import UserError
 from alignment.system.files import fill_template, write_atomically, write_json, write_jsonl
 from alignment.system.terminal import printable
@@ -198,5 +198,7 @@ class Evaluator:
             load_proven(self.sampler, self.policy.weights(), step)
         evaluation = self.evaluate(self.sampler)
         if self.check is not None:
+            # This sampler only evaluates, so new weights come before its next completions; the trainer computes meanwhile.
+            put_to_sleep(self.sampler, keep_weights=False)
             self.check(evaluation.groups)
         self.run.folder.log_eval({"step": step, **evaluation.record}, evaluation.groups)

@@ -138,7 +138,10 @@ class SingleDevicePolicy(MicroBatchedModel):
         return "memory is short: activations are computed again in backward (gradient checkpointing)"
 
     def save(self, folder: Path, tokenizer) -> None:
-        self.model.save_pretrained(folder, state_dict=dict(self.weights()) if self.policy_config.lora_rank else None)
+        state_dict = None
+        if self.policy_config.lora_rank:  # Merged weights are new tensors, for which an awake engine leaves a GPU no room.
+            state_dict = {name: tensor.cpu() for name, tensor in self.weights()}
+        self.model.save_pretrained(folder, state_dict=state_dict)
         tokenizer.save_pretrained(folder)
         lora.save(self.model, folder)
 

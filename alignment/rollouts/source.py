@@ -23,7 +23,7 @@ from alignment.rollouts.config import (
 )  # fmt: skip
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import SamplerPool
-from alignment.sampling.sampler import Sampler
+from alignment.sampling.sampler import Sampler, put_to_sleep
 from alignment.system.clock import Clock, run_in_background
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import GRACE_SECONDS
@@ -146,17 +146,19 @@ class SyncRollouts:
         self.source, self.sampler, self.clock = source, sampler, clock
 
     def next(self, step: int) -> SampledStep:
-        """The sampled and scored groups of a step."""
+        """The sampled and scored groups of a step. A sampler that shares a GPU sleeps afterwards, without the weights, since the
+        update makes new ones."""
         torch.manual_seed(derived_seed(self.source.config.seed, step))  # for samplers and rewards of a user's own
         self.clock.begin("sampling")
         sampled = self.source.sample_step(step, self.sampler)
+        put_to_sleep(self.sampler, keep_weights=False)
         check_staleness(sampled, 0)
         self.clock.seconds |= sampled.seconds
         return sampled
 
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
-        """Give the sampler the weights of `step` steps beside the block. Defers signals, since the step is not logged yet."""
+        """Give the sampler, which stays awake, the weights of `step` steps beside the block. Defers signals, since the step is not logged yet."""
         defer_signals()
         self.clock.begin("sync")
         with run_in_background(lambda: self._give_weights(policy, step), self.clock("sync")):

@@ -9,7 +9,7 @@ import torch
 from alignment.core.records import SamplingConfig
 from alignment.core.tokens import collate
 from alignment.policy.policy import Policy
-from alignment.sampling.sampler import Sampler
+from alignment.sampling.sampler import Sampler, put_to_sleep
 from alignment.system.errors import RunStopped
 from alignment.system.terminal import say_once
 
@@ -18,6 +18,7 @@ COLUMNS = 8  # of each matrix, other ones for each version
 Held = Mapping[str, tuple[list[str], int]]  # Of each of an engine's tensors, the names of the weights in it, and its checksum.
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Checksums = dict[str, tuple[int, int]]  # Name of a weight -> its checksum and that of its transpose.
+Sums = dict[str, tuple[torch.Tensor, ...]]  # Name -> checksums that are computed where the tensors are, each of shape [].
 
 
 def checked_columns(width: int, version: int) -> list[int]:
@@ -28,8 +29,24 @@ def checked_columns(width: int, version: int) -> list[int]:
 def checksum(tensor: torch.Tensor) -> int:
     """The sum of the squared bit patterns of a tensor's numbers, modulo 2^64. Neither the order of the numbers nor zeros change
     it, so an engine may stack matrices and pad them: the checksum of a stack is the sum of its parts'. -0 counts as 0."""
+    return bit_sum(tensor).item()
+
+
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's `checksum` as a tensor [] on its device, so that a GPU does not wait until the number has been read."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return (tensor.detach() + 0.0).contiguous().view(integers).long().square().sum().item()
+    return (tensor.detach() + 0.0).contiguous().view(integers).long().square().sum()
+
+
+def read_sums(sums: Sums) -> dict[str, tuple[int, ...]]:
+    """The numbers, which come from each device in one copy."""
+    flat = [each for row in sums.values() for each in row]
+    numbers: dict[int, int] = {}
+    for device in {each.device for each in flat}:
+        places = [place for place, each in enumerate(flat) if each.device == device]
+        numbers |= zip(places, torch.stack([flat[place] for place in places]).tolist(), strict=True)
+    ordered = iter([numbers[place] for place in range(len(flat))])
+    return {name: tuple(next(ordered) for _ in row) for name, row in sums.items()}
 
 
 def checked_part(tensor: torch.Tensor, version: int) -> torch.Tensor:
@@ -42,7 +59,12 @@ def checked_part(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 def tensor_checksum(tensor: torch.Tensor, version: int, dtype: torch.dtype) -> int:
     """The checksum of a weight's `checked_part` cast to the engine's `dtype`, since some models keep routers in float32."""
-    return checksum(checked_part(tensor, version).to(dtype))
+    return tensor_sum(tensor, version, dtype).item()
+
+
+def tensor_sum(tensor: torch.Tensor, version: int, dtype: torch.dtype) -> torch.Tensor:
+    """The `tensor_checksum`, of shape [], on the tensor's device."""
+    return bit_sum(checked_part(tensor, version).to(dtype))
 
 
 def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> None:
@@ -51,12 +73,12 @@ def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> 
     if not hasattr(sampler, "weight_checksums"):
         sampler.load_weights(named_tensors, version)
         return
-    sent: Checksums = {}
+    sent: Sums = {}
     sampler.load_weights(with_checksums(named_tensors, sampler.dtype, version, sent), version)
     if not sent:
         raise RunStopped(f"the sampler took none of the weights of step {version}. Nothing is sampled with the old ones")
     if (held := sampler.weight_checksums(version)) is not None:
-        compare(sent, held, version)
+        compare(read_sums(sent), held, version)
 
 
 def prove_adapters_arrive(
@@ -67,6 +89,7 @@ def prove_adapters_arrive(
     policy.use_adapters("random")
     load_proven(sampler, policy.weights(), version)
     drawn = [completion for (completion,) in sampler.sample(prompts, sampling)]
+    put_to_sleep(sampler, keep_weights=False)  # while the trainer computes; the trained adapters follow
     batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad_token_id)
     drawn_N = torch.tensor([log_prob for completion in drawn for log_prob in completion.log_probs])
     trainers = (policy.log_probs(batch, sampling.distribution), policy.base_log_probs(batch, sampling.distribution))
@@ -79,12 +102,12 @@ def prove_adapters_arrive(
     return f"adapters reach the sampler: {words}"
 
 
-def with_checksums(named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: Checksums) -> NamedTensors:
+def with_checksums(named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: Sums) -> NamedTensors:
     """The same tensors. Enters the checksums in `dtype` of each and of its transpose, as which an engine may keep it (vLLM does
     GPT-2's), in `checksums`. So a square matrix wrongly transposed passes; the mismatch check of the next update sees it."""
     for name, tensor in named_tensors:
         transpose = tensor.mT if tensor.ndim > 1 else tensor
-        checksums[name] = tensor_checksum(tensor, version, dtype), tensor_checksum(transpose, version, dtype)
+        checksums[name] = tensor_sum(tensor, version, dtype), tensor_sum(transpose, version, dtype)
         yield name, tensor
 
 

@@ -16,7 +16,9 @@ import torch
 from alignment.core.records import SamplingConfig
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, NamedTensors, load_proven
-from alignment.sampling.sampler import Completions, OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost
+from alignment.sampling.sampler import (
+    Completions, OnResponseEnd, Sampler, SamplerConfig, SamplerEngine, SamplerLost, Start, put_to_sleep,
+)  # fmt: skip
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import START_SECONDS, ChildProcess, answer_requests
 from alignment.system.registry import import_object
@@ -101,6 +103,10 @@ class SamplerPool:
             named_tensors = self._copies
         self._at_once(lambda name: self._ask(name, lambda engine: load_proven(engine, named_tensors, version), repeat=False))
 
+    def sleep(self, keep_weights: bool) -> None:
+        """See `sampler.put_to_sleep`."""
+        self._at_once(lambda name: self._ask(name, lambda engine: put_to_sleep(engine, keep_weights)))
+
     def close(self) -> None:
         """Close all engines, also while other threads wait for their answers."""
         self._closed = True
@@ -174,9 +180,13 @@ class EngineProcess:
         start_process = config.machines[0].start if config.machines[0] else ChildProcess
         self._worker = start_process(f"{name} process on {config.place}", entry, environment)
         try:
+            config.start.wait_for_memory(self._worker)
             self._ask("start", *start, seconds=max(config.timeout, START_SECONDS), send=self._prepare)
         except SamplerLost as error:
             raise UserError(f"{name} could not start on {config.place} with the model {config.model_path}: {error}") from None
+        except BaseException:
+            self._worker.close()
+            raise
         self._worker.clear_log()
 
     def _prepare(self, connection: Connection) -> None:
@@ -202,7 +212,9 @@ class SamplerProcess(EngineProcess):
     """A `Sampler` of any other engine, which `open_engine` makes, in a process with so many `threads` on a CPU."""
 
     def __init__(self, open_engine: Callable[..., Sampler], threads: int, config: SamplerConfig, *unused):
-        start = open_engine, config, torch.are_deterministic_algorithms_enabled()
+        # Its process gets no object that waits in this one.
+        own = dataclasses.replace(config, start=Start())
+        start = open_engine, own, torch.are_deterministic_algorithms_enabled()
         super().__init__("sampler", f"{__name__}:serve", {**os.environ, "OMP_NUM_THREADS": str(threads)}, config, *start)
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:

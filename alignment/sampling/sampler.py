@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.system.errors import UserError
-from alignment.system.processes import ProcessLost
+from alignment.system.errors import RunStopped, UserError
+from alignment.system.processes import ChildProcess, ProcessLost
 from alignment.system.registry import find
 from alignment.system.remote import Machine
 
@@ -23,8 +23,13 @@ OnResponseEnd = Callable[[int, str], object] | None  # Called with the number of
 SamplerLost = ProcessLost  # The engine died, hung, or answered what cannot be a completion. A new one may do better.
 
 
+class WeightsDiscarded(RunStopped):
+    """A sampler was asked for completions after it had discarded its weights, and before it got new ones."""
+
+
 class Sampler(Protocol):
-    """Draws completions from one version of the policy's weights."""
+    """Draws completions from one version of the policy's weights. One that shares a GPU with a trainer may have `sleep`, too:
+    see `put_to_sleep`, by which a trainer calls it."""
 
     policy_version: int
     restarts: int  # Engines that were lost and replaced so far.
@@ -38,6 +43,26 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Free the engine. Calling it twice is fine."""
+
+
+def put_to_sleep(sampler: Sampler, keep_weights: bool) -> None:
+    """Have a sampler give the memory of the GPUs that it shares back to the trainer, where it has the method
+    `sleep(keep_weights)`. It wakes up by itself when it gets weights or is asked for completions.
+
+    `keep_weights` says whether completions may be asked for before new weights come: they are then kept in the host's memory,
+    which costs a copy. A sampler that has discarded its weights raises `WeightsDiscarded` when it is asked all the same."""
+    if hasattr(sampler, "sleep"):
+        sampler.sleep(keep_weights)
+
+
+class Start:
+    """What an engine that opens beside other work waits for. This one lets it go on at once; `opening.Opening` does not."""
+
+    def wait_for_memory(self, process: ChildProcess) -> None:
+        """Return when the engine of `process` may take memory of its devices."""
+
+    def wait_to_import(self) -> None:
+        """Return when this process imports nothing else: imports in two threads may see each other's unfinished modules."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +80,9 @@ class SamplerConfig:
     further_devices: tuple[str, ...] = ()  # Of further engines, and of engines of several devices.
     tensor_parallel: int = 1  # Devices of each engine.
     machines: tuple[Machine | None, ...] = (None,)  # That have such devices; None is this one.
-    sleeps: bool = False  # Whether it leaves its GPU's memory to a trainer between requests.
+    sleeps: bool = False  # Whether it shares its GPU with a trainer, and starts asleep (`put_to_sleep`).
     policy_device: str = "cpu"  # Where the new weights are that it is given.
+    start: Start = Start()  # When it may go on.
 
     @property
     def devices(self) -> tuple[str, ...]:

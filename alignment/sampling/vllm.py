@@ -6,8 +6,8 @@ import logging
 import os
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -15,9 +15,10 @@ import torch
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, NamedTensors, checked_columns, checked_part, checksum
+from alignment.sampling.arrival import Held, NamedTensors, Sums, bit_sum, checked_columns, checked_part, read_sums
 from alignment.sampling.pool import EngineProcess, received_tensors
-from alignment.sampling.sampler import Completions, SamplerConfig, encode_prompts
+from alignment.sampling.sampler import Completions, SamplerConfig, WeightsDiscarded, encode_prompts
+from alignment.sampling.vllm_memory import WEIGHTS, Engine
 from alignment.system.errors import UserError
 from alignment.system.processes import answer_requests
 
@@ -37,11 +38,13 @@ class VLLMSampler(EngineProcess):
         options |= {"gpu_memory_utilization": config.memory_share, "tensor_parallel_size": len(config.devices)}
         options |= {"enable_sleep_mode": config.sleeps, "weight_transfer_config": {"backend": config.transfer_backend}}
         options |= {"worker_extension_cls": "alignment.sampling.vllm_weights.WorkerExtension"}  # which names our backend
-        self._sleeps, self._config = config.sleeps, config
+        self._config, self._has_weights = config, True
         start = torch.device(device).type, options
+        self._make_room()
         super().__init__("vLLM", f"{__name__}:serve", worker_environment(config.devices, os.environ), config, *start)
 
     def _prepare(self, connection: Connection) -> None:
+        self._config.start.wait_to_import()
         logging.disable(logging.WARNING)  # of kernels that a trainer does not need
         from alignment.sampling.vllm_weights import EngineClient
 
@@ -51,22 +54,38 @@ class VLLMSampler(EngineProcess):
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """See `Sampler.load_weights`. Each phase has a request's time limit. Another machine's engine reads from the pipe."""
+        self._make_room()
+        self._has_weights = False
         if self._config.machines[0]:
-            return super().load_weights(named_tensors, version)
-        self._client.send(named_tensors, version)
+            super().load_weights(named_tensors, version)
+        else:
+            self._client.send(named_tensors, version)
         self.policy_version = version
+        self._has_weights = True
 
-    def _ask(self, *arguments, **named):
-        if self._sleeps:
+    def sleep(self, keep_weights: bool) -> None:
+        """See `sampler.put_to_sleep`."""
+        if self._config.sleeps:
+            self._has_weights &= keep_weights
+            self._ask("sleep", keep_weights)
+
+    def _make_room(self) -> None:
+        """Give back what this process keeps unused of the GPU that the engine, when it wakes up, takes memory of."""
+        if self._config.sleeps:
             from alignment.policy.memory import release_memory
 
-            release_memory()  # which the engine needs when it wakes up
-        return super()._ask(*arguments, **named)
+            release_memory()
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
         """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
         the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
+        if not self._has_weights:  # Said here, too: an engine that fails would be replaced by one with other weights.
+            raise WeightsDiscarded(
+                f"the engine on {self._config.place} has discarded its weights, of version {self.policy_version}, and got no"
+                " whole new ones since: nothing is sampled with it"
+            )
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
+        self._make_room()
         return self._ask("generate", encoded, sampling, self.policy_version)
 
 
@@ -107,7 +126,46 @@ def _runner_advice(error: Exception) -> str:
     return ". VLLM_USE_V2_MODEL_RUNNER=0 chooses vLLM's older runner" if in_runner else ""
 
 
-def _start_engine(device_type: str, options: dict):
+STAGES = {  # Part of the path of a file of vLLM's that logs something -> what the engine then does.
+    "/model_loader/": "loading weights",
+    "/compilation/": "compiling",
+    "/kv_cache_utils": "making room for keys and values",
+    "/warmup/": "warming kernels up, then capturing CUDA graphs",
+}
+
+
+class StageReporter(logging.Handler):
+    """Writes "stage: ..." to the output where vLLM's messages say that another stage of its start begins."""
+
+    stage = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stages = [stage for part, stage in STAGES.items() if part in record.pathname]
+        if stages and stages[0] != self.stage:
+            self.stage = stages[0]
+            print(f"stage: {self.stage}", flush=True)
+
+
+@contextmanager
+def reported_stages() -> Iterator[None]:
+    """Report the stages of an engine's start, without vLLM's own messages."""
+    logger, reporter = logging.getLogger("vllm"), StageReporter()
+    level = logger.level
+    levels = {handler: handler.level for handler in logger.handlers}
+    for handler in levels:
+        handler.setLevel(max(level, handler.level))
+    logger.setLevel(min(level, logging.INFO))
+    logger.addHandler(reporter)
+    try:
+        yield
+    finally:
+        logger.removeHandler(reporter)
+        logger.setLevel(level)
+        for handler, before in levels.items():
+            handler.setLevel(before)
+
+
+def _start_engine(device_type: str, options: dict) -> Engine:
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -119,52 +177,27 @@ def _start_engine(device_type: str, options: dict):
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": options["max_model_len"]}
     options |= {"logprobs_mode": "processed_logprobs"}  # the default ignores temperature and top-p
     options |= {"enforce_eager": device_type == "cpu"}  # on 2 cores compiling took 68 s and gained 10 %
-    engine = LLM(**options, enable_prefix_caching=True)
-    if options["enable_sleep_mode"]:
-        fall_asleep(engine)
+    with reported_stages():
+        engine = Engine(LLM(**options, enable_prefix_caching=True))
+    if device_type == "cuda":
+        engine.llm.collective_rpc(held_checksums, args=(0,))  # loads its kernels, which the first new weights would wait for
+    engine.sleep(keep_weights=True)  # since the first request may sample with these
     return engine
 
 
-def fall_asleep(engine) -> None:
-    """Drop keys and values, move weights to the host (vLLM's sleep level 1). Raises RuntimeError if a GPU gets less back."""
-    before = engine.collective_rpc(gpu_memory)
-    engine.sleep(level=1)
-    for (free, pooled), (free_now, _) in zip(before, engine.collective_rpc(gpu_memory), strict=True):
-        if free_now - free < pooled:
-            raise RuntimeError(f"vLLM sleeps, but has freed {free_now - free} of the {pooled} bytes in its pool on a GPU")
-
-
-def gpu_memory(worker) -> tuple[int, int]:
-    """Free bytes of a worker's GPU, and bytes in the pool that sleeping frees."""
-    from vllm.device_allocator import get_mem_allocator_instance
-
-    return torch.cuda.mem_get_info()[0], get_mem_allocator_instance().get_current_usage()
-
-
-def while_awake(request: Callable) -> Callable:
-    """The request, for which an engine with sleep mode is woken up, and after which it sleeps again."""
-
-    def answer(engine, *arguments):
-        sleeps = engine.llm_engine.vllm_config.model_config.enable_sleep_mode
-        if sleeps:
-            engine.wake_up()
-        result = request(engine, *arguments)
-        if sleeps:
-            fall_asleep(engine)
-        return result
-
-    return answer
-
-
-def _generate(engine, connection: Connection, encoded: list[list[int]], sampling: SamplingConfig, version: int) -> Completions:
+def _generate(
+    engine: Engine, connection: Connection, encoded: list[list[int]], sampling: SamplingConfig, version: int
+) -> Completions:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
+    engine.wake_to_sample()
     # Cached keys and values would be the old ones after new weights, and would make a result depend on earlier calls.
-    if not engine.reset_prefix_cache():
+    if not engine.llm.reset_prefix_cache():
         raise RuntimeError("vLLM refused to drop its prefix cache")
     params = [SamplingParams(**parameters) for parameters in request_parameters(sampling, len(encoded))]
-    outputs = engine.generate([TokensPrompt(prompt_token_ids=ids) for ids in encoded], params, use_tqdm=False)
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in encoded]
+    outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     repeats = sampling.n if sampling.temperature == 0 else 1
     pairs = zip(map(tuple, encoded), outputs, strict=True)
     return [[_completion(ids, child, version) for child in output.outputs] * repeats for ids, output in pairs]
@@ -186,23 +219,21 @@ def _completion(prompt_ids: tuple[int, ...], child, version: int) -> Completion:
     return Completion(prompt_ids, tuple(child.token_ids), log_probs, child.text, child.finish_reason, version)
 
 
-def _transfer(engine, connection: Connection, phase: str, *arguments) -> None:
-    """Call vLLM's method `phase` of a weight update. An engine with sleep mode is awake from the first phase to the last."""
-    sleeps = engine.llm_engine.vllm_config.model_config.enable_sleep_mode
-    if sleeps and phase == "start_weight_update":
-        engine.wake_up()
-    getattr(engine, phase)(*arguments)
+def _transfer(engine: Engine, connection: Connection, phase: str, *arguments) -> None:
+    """Call vLLM's method `phase` of a weight update."""
+    if phase == "start_weight_update":
+        engine.begin_update()
+    getattr(engine.llm, phase)(*arguments)
     if phase == "finish_weight_update":
-        engine.collective_rpc(_repack_output_embedding)
-        if sleeps:
-            fall_asleep(engine)
+        engine.llm.collective_rpc(_repack_output_embedding)
+        engine.end_update()
 
 
-def _reload(engine, connection: Connection, version: int) -> None:
+def _reload(engine: Engine, connection: Connection, version: int) -> None:
     """Take weights through the pipe, from a trainer that shares no memory with this process, and hand them on from here."""
     from alignment.sampling.vllm_weights import EngineClient
 
-    dtype, config = engine.llm_engine.vllm_config.model_config.dtype, SamplerConfig("", "cpu", "")
+    dtype, config = engine.llm.llm_engine.vllm_config.model_config.dtype, SamplerConfig("", "cpu", "")
     client = EngineClient(lambda verb, *arguments: _transfer(engine, connection, *arguments), config, dtype)
     client.send(received_tensors(connection), version)
 
@@ -216,8 +247,9 @@ def _repack_output_embedding(worker) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _checksums(engine, connection: Connection, version: int) -> Held | None:
-    held = engine.collective_rpc(held_checksums, args=(version,))
+def _checksums(engine: Engine, connection: Connection, version: int) -> Held | None:
+    engine.wake(WEIGHTS)
+    held = engine.llm.collective_rpc(held_checksums, args=(version,))
     return held[0] if len(held) == 1 else None
 
 
@@ -225,7 +257,9 @@ def _checksums(engine, connection: Connection, version: int) -> Held | None:
 def held_checksums(worker, version: int) -> Held:
     """The checksums of a worker's model. Each part of a matrix that vLLM stacks, such as of queries, keys and values, has its
     own where the layer knows the parts' sizes. A tied output embedding is made of what the input's is."""
-    model, dtype, held = worker.get_model(), worker.vllm_config.model_config.dtype, {}
+    model, dtype = worker.get_model(), worker.vllm_config.model_config.dtype
+    parts_of: dict[str, list[str]] = {}
+    sums: Sums = {}
     known: dict[torch.nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules():
         path, _, last = prefix.rpartition(".")
@@ -234,10 +268,13 @@ def held_checksums(worker, version: int) -> Held:
             parts = known.setdefault(parameter, [".".join(filter(None, (path, part, name))) for part in stacked])
             rows = _held_part(module, name, parameter, version).to(dtype)
             if len(sizes := getattr(module, "output_partition_sizes", ())) == len(parts) > 1:
-                held |= {part: ([part], checksum(own)) for part, own in zip(parts, rows.split(sizes), strict=True)}
+                for part, own in zip(parts, rows.split(sizes), strict=True):
+                    parts_of[part] = [part]
+                    sums[part] = (bit_sum(own),)
             else:
-                held[f"{prefix}.{name}"] = (parts, checksum(rows))
-    return held
+                parts_of[f"{prefix}.{name}"] = parts
+                sums[f"{prefix}.{name}"] = (bit_sum(rows),)
+    return {name: (parts_of[name], number) for name, (number,) in read_sums(sums).items()}
 
 
 def _held_part(module, name: str, parameter: torch.Tensor, version: int) -> torch.Tensor:
@@ -251,6 +288,28 @@ def _held_part(module, name: str, parameter: torch.Tensor, version: int) -> torc
     return product(torch.nn.functional.one_hot(columns, width).to(parameter.dtype), parameter, None).T
 
 
-VERBS = {"start": _start_engine, "stop": lambda engine: engine.llm_engine.engine_core.shutdown(), "transfer": _transfer}
-VERBS |= {"reload": _reload, "generate": while_awake(_generate), "checksums": while_awake(_checksums)}
-serve = partial(answer_requests, verbs=VERBS, advice=_runner_advice)  # Start an engine and answer a `VLLMSampler`'s requests.
+def _sleep(engine: Engine, connection: Connection, keep_weights: bool) -> None:
+    engine.sleep(keep_weights)
+
+
+def _stop(engine: Engine) -> None:
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+VERBS = {
+    "start": _start_engine,
+    "generate": _generate,
+    "sleep": _sleep,
+    "transfer": _transfer,
+    "reload": _reload,
+    "checksums": _checksums,
+    "stop": _stop,
+}
+
+
+def serve(descriptor: int) -> None:
+    """Start an engine and answer a `VLLMSampler`'s requests. Imports vLLM at once, and waits for the request to start then."""
+    print("stage: importing vLLM", flush=True)
+    with suppress(Exception):  # which is raised once more, and reported, when the engine starts
+        from vllm import LLM  # noqa: F401
+    answer_requests(descriptor, VERBS, _runner_advice)

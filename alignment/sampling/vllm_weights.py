@@ -4,9 +4,11 @@ torch.compile works. Without vLLM, a trainer would repeat formats that are each 
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 from vllm.distributed import weight_transfer
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
@@ -16,24 +18,33 @@ from vllm.utils.network_utils import get_open_port
 from alignment.sampling.sampler import SamplerConfig, SamplerLost
 
 BUCKET_BYTES = 2**27  # of tensors that travel together; more where one tensor is larger
+NO_LIMIT = 2**62  # bytes, where vLLM would cut a bucket into more parts
+
+Bucket = list[tuple[str, torch.Tensor]]
 
 
-class PolicySource(weight_transfer.WeightSource):
-    """The weights of one update, each gathered, cast and moved to `device` when its turn comes. NCCL and CUDA IPC need names
-    and shapes before: there the first update passes through the host's memory as a whole."""
+class PolicySource:
+    """The weights of one update, each gathered, cast and moved to `device` when its turn comes."""
 
-    def __init__(self, dtype: torch.dtype, device: str):
-        self.dtype, self.device, self.tensors, self._metadata = dtype, device, (), None
-
-    def metadata(self) -> list[weight_transfer.ParamMeta]:
-        if self._metadata is None:
-            self.tensors = [(name, tensor.cpu()) for name, tensor in self]
-            self._metadata = [weight_transfer.ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in self.tensors]
-        return self._metadata
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device, self.tensors = dtype, device, ()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors:
             yield name, tensor.detach().to(self.dtype).to(self.device)  # cast where it is, so that fewer bytes travel
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The weights in parts of at most BUCKET_BYTES, or of one larger tensor."""
+        bucket: Bucket = []
+        size = 0
+        for name, tensor in self:
+            if bucket and size + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        if bucket:
+            yield bucket
 
 
 class EngineClient:
@@ -43,30 +54,38 @@ class EngineClient:
     def __init__(self, ask: Callable, config: SamplerConfig, dtype: torch.dtype):
         self._ask, self._config, self._backend = ask, config, config.transfer_backend
         self._device = torch.device("cpu" if self._backend == "shared_memory" else config.policy_device)
-        self._source, self._version, self._lost, self._trainer = PolicySource(dtype, self._device), "", None, None
+        self._source, self._version = PolicySource(dtype, self._device), ""
+        self._lost, self._trainer = None, None
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the engine's weights."""
+        """Replace the engine's weights. Names and shapes travel with each bucket, so that no weight is read before its turn."""
         self._source.tensors, self._version = named_tensors, str(version)
         try:
             with torch.accelerator.device_index(self._device.index):
                 if self._device.type == "cuda":
                     torch.cuda.synchronize()  # vLLM reads the weights on streams of its own
                 if self._trainer is None:
-                    factory = weight_transfer.WeightTransferTrainerFactory
-                    self._trainer = factory.trainer_init(self._init_info(), client=self, source=self._source)
-                self._trainer.send_weights()
+                    info = self._init_info()
+                    self._trainer = TRAINERS[self._backend].trainer_init(info, client=self, source=self._source)
+                self.start_weight_update()
+                for bucket in self._source.buckets():
+                    self._trainer.send_bucket(bucket)
+                self.finish_weight_update()
+                self._trainer.end_update()
         except Exception as error:
             raise self._lost or error from None
+        finally:
+            self._source.tensors = ()
 
     def _init_info(self) -> TrainerInitInfo:
         if self._backend == "shared_memory":
             return SharedMemoryInitInfo(rank=0)
-        bytes_of_each = [meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self._source.metadata()]
-        packed = {"packed": True, "packed_buffer_size_bytes": max(BUCKET_BYTES, *bytes_of_each), "rank": 0}
         if self._backend == "ipc":
-            return ipc_engine.IPCTrainerInitInfo(**packed)
-        return nccl_engine.NCCLTrainerInitInfo("127.0.0.1", get_open_port(), 1 + len(self._config.devices), **packed)
+            return ipc_engine.IPCTrainerInitInfo(packed=True, rank=0)
+        size = 1 + len(self._config.devices)
+        return nccl_engine.NCCLTrainerInitInfo(
+            "127.0.0.1", get_open_port(), size, packed=True, packed_buffer_size_bytes=NO_LIMIT, rank=0
+        )
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         self._phase("init_weight_transfer_engine", {"init_info": init_info})
@@ -90,44 +109,95 @@ class EngineClient:
             raise
 
 
+def described(bucket: Bucket) -> dict[str, list]:
+    """What vLLM's update of a bucket says of it."""
+    return {
+        "names": [name for name, _ in bucket],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+        "shapes": [list(tensor.shape) for _, tensor in bucket],
+    }
+
+
+def sizes_of(bucket: Bucket) -> list[int]:
+    return [tensor.nbytes for _, tensor in bucket]
+
+
+def pack(bucket: Bucket, memory: torch.Tensor) -> None:
+    """Copy a bucket's tensors one behind the other into `memory` [bytes]."""
+    sizes = sizes_of(bucket)
+    for place, (_, tensor) in zip(memory[: sum(sizes)].split(sizes), bucket, strict=True):
+        place.copy_(tensor.contiguous().flatten().view(torch.uint8))
+
+
+class IPCTrainer(ipc_engine.IPCTrainerWeightTransferEngine):
+    """vLLM's CUDA IPC from this process alone: a trainer's other ranks, which vLLM's own would wait for, take no part. One buffer
+    of this GPU carries each bucket of an update; a larger one replaces it where a tensor needs it."""
+
+    memory: torch.Tensor | None = None
+
+    def send_bucket(self, bucket: Bucket) -> None:
+        sizes = sizes_of(bucket)
+        if self.memory is None or self.memory.nbytes < sum(sizes):
+            self.memory = torch.empty(max(BUCKET_BYTES, sum(sizes)), dtype=torch.uint8, device=bucket[0][1].device)
+            self.handle = {self.gpu_uuid: reduce_tensor(self.memory)[1]}
+        pack(bucket, self.memory)
+        torch.cuda.current_stream().synchronize()
+        self._do_send(**described(bucket), ipc_handles=self.handle, tensor_sizes=sizes)
+
+    def end_update(self) -> None:
+        """Let go of the buffer, as the engine has: each update exports one of its own."""
+        self.memory = None
+        torch.cuda.ipc_collect()
+
+
+class NCCLTrainer(nccl_engine.NCCLTrainerWeightTransferEngine):
+    """vLLM's broadcast by NCCL, a bucket at a time."""
+
+    def send_bucket(self, bucket: Bucket) -> None:
+        shapes = [weight_transfer.ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
+        update = nccl_engine.NCCLWeightTransferUpdateInfo(**described(bucket))
+        # The engine receives while this side sends. If sending fails, the engine waits in NCCL: then nobody waits for its answer.
+        thread = ThreadPoolExecutor(1)
+        try:
+            received = thread.submit(self.client.update_weights, asdict(update))
+            self._broadcast(bucket, shapes)
+            received.result()
+        finally:
+            thread.shutdown(wait=False)
+
+    def end_update(self) -> None:
+        self._post_send_sync()
+
+
 class SharedMemoryInitInfo(TrainerInitInfo):
     backend = "shared_memory"
 
 
 class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemoryInitInfo]):
-    """Fills a bucket and has the engine load it, by turns. It is memory without a name, which ends with its processes."""
+    """Fills memory that the engine maps, by turns with the engine. It has no name, and ends with its processes."""
 
     @classmethod
     def trainer_init(cls, init_info: SharedMemoryInitInfo, *, client, source=None):
         trainer = cls(client=client, source=source)
-        trainer.file, trainer.bucket = os.fdopen(os.memfd_create("weights"), "wb"), torch.empty(0, dtype=torch.uint8)
+        trainer.file, trainer.memory = os.fdopen(os.memfd_create("weights"), "wb"), torch.empty(0, dtype=torch.uint8)
         client.init_weight_transfer_engine({"packed": True})
         return trainer
 
     def send_weights(self) -> None:
-        self.client.start_weight_update()
-        bucket: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in self.source:
-            if bucket and tensor.nbytes + sum(earlier.nbytes for _, earlier in bucket) > BUCKET_BYTES:
-                self._send_bucket(bucket)
-                bucket = []
-            bucket.append((name, tensor))
-        if bucket:
-            self._send_bucket(bucket)
-        self.client.finish_weight_update()
+        raise NotImplementedError("an `EngineClient` sends buckets")
 
-    def _send_bucket(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-        names, tensors = [name for name, _ in named_tensors], [tensor for _, tensor in named_tensors]
-        sizes, path = [tensor.nbytes for tensor in tensors], f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
-        if sum(sizes) > len(self.bucket):
+    def send_bucket(self, bucket: Bucket) -> None:
+        sizes, path = sizes_of(bucket), f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
+        if sum(sizes) > len(self.memory):
             os.posix_fallocate(self.file.fileno(), 0, sum(sizes))  # else a process is killed where memory is short
-            self.bucket = torch.from_file(path, True, sum(sizes), dtype=torch.uint8)
-        for place, tensor in zip(self.bucket[: sum(sizes)].split(sizes), tensors, strict=True):
-            place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        types, shapes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors], [list(each.shape) for each in tensors]
+            self.memory = torch.from_file(path, True, sum(sizes), dtype=torch.uint8)
+        pack(bucket, self.memory)
         handle = {"bucket": (path, True, sum(sizes))}
-        update = ipc_engine.IPCWeightTransferUpdateInfo(names, types, shapes, handle, tensor_sizes=sizes)
+        update = ipc_engine.IPCWeightTransferUpdateInfo(**described(bucket), ipc_handles=handle, tensor_sizes=sizes)
         self.client.update_weights(asdict(update))
+
+    def end_update(self) -> None:
+        pass
 
 
 class SharedMemoryEngine(ipc_engine.IPCWeightTransferEngine):
@@ -147,4 +217,4 @@ class WorkerExtension:
 
 
 weight_transfer.WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryEngine)
-weight_transfer.WeightTransferTrainerFactory.register_engine("shared_memory", SharedMemoryTrainer)
+TRAINERS = {"ipc": IPCTrainer, "nccl": NCCLTrainer, "shared_memory": SharedMemoryTrainer}

@@ -122,6 +122,14 @@ class ChildProcess:
         finally:
             timer.cancel()
 
+    def last_logged(self, prefix: str) -> str:
+        """What follows `prefix` in the last line of the log that begins with it, or ""."""
+        descriptor = self._log.fileno()
+        # By `pread`, since the process writes where the file's shared position is.
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+        lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+        return lines[-1] if lines else ""
+
     def clear_log(self) -> None:
         """Leave everything written so far out of `exit_report`."""
         self._log_start = os.fstat(self._log.fileno()).st_size

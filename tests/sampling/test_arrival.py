@@ -5,9 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_helpers import open_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.policy.loading import load_model, load_tokenizer
-from alignment.sampling.arrival import COLUMNS, checked_columns, checksum, compare, load_proven, tensor_checksum, with_checksums
+from alignment.sampling.arrival import (
+    COLUMNS, checked_columns, checksum, compare, load_proven, read_sums, tensor_checksum, with_checksums,
+)  # fmt: skip
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
@@ -45,6 +48,31 @@ def test_stacked_and_tied_tensors_are_compared_by_their_parts():
     compare(sent, {"a.qk.weight": stacked, "wte.weight": embedding, "lm_head.weight": embedding}, 1)
     with pytest.raises(RunStopped, match="1 of 2 tensors differ, such as lm_head.weight"):
         compare({"wte.weight": (7, 8)}, {"wte.weight": embedding, "lm_head.weight": (["wte.weight"], 9)}, 1)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read one by one, for each of which a GPU would have to be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **(named or {}))
+
+
+def test_checksums_are_read_together_after_the_transfer():
+    weights = [(str(number), torch.randn(3, 5)) for number in range(6)]
+    checksums = {}
+    with Reads() as reads:
+        assert len(list(with_checksums(weights, torch.float32, 1, checksums))) == 6
+        numbers = read_sums(checksums)
+    assert reads.count == 0
+    with Reads() as reads:
+        expected = {name: tensor_checksum(tensor, 1, torch.float32) for name, tensor in weights}
+    assert reads.count == 6 and {name: of_matrix for name, (of_matrix, _) in numbers.items()} == expected
+    assert list(numbers) == list(expected) and read_sums({}) == {}
 
 
 def test_an_engine_may_keep_the_transpose():

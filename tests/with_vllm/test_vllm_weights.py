@@ -1,6 +1,7 @@
 """vLLM's weight transfer API: what runs on CPUs with a real engine, and what only GPUs have, against vLLM's own signatures."""
 
 import inspect
+import pickle
 import signal
 import threading
 import time
@@ -9,13 +10,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from vllm.distributed.weight_transfer import VLLMWeightSyncClient, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from alignment.sampling import vllm, vllm_weights
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import SamplerConfig, SamplerLost
+from alignment.sampling.vllm_memory import Engine
 from tests.with_vllm.conftest import tiny_llama
 from tests.with_vllm.test_vllm_on_gpus import methods
 from tests.with_vllm.test_vllm_sampler import OPEN_END, PROMPTS
@@ -58,6 +60,38 @@ def test_buckets_of_any_size_carry_the_same_weights(bucket, sampler, policy, mon
     assert updates[-1] == "finish_weight_update" and updates.count("start_weight_update") == 2
 
 
+def test_bytes_on_the_way_to_an_engine(sampler, policy, monkeypatch):
+    """Of a first update, as of a later one: each weight once, by the memory that both processes map. What crosses the pipe are
+    names, shapes and checksums."""
+    first = vllm_weights.EngineClient(sampler._ask, sampler._config, sampler.dtype)
+    monkeypatch.setattr(sampler, "_client", first)
+    packed, piped, ask, pack = [], [], sampler._ask, vllm_weights.pack
+
+    def counted_pack(bucket, memory):
+        packed.append(sum(tensor.nbytes for _, tensor in bucket))
+        pack(bucket, memory)
+
+    def counted_ask(verb, *arguments, **options):
+        answer = ask(verb, *arguments, **options)
+        piped.append(len(pickle.dumps((verb, arguments))) + len(pickle.dumps(answer)))
+        return answer
+
+    monkeypatch.setattr(vllm_weights, "pack", counted_pack)
+    monkeypatch.setattr(sampler, "_ask", counted_ask)
+    monkeypatch.setattr(first, "_ask", counted_ask)
+    of_model = sum(parameter.nbytes for parameter in policy.parameters())
+    counts = []
+    for version in (1, 2):
+        load_proven(sampler, policy.named_parameters(), version)
+        counts.append((sum(packed), sum(piped)))
+        packed.clear()
+        piped.clear()
+    (first_packed, first_piped), (later_packed, later_piped) = counts
+    assert first_packed == later_packed == of_model
+    assert later_piped <= first_piped < later_piped + 200 < 8000  # bytes, of 20 tensors
+    print(f"{of_model} bytes of weights, {first_piped} and {later_piped} by the pipe")
+
+
 def test_an_engine_that_hangs_in_a_phase_is_killed_and_replaced_with_the_new_weights(restarting, policy, monkeypatch, capfd):
     restarting.load_weights(tiny_llama(seed=1).named_parameters(), 3)
     expected, engine, restarts = restarting.sample(PROMPTS, OPEN_END), restarting._engines["engine"], restarting.restarts
@@ -95,27 +129,80 @@ def test_the_client_has_the_methods_and_arguments_that_vllm_calls():
 
 
 @pytest.mark.parametrize(
-    ("policy_device", "devices", "info", "engine"),
+    ("policy_device", "devices", "info", "trainer"),
     [
         ("cuda:0", ("cuda:0",), IPCTrainerInitInfo, IPCTrainerWeightTransferEngine),
         ("cuda:0", ("cuda:1", "cuda:2"), NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine),
     ],
 )
-def test_gpus_get_vllms_own_trainer_with_room_for_the_largest_tensor(policy_device, devices, info, engine, monkeypatch):
-    """Up to the trainer's start: its sources' metadata, and the facts that it is given."""
-    monkeypatch.setattr(vllm_weights, "BUCKET_BYTES", 16)
+def test_gpus_get_vllms_own_trainer_which_needs_no_weights_to_start(policy_device, devices, info, trainer):
     client = vllm_weights.EngineClient(None, config(policy_device, *devices), torch.bfloat16)
-    client._source.device = "cpu"
-    client._source.tensors = iter([("a", torch.ones(3, 5)), ("b", torch.ones(2))])
     facts = client._init_info()
-    assert type(facts) is info and facts.packed and facts.packed_buffer_size_bytes == 30 and facts.is_sender
+    assert type(facts) is info and facts.packed and facts.is_sender
     assert getattr(facts, "world_size", 3) == 1 + len(devices) or info is IPCTrainerInitInfo
-    assert WeightTransferTrainerFactory._registry[facts.backend]() is engine
-    assert [(meta.name, meta.dtype, meta.shape) for meta in client._source.metadata()] == [
-        ("a", torch.bfloat16, (3, 5)),
-        ("b", torch.bfloat16, (2,)),
-    ]
-    assert [name for name, _ in client._source] == ["a", "b"]  # metadata did not use them up
+    assert issubclass(vllm_weights.TRAINERS[facts.backend], trainer)
+
+
+class OnGPU:
+    """A client of an engine on the policy's GPU, whose tensors are "meta": torch refuses to copy one to the host."""
+
+    def __init__(self, kind, monkeypatch):
+        self.updates, self.phases, self.exported = [], [], []
+        self.client = vllm_weights.EngineClient(self.ask, config("cuda:0", "cuda:0"), torch.bfloat16)
+        self.client._device = self.client._source.device = torch.device("meta")
+        trainer = self.client._trainer = kind.__new__(kind)
+        trainer.client, trainer.is_sender, trainer.gpu_uuid = self.client, True, "GPU-1"
+        monkeypatch.setattr(vllm_weights, "reduce_tensor", self.export)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+        monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+
+    def ask(self, verb, phase, *arguments):
+        self.phases.append(phase)
+        if phase == "update_weights":
+            self.updates.append(arguments[0]["update_info"])
+
+    def export(self, tensor):
+        self.exported.append(tensor.nbytes)
+        return None, (len(self.exported),)
+
+
+WEIGHTS = [("a", 100), ("b", 20), ("large", 400), ("c", 30), ("d", 30), ("e", 30)]  # name, numbers of two bytes
+
+
+def weights_on_a_gpu():
+    for name, numbers in WEIGHTS:
+        yield name, torch.empty(numbers, dtype=torch.float32, device="meta")
+
+
+def test_cuda_ipc_reads_each_weight_once_and_none_on_the_host(monkeypatch):
+    """In the first update as in later ones. A tensor larger than a bucket gets a larger buffer, which carries those after it."""
+    monkeypatch.setattr(vllm_weights, "BUCKET_BYTES", 256)
+    gpu = OnGPU(vllm_weights.IPCTrainer, monkeypatch)
+    for version in (1, 2):
+        gpu.client.send(weights_on_a_gpu(), version)
+        assert [update["names"] for update in gpu.updates] == [["a", "b"], ["large"], ["c", "d", "e"]]
+        assert [update["tensor_sizes"] for update in gpu.updates] == [[200, 40], [800], [60, 60, 60]]
+        assert gpu.updates[1]["shapes"] == [[400]] and gpu.updates[1]["dtype_names"] == ["bfloat16"]
+        handles = [update["ipc_handles"]["GPU-1"][0] for update in gpu.updates]
+        assert handles == [2 * version - 1, 2 * version, 2 * version]
+        gpu.updates.clear()
+    assert gpu.exported == [256, 800, 256, 800]
+    assert gpu.phases == 2 * ["start_weight_update", *3 * ["update_weights"], "finish_weight_update"]
+
+
+def test_nccl_sends_each_weight_once_and_none_through_the_host(monkeypatch):
+    monkeypatch.setattr(vllm_weights, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    broadcast = []
+    monkeypatch.setattr(vllm_weights.NCCLTrainer, "_broadcast", lambda self, bucket, meta: broadcast.append((bucket, meta)))
+    gpu = OnGPU(vllm_weights.NCCLTrainer, monkeypatch)
+    gpu.client.send(weights_on_a_gpu(), 1)
+    assert [update["names"] for update in gpu.updates] == [["a", "b"], ["large"], ["c", "d", "e"]]
+    for bucket, meta in broadcast:  # as vLLM's own broadcast compares them
+        assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket] == [
+            (each.name, each.dtype, each.shape) for each in meta
+        ]
+    assert [name for bucket, _ in broadcast for name, _ in bucket] == [name for name, _ in WEIGHTS]
 
 
 def test_a_broadcast_that_waits_for_a_lost_engine_breaks_off_and_says_what_was_lost():
@@ -130,8 +217,7 @@ def test_a_broadcast_that_waits_for_a_lost_engine_breaks_off_and_says_what_was_l
             self.destroyed = threading.Event()
             self.shutdown = self.destroyed.set
 
-        def send_weights(self):
-            client.start_weight_update()
+        def send_bucket(self, bucket):
             threading.Thread(target=lambda: pytest.raises(SamplerLost, client.update_weights, {})).start()
             assert self.destroyed.wait(30)
             raise RuntimeError("NCCL error")
@@ -139,20 +225,23 @@ def test_a_broadcast_that_waits_for_a_lost_engine_breaks_off_and_says_what_was_l
     client = vllm_weights.EngineClient(ask, config("cpu", "cpu"), torch.float32)
     client._trainer = Trainer()
     with pytest.raises(SamplerLost, match="the engine hangs"):
-        client.send([], 1)
+        client.send([("a", torch.ones(1))], 1)
 
 
-def test_a_sleeping_engine_is_awake_from_the_first_phase_to_the_last(monkeypatch):
+def test_a_sleeping_engine_takes_weights_before_it_takes_memory_for_keys_and_values():
     calls = []
-    monkeypatch.setattr(vllm, "fall_asleep", lambda engine: calls.append("sleep"))
-    engine = SimpleNamespace(
+    llm = SimpleNamespace(
         llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))),
-        wake_up=lambda: calls.append("wake up"),
+        wake_up=lambda tags: calls.append(f"wake {' '.join(tags)}"),
         collective_rpc=lambda function: calls.append(function.__name__),
     )
+    engine = Engine(llm)
+    engine.asleep = {"weights", "kv_cache"}
     for phase in ("start_weight_update", "update_weights", "finish_weight_update"):
-        setattr(engine, phase, lambda *arguments, phase=phase: calls.append(phase))
+        setattr(llm, phase, lambda *arguments, phase=phase: calls.append(phase))
         vllm._transfer(engine, None, phase)
+    engine.wake_to_sample()
     assert calls == [
-        "wake up", "start_weight_update", "update_weights", "finish_weight_update", "_repack_output_embedding", "sleep",
+        "wake weights", "start_weight_update", "update_weights", "finish_weight_update", "_repack_output_embedding",
+        "wake kv_cache",
     ]  # fmt: skip
