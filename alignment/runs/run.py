@@ -16,6 +16,7 @@ from rich.console import Console
 from alignment.core.records import Rollout, SampledStep
 from alignment.runs import run_folder
 from alignment.runs.health import Health
+from alignment.runs.state import state_of
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError, in_words
@@ -46,6 +47,7 @@ class RunConfig:
     seeds: Mapping[str, int]
     command: str  # The command that trains, "train_rl" or "sft".
     changeable: frozenset[str] = CHANGEABLE_ON_RESUME
+    log_state: bool = False  # Whether each step's update is preceded by a line of state.jsonl.
 
 
 class Run:
@@ -114,6 +116,12 @@ class Run:
         for step in range(self.step + 1, self.config.num_steps + 1):
             self.clock.restart()
             yield step
+
+    def log_state(self, sampled: SampledStep) -> None:
+        """With --log_state, log digests of what the step's update begins with. Its memory is no phase's."""
+        if self.config.log_state:
+            self.clock.begin("")
+            self.folder.log_state(state_of(self._policy, sampled, self.path))
 
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Write the step's completions with the trainer's log-probs, and the mini-batches without a finite loss or gradient."""
