@@ -138,7 +138,8 @@ class Run:
         record["seconds"] = self.clock.elapsed()
         record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
         record["tokens_per_second_update"] = result.report["update_tokens"] / self.clock.seconds["update"]  # prompts included
-        record |= {"peak_bytes": self.clock.meter.take()} if self.clock.meter else {}
+        if self.clock.meter:
+            record["peak_bytes"] = self.clock.meter.take(result.report["largest_micro_batch"])
         self._restarts = restarts
         self._step_seconds += record["seconds"]
         warnings, record = self.health.judge(record)
@@ -179,6 +180,8 @@ class Run:
             self._policy.save(building, self._tokenizer)
             write_card(building, self.path, word)
         self.clock.begin("")
+        if self.clock.meter:
+            self.clock.meter.take()
         peaks = self.clock.meter.run if self.clock.meter else {}
         seconds = time.time() - psutil.Process().create_time() - self._step_seconds
         facts = {"seconds_beside_steps": seconds, "reproducibility": word, "peak_bytes": peaks}
