@@ -40,6 +40,7 @@ GSM8K = (320, 1319)  # tokens of the longest prompt of training, by SmolLM2's to
 LONGER = 1.25  # than test problems' longest prompt is the longest of training, at most: SVAMP's, which learns from other sets
 ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1  # factors to be off by: of one run, at least of several, for an e-fold of size
 SHORTEST = 0.1  # seconds; less than that is latency, and other processes, whatever was predicted
+SMALLEST = 5e8  # bytes of a device's peak; less than that is libraries' own, whatever was predicted
 
 
 @dataclass(frozen=True)
@@ -302,15 +303,21 @@ def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict:
 
 
 def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
-    """(Measured and predicted peak bytes by device and phase, measured seconds and predicted range by phase) of a run."""
+    """(Measured and predicted peak bytes of the trainer by device, measured seconds and predicted range by phase) of a run."""
     path, predicted = Path(rl.output_dir) / rl.run_name, duration(predict(rl), hardware_of(""), Known())["phases"]
     by_device = read_json(path / "summary.json")["peak_bytes"]
     # What all processes of a GPU hold includes those of others.
     own = {device: of for device, of in by_device.items() if not device.endswith(WHOLE)}
-    peaks = {f"{device}, {phase}": both for device, of in own.items() for phase, both in of.items() if both[1]}
+    peaks = {device: largest_of(of) for device, of in own.items() if any(predicted for _, predicted in of.values())}
     run, at_least = read_run(path), lambda seconds: max(seconds, SHORTEST)
     seconds = {phase: (at_least(phase_seconds(phase, run)), [*map(at_least, ends)]) for phase, ends in predicted.items()}
     return peaks, seconds
+
+
+def largest_of(phases: Mapping[str, Sequence[int | None]]) -> tuple[float, float]:
+    """The largest measured and the largest predicted bytes of a device's phases, `SMALLEST` at least."""
+    measured, predicted = zip(*phases.values())
+    return max(SMALLEST, *measured), max(SMALLEST, *(size or 0 for size in predicted))
 
 
 def span(values: Sequence[float]) -> str:
