@@ -80,13 +80,13 @@ def test_an_update_allocates_what_was_predicted(folder, allocated_before, dtype,
         policy.step(1e-6)
     measured = torch.cuda.max_memory_allocated(GPU) - allocated_before
     args = from_preset(RLArgs, "single_gpu_gsm8k_kl", beta=0.0, optimizer="adamw", dtype=dtype, group_size=ROWS)
-    step = step_shape(args, roles_of(args, 1), total_bytes(GPU), vllm=False)
+    step = step_shape(args, roles_of(args, 1), total_bytes(GPU), vllm=True)
     step = dataclasses.replace(
-        step, micro_batch_tokens=tokens, prompt=PROMPT, max_new_tokens=longest, truncated=False, sampled={},
+        step, policy_parallelism="single", micro_batch_tokens=tokens, prompt=PROMPT, max_new_tokens=longest, truncated=False, sampled={},
         update_tokens=GROUPS * (PROMPT + ROWS * longest), largest_micro_batch=max(r.sums["tokens"] for r in results),
     )  # fmt: skip
-    nobody = Roles((GPU,), (), "", "")
-    (peak,) = peak_bytes(ModelShape.from_config(policy.config), policy.config, nobody, step)
+    policy_alone = Roles((GPU,), sample=(), reference="", eval="")
+    peak, *_ = peak_bytes(ModelShape.from_config(policy.config), policy.config, policy_alone, step)
     predicted = peak.of_trainer("update")
     kinds = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in peak.phases["update"].items() if size)
     said = f"{dtype}, {step.largest_micro_batch} tokens: {measured / 1e9:.2f} GB, predicted {predicted / 1e9:.2f} ({kinds})"
