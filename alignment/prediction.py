@@ -135,8 +135,9 @@ def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMet
 
 
 def peaks_of_micro_batches(prediction: Prediction, tokens: int) -> list[DevicePeak]:
-    """The peaks where the largest micro-batch of an update has so many tokens; 0: as many as it may have. On a CPU always those:
-    micro-batches side by side, and the margin that was fitted to their limit, leave no one micro-batch that decides."""
+    """The peaks where the largest micro-batch of an update has so many tokens; 0: as many as it may
+    have. On a CPU always those: micro-batches side by side, and the margin that was fitted to their
+    limit, leave no one micro-batch that decides."""
     if not tokens or not prediction.peaks or prediction.roles.policy[0] == "cpu":
         return prediction.peaks
     step = replace(prediction.step, largest_micro_batch=tokens)
@@ -303,12 +304,14 @@ def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict:
 
 
 def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
-    """(Measured and predicted peak bytes of the trainer by device, measured seconds and predicted range by phase) of a run."""
+    """(Measured and predicted peak bytes of the trainer by device, measured seconds and predicted
+    range by phase) of a run."""
     path, predicted = Path(rl.output_dir) / rl.run_name, duration(predict(rl), hardware_of(""), Known())["phases"]
     by_device = read_json(path / "summary.json")["peak_bytes"]
     # What all processes of a GPU hold includes those of others.
     own = {device: of for device, of in by_device.items() if not device.endswith(WHOLE)}
-    peaks = {device: largest_of(of) for device, of in own.items() if any(predicted for _, predicted in of.values())}
+    predicted_at_all = [device for device, of in own.items() if any(both[1] for both in of.values())]
+    peaks = {device: largest_of(own[device]) for device in predicted_at_all}
     run, at_least = read_run(path), lambda seconds: max(seconds, SHORTEST)
     seconds = {phase: (at_least(phase_seconds(phase, run)), [*map(at_least, ends)]) for phase, ends in predicted.items()}
     return peaks, seconds

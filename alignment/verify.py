@@ -59,9 +59,10 @@ def digests(run: Path) -> dict[str, str]:
 
 
 def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator:
-    """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that the resumed run goes on from the killed one's
-    state, that both ways end alike, which is promised where devices are `exact`, and of the memory and seconds of the straight
-    run beside what `plan` predicts. Deletes all runs."""
+    """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that the resumed run goes
+    on from the killed one's state, that both ways end alike, which is promised where devices are
+    `exact`, and of the memory and seconds of the straight run beside what `plan` predicts. Deletes
+    all runs."""
     from alignment.prediction import beside_plan
     from alignment.verification.checks import Check, checks_of_plan
 
@@ -70,30 +71,32 @@ def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator:
         whole = {"num_steps": 2 * args.kill_after, "save_interval": args.kill_after, "preview": 0, "output_dir": folder}
         rl = configuration(RLArgs, args, run_name="straight", trackers=RLArgs.trackers, **whole)  # its events are compared
         straight, resumed = Path(folder) / rl.run_name, Path(folder) / "killed"
-        yield Check("resumed: other parts of the next step's start", 0.0, lambda: train_and_resume(rl, resumed, console))
+        start = lambda: train_and_resume(rl, resumed, console)
+        yield Check("resumed: other parts of the next step's start", 0.0, start)
         if (resumed / "summary.json").exists():
             limit = 0.0 if exact else math.inf
-            yield Check(
-                "killed, resumed: parts with other bits", limit, lambda: differing_parts(straight, resumed), "statistical"
-            )
+            parts = lambda: differing_parts(straight, resumed)
+            yield Check("killed, resumed: parts with other bits", limit, parts, "statistical")
             yield from checks_of_plan(*beside_plan(rl))
 
 
 def train_and_resume(rl: RLArgs, killed: Path, console: Console) -> list[str]:
-    """Train a run; then another, `killed`, which is killed in the step after its first checkpoint, and resumed. Returns the
-    parts of what that step's update began with before the kill that are others after it."""
+    """Train a run; then another, `killed`, which is killed in the step after its first checkpoint, and
+    resumed. Returns the parts of what that step's update began with before the kill that are others
+    after it."""
     k, again = rl.save_interval, dataclasses.replace(rl, run_name=killed.name, log_state=True)
     with console.status(f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"):
         _run(rl)
         _run(again, killed_when=lambda: read_state(killed, k + 1) is not None)
         before, rollouts = read_state(killed, k + 1), load_rollouts(checkpoint_folder(killed, k))
         _run(dataclasses.replace(again, resume=True))
-    return other_state(before, read_state(killed, k + 1), sampled_before=any(of.step == k + 1 for of in rollouts))
+    sampled_before = any(sampled.step == k + 1 for sampled in rollouts)
+    return other_state(before, read_state(killed, k + 1), sampled_before)
 
 
 def other_state(before: Mapping[str, object], after: Mapping[str, object], sampled_before: bool) -> list[str]:
-    """The parts of a step's state that differ. None may, on any device, but for completions, which the step samples anew
-    unless they were `sampled_before` the checkpoint, which then holds them."""
+    """The parts of a step's state that differ. None may, on any device, but for completions, which the
+    step samples anew unless they were `sampled_before` the checkpoint, which then holds them."""
     parts = [part for part in before if part != "completions" or sampled_before]
     return [part for part in parts if before[part] != after[part]]
 
@@ -105,7 +108,8 @@ def differing_parts(straight: Path, resumed: Path) -> list[str]:
 
 
 def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
-    """Run `train_rl` to its end, or kill it once `killed_when` says so. Raises `RunStopped` where it ends otherwise."""
+    """Run `train_rl` to its end, or kill it once `killed_when` says so. Raises `RunStopped` where it
+    ends otherwise."""
     log = (Path(args.output_dir) / f"{args.run_name}.log").resolve()
     process = start_command("alignment.train_rl", command_line(args), log)
     try:
@@ -155,8 +159,8 @@ def report(checks: Iterable, console: Console) -> list[dict]:
         measured, error = measured_by(check)
         seconds, start, passed = time.monotonic() - start, time.monotonic(), measured <= check.limit
         verdict = verdict_of(passed, check.limit)
-        line = f"{check.what:47} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s  {verdict} {error}"
-        console.print(line.rstrip(), markup=False, soft_wrap=True)
+        line = f"{check.what:47} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s"
+        console.print(f"{line}  {verdict} {error}".rstrip(), markup=False, soft_wrap=True)
         numbers = {"measured": measured, "limit": check.limit, "seconds": seconds}
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         records.append({"what": check.what, **finite, "passed": passed, "error": error})

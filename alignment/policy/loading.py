@@ -96,9 +96,9 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, pr
 
 
 def use_liger_kernel(model: PreTrainedModel) -> None:
-    """Have Liger's Triton kernels compute a model's norms, rotary embeddings and MLPs (Hsu et al. 2024, arXiv:2410.10989).
-    Raises `UserError` for a family that Liger does not know, and where its log-probs are then no longer the model's own: the
-    model and its family's code are then as they were."""
+    """Have Liger's Triton kernels compute a model's norms, rotary embeddings and MLPs (Hsu et al.
+    2024, arXiv:2410.10989). Raises `UserError` for a family that Liger does not know, and where its
+    log-probs would no longer be the model's own: the model and its family's code are as before."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     family, device = model.config.model_type, first_device(model)
@@ -114,13 +114,16 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
         _apply_liger_kernels(model, device)
         reason = "are not finite"
         with contextlib.suppress(NotFinite), checking(model):
-            reason = "" if expected is None else disagreement(expected, lambda: own_log_probs(model, rows))
+            reason = ""
+            if expected is not None:
+                reason = disagreement(expected, lambda: own_log_probs(model, rows))
         if reason:
             raise UserError(f"--use_liger_kernel: {family}'s log-probs {reason}; leave the flag out")
 
 
 def _apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
-    """Bind Liger's methods to a model's modules. Other models of the family, which may be on other devices, keep their own."""
+    """Bind Liger's methods to a model's modules. Other models of the family, which may be on other
+    devices, keep their own."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     code, rotary = vars(sys.modules[type(model.get_decoder()).__module__]), "apply_rotary_pos_emb"
@@ -140,8 +143,9 @@ def _apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def unchanged_where_it_fails(model: PreTrainedModel) -> Iterator[None]:
-    """A block that changes a model's modules, their classes or the files of code that define them. Where the block raises, all
-    of these have the attributes that they had, the same objects under the same names."""
+    """A block that changes a model's modules, their classes or the files of code that define them.
+    Where the block raises, all of these have the attributes that they had, the same objects under
+    the same names."""
     modules = list(model.modules())
     names = {type(module).__module__ for module in modules}
     files = [sys.modules[name] for name in sorted(names & sys.modules.keys())]
@@ -162,8 +166,9 @@ def unchanged_where_it_fails(model: PreTrainedModel) -> Iterator[None]:
         for kind, before in zip(classes, of_classes, strict=True):
             for name in vars(kind).keys() - before.keys():
                 delattr(kind, name)
-            for name in [name for name, value in before.items() if vars(kind).get(name) is not value]:
-                setattr(kind, name, before[name])
+            for name, value in before.items():
+                if vars(kind).get(name) is not value:
+                    setattr(kind, name, value)
         raise
 
 

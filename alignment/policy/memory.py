@@ -151,14 +151,15 @@ class StepShape:
 
 
 AWAKE = ("sampling", "evaluation", "sync", "checkpoint")
-"""Phases in which an engine that sleeps is awake: from the weights that it gets to the last request that they answer."""
+"""Phases in which an engine that sleeps is awake: from the weights that it gets to the last request
+that they answer."""
 OF_ENGINE = "engine"  # The kind of bytes that belong to an engine's own process.
 
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """What a rank of the policy, or a device, holds at the worst moment of each phase: the trainer's own process, with all that
-    computes in it, and engines in processes of their own."""
+    """What a rank of the policy, or a device, holds at the worst moment of each phase: the trainer's
+    own process, with all that computes in it, and engines in processes of their own."""
 
     device: str
     rank: int | None  # None: a device of a policy of one process, or of other roles.
@@ -184,8 +185,9 @@ class DevicePeak:
         return sum(self.phases[phase].values()) if phase in self.phases else None
 
     def of_trainer(self, phase: str) -> int | None:
-        """Bytes of a phase as the trainer's process is measured: on a GPU those that torch's allocator hands out, without
-        CUDA's context, on a CPU all that is resident. Neither has engines. None: the phase does not occur here."""
+        """Bytes of a phase as the trainer's process is measured: on a GPU those that torch's
+        allocator hands out, without CUDA's context, on a CPU all that is resident. Neither has
+        engines. None: the phase does not occur here."""
         if phase not in self.phases:
             return None
         elsewhere = (OF_ENGINE,) if self.device == "cpu" else (OF_ENGINE, "context")
@@ -193,9 +195,10 @@ class DevicePeak:
 
 
 def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[DevicePeak]:
-    """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other roles' own devices.
-    Frozen models stay through all phases; an engine keeps its whole share, but for context and graphs alone while it sleeps.
-    Moments are those from the second step on. For fp32 weights whose linear layers are autocast."""
+    """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other
+    roles' own devices. Frozen models stay through all phases. An engine keeps its whole share, but
+    while it sleeps its context and graphs alone. Moments are those from the second step on. For fp32
+    weights whose linear layers are autocast."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
     step = replace(step, layers=max(shape.layer_share(share.modules) for share in shares))
     number, others = len(shares), {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
@@ -252,8 +255,8 @@ def _allocator_margin(kinds: Mapping[str, int]) -> int:
 
 
 def _engine_bytes(share: Share, roles: Roles, step: StepShape) -> dict[str, int]:
-    """Phase -> bytes of the vLLM engines on a share's device, in processes of their own: awake their part of the GPU and a
-    context each, asleep a context and graphs."""
+    """Phase -> bytes of the vLLM engines on a share's device, in processes of their own: awake their
+    part of the GPU and a context each, asleep a context and graphs."""
     device, phases = share.device, (*AWAKE, "old_log_probs", "reference", "update")
     if not step.vllm or device not in (*roles.sample, roles.eval):
         return dict.fromkeys(phases, 0)
@@ -267,8 +270,8 @@ def _engine_bytes(share: Share, roles: Roles, step: StepShape) -> dict[str, int]
 
 
 def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen: int) -> dict[str, int]:
-    """What a share of the policy, and other roles on its device but vLLM's engines, keep through all phases. Our own decoding
-    counts as the trainer's, also where it has a process of its own."""
+    """What a share of the policy, and other roles on its device but vLLM's engines, keep through all
+    phases. Our own decoding counts as the trainer's, also where it has a process of its own."""
     device, ranked = share.device, step.policy_parallelism in RANKED
     samples = not step.vllm and device in (*roles.sample, roles.eval)
     copies = (step.engines if roles.eval in roles.sample else 1) * samples
@@ -404,17 +407,19 @@ def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str)
     return cast + max(forward, backward * (use == "trained"))
 
 
-WHOLE = ", all processes"  # after a GPU's name: what is in use there by the driver's count, whoever holds it
+WHOLE = ", all processes"
+"""Follows a GPU's name where all that is in use there counts, whoever holds it."""
 Peaks = dict[str, dict[str, list[int | None]]]
 """Place -> phase -> measured and predicted bytes; None: nothing was predicted."""
 
 
 class PeakMeter:
-    """Measures from a phase's beginning to that of the next. On a CPU: what each of the policy's processes had resident at most
-    (VmHWM, on Linux). On a GPU: what torch's allocator had handed out at most in this process; and, by the driver, what all
-    processes hold of the device when the phase ends, which is near its peak, since torch and engines give back little between.
+    """Measures from a phase's beginning to that of the next. On a CPU: what each of the policy's
+    processes had resident at most (VmHWM, on Linux). On a GPU: what torch's allocator had handed out
+    at most in this process; and, by the driver, what all processes hold of the device when the phase
+    ends, which is near its peak, since torch and engines give back little between.
 
-    `expected(tokens)` predicts peaks for micro-batches of so many tokens (0: as many as there may be)."""
+    `expected(tokens)` predicts peaks for micro-batches of so many tokens (0: as many as may be)."""
 
     def __init__(self, policy: Policy, expected: Callable[[int], Sequence[DevicePeak]]):
         ranks = getattr(policy, "ranks", None)
@@ -450,21 +455,21 @@ class PeakMeter:
             phases[self.phase] = max(measured, phases.get(self.phase, 0))
 
     def take(self, tokens: int = 0) -> Peaks:
-        """Measured and predicted bytes since the last call, in which the largest micro-batch had so many tokens; 0: unknown."""
+        """Measured and predicted bytes since the last call, in which the largest micro-batch had so
+        many tokens; 0: unknown."""
         self.begin(self.phase)
         taken = {name: dict(phases) for name, phases in self._step.items()}
         self._step = {}
-        of_trainer: dict[str, Callable[[str], int | None]] = {}
+        predictions: dict[str, Callable[[str], int | None]] = {}
         for peak in self.expected(tokens):
-            of_trainer[peak.name] = peak.of_trainer
-            of_trainer[peak.name + WHOLE] = peak.of_device
-        nothing: Callable[[str], None] = lambda phase: None
-        peaks = {
-            name: {phase: [size, of_trainer.get(name, nothing)(phase)] for phase, size in phases.items()}
-            for name, phases in taken.items()
-        }
-        for name, phases in peaks.items():
-            largest = self.run.setdefault(name, {})
-            for phase, both in phases.items():
-                largest[phase] = max(both, largest.get(phase, [0, None]), key=lambda pair: pair[0])
+            predictions[peak.name] = peak.of_trainer
+            predictions[peak.name + WHOLE] = peak.of_device
+        peaks: Peaks = {}
+        for name, phases in taken.items():
+            for phase, size in phases.items():
+                predicted = predictions[name](phase) if name in predictions else None
+                peaks.setdefault(name, {})[phase] = [size, predicted]
+                largest = self.run.setdefault(name, {})
+                if size > largest.get(phase, [0, None])[0]:
+                    largest[phase] = [size, predicted]
         return peaks

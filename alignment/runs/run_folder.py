@@ -49,7 +49,8 @@ class RunFolder:
                 file.unlink()
         if (path / STATE).exists():
             states = files.read_jsonl(path / STATE, have_steps=True)
-            files.write_jsonl(path / STATE, [record for record in states if record["step"] <= last_step])
+            earlier = [record for record in states if record["step"] <= last_step]
+            files.write_jsonl(path / STATE, earlier)
         self._trackers = Trackers(path, trackers, path.name)
         for log, records in kept.items():
             files.write_jsonl(path / log, records)

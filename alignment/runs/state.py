@@ -1,4 +1,5 @@
-"""What a step's update begins with, as digests: of two runs they tell the first step, and the part, in which these differ."""
+"""What a step's update begins with, as digests: of two runs they tell the first step, and the part,
+in which these differ."""
 
 import hashlib
 import json
@@ -18,7 +19,7 @@ STATE = "state.jsonl"
 
 
 def digest_of_tensors(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> str:
-    """SHA-256 of named tensors: their names, shapes, types and bits, in the order in which they come."""
+    """SHA-256 of named tensors: names, shapes, types and bits, in the order in which they come."""
     import torch  # here, because commands that report mistakes first import this module
 
     digest = hashlib.sha256()
@@ -29,7 +30,8 @@ def digest_of_tensors(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> str:
 
 
 def digest_of_moments(folder: Path) -> str:
-    """SHA-256 of the optimiser's state as `Policy.save_optimizer` has written it, of one process or of several."""
+    """SHA-256 of the optimiser's state as `Policy.save_optimizer` has written it, of one process or of
+    several."""
     from safetensors.torch import load_file
 
     digest = hashlib.sha256()
@@ -43,9 +45,11 @@ def digest_of_words(words: object) -> str:
 
 
 def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
-    """What the update of a sampled step begins with: digests of "weights", "moments", "problems" (the ids that were asked, in
-    order) and "completions"; the "sampling_seed", and the tokens of a micro-batch. Writes to a folder that it makes in `folder`
-    for the time being. On a device whose sums depend on timing completions may differ where all else is equal."""
+    """What the update of a sampled step begins with: digests of "weights", "moments", "problems" (the
+    ids that were asked, in order) and "completions"; the "sampling_seed", and the tokens of a
+    micro-batch. Writes to a folder that it makes in `folder` for the time being. On a device whose
+    sums depend on timing completions may differ where all else is equal."""
+    completions = [asdict(each) for group in sampled.groups for each in group.completions]
     with tempfile.TemporaryDirectory(prefix=".state_", dir=folder) as written:
         policy.save_optimizer(Path(written))
         moments = digest_of_moments(Path(written))
@@ -56,7 +60,7 @@ def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
         "problems": digest_of_words(sampled.asked),
         "sampling_seed": sampled.seed,
         "micro_batch_tokens": policy.micro_batch_tokens,
-        "completions": digest_of_words([asdict(completion) for group in sampled.groups for completion in group.completions]),
+        "completions": digest_of_words(completions),
     }
 
 

@@ -41,8 +41,8 @@ difference over its norm; and a step's change of weights, likewise: Adam's first
 
 
 SAME_BITS = ("cpu",)
-"""Kinds of devices whose kernels give the same bits in every run. A GPU's do with --deterministic only: there the order of some
-sums depends on timing."""
+"""Kinds of devices whose kernels give the same bits in every run. A GPU's do with --deterministic
+only: there the order of some sums depends on timing."""
 
 
 def promises_bits(devices: Iterable[str], deterministic: bool) -> bool:
@@ -52,9 +52,10 @@ def promises_bits(devices: Iterable[str], deterministic: bool) -> bool:
 
 @dataclass(frozen=True)
 class Check:
-    """A quantity, or the names of what differs, whose number counts; and the limit that it may not exceed, which is infinite
-    where nothing is promised. `quantity` raises `RunStopped` where a run would. Where it is not 0, a run is reproducible
-    `at_best` "to rounding", or "statistical", in the distribution of its results."""
+    """A quantity, or the names of what differs, whose number counts; and the limit that it may not
+    exceed, which is infinite where nothing is promised. `quantity` raises `RunStopped` where a run
+    would. Where it is not 0, a run is reproducible `at_best` "to rounding", or "statistical", in the
+    distribution of its results."""
 
     what: str
     limit: float
@@ -110,8 +111,9 @@ def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
 
 
 def checks_of_plan(peaks: Mapping[str, Pair], seconds: Mapping[str, tuple[float, Pair]]) -> Iterator[Check]:
-    """The worst device and phase beside `plan`'s prediction. `peaks` are measured and predicted bytes by device, `seconds` the
-    measured ones by phase, and their predicted range. Seconds have no limit: other work on the machine decides them, too."""
+    """The worst device and phase beside `plan`'s prediction. `peaks` are measured and predicted bytes
+    by device, `seconds` the measured ones by phase, and their predicted range. Seconds have no limit:
+    other work on the machine decides them, too."""
     times = {phase: max(taken / high, low / taken) for phase, (taken, (low, high)) in seconds.items()}
     memory = {device: measured / predicted for device, (measured, predicted) in peaks.items()}
     for what, limit, ratios in (("peak / plan's: ", 1.1, memory), ("seconds / plan's range: ", math.inf, times)):
