@@ -214,6 +214,7 @@ class RLArgs(Args):
     data_seed: int | None = None  # Seed of the order of prompts and mini-batches; by default --seed.
     sampling_seed: int | None = None  # Seed of the rollouts' samples; by default --seed.
     deterministic: bool = False  # On GPUs, use torch's deterministic kernels, where there are any; slower. A CPU needs none.
+    log_state: bool = False
     auto_sft: bool = False  # Run `sft` with the same preset first where --sft_base does not exist yet.
     preview: int = 0  # Print so many problems as the model would see them, and the rewards of their answers, and end; 0: none.
     resume: bool = False

@@ -22,7 +22,9 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import TASKS
 from alignment.models import kind_of_policy
 from alignment.policy.loading import compute_dtype, load_config, load_tokenizer
-from alignment.policy.memory import CACHE_BYTES, SPARE, DevicePeak, PeakMeter, StepShape, peak_bytes, total_bytes
+from alignment.policy.memory import (
+    CACHE_BYTES, SPARE, WHOLE, DevicePeak, PeakMeter, StepShape, peak_bytes, total_bytes,
+)  # fmt: skip
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.parallel_micro_batches import PARALLEL
 from alignment.policy.placement import ModelShape, Roles
@@ -38,6 +40,7 @@ GSM8K = (320, 1319)  # tokens of the longest prompt of training, by SmolLM2's to
 LONGER = 1.25  # than test problems' longest prompt is the longest of training, at most: SVAMP's, which learns from other sets
 ONE_RUN, SEVERAL_RUNS, OF_SIZE = 1.5, 1.25, 1.1  # factors to be off by: of one run, at least of several, for an e-fold of size
 SHORTEST = 0.1  # seconds; less than that is latency, and other processes, whatever was predicted
+SMALLEST = 5e8  # bytes of a device's peak; less than that is libraries' own, whatever was predicted
 
 
 @dataclass(frozen=True)
@@ -120,14 +123,25 @@ def if_it_fits(run: RLArgs, change: Mapping[str, object], *machine) -> Predictio
 
 def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMeter]:
     """What measures a run's peaks beside those predicted, if they can be. Prints a warning where they do not fit here."""
-    peaks: list[DevicePeak] = []
+    expected: Callable[[int], list[DevicePeak]] = lambda tokens: []
     with suppress(UserError):  # what is wrong is said where it is loaded
-        peaks = (prediction := predict(args, machines=PROCESSES // PROCESSES_HERE if PROCESSES_HERE else 1)).peaks
-        for device in dict.fromkeys(peak.device for peak in peaks):
+        prediction = predict(args, machines=PROCESSES // PROCESSES_HERE if PROCESSES_HERE else 1)
+        expected = functools.cache(functools.partial(peaks_of_micro_batches, prediction))
+        for device in dict.fromkeys(peak.device for peak in prediction.peaks):
             if (excess := prediction.excess(device)) > 0:
                 missing = f"{device} will lack {excess / 1e9:.1f} of {prediction.capacity(device) / 1e9:.1f} GB"
                 console.print(f"warning: {missing} (`alignment.plan` says which flags help)", style="yellow", soft_wrap=True)
-    return functools.partial(PeakMeter, expected=peaks)
+    return functools.partial(PeakMeter, expected=expected)
+
+
+def peaks_of_micro_batches(prediction: Prediction, tokens: int) -> list[DevicePeak]:
+    """The peaks where the largest micro-batch of an update has so many tokens; 0: as many as it may
+    have. On a CPU always those: micro-batches side by side, and the margin that was fitted to their
+    limit, leave no one micro-batch that decides."""
+    if not tokens or not prediction.peaks or prediction.roles.policy[0] == "cpu":
+        return prediction.peaks
+    step = replace(prediction.step, largest_micro_batch=tokens)
+    return peak_bytes(prediction.shape, prediction.config, prediction.roles, step)
 
 
 @functools.cache
@@ -158,7 +172,7 @@ def step_shape(args: RLArgs, roles: Roles, card: float, vllm: bool, machines: in
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(["old_log_probs"] * args.needs_old_policy + ["reference"] * (args.beta > 0)),
         frozen=(args.beta > 0 and not args.lora_rank) + old_policy,
-        engines=engines_on_shared_gpu(args, roles),
+        engines=engines_on_shared_gpu(args, roles), sleeps=args.rollouts == "sync",
     )  # fmt: skip
 
 
@@ -290,13 +304,23 @@ def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict:
 
 
 def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
-    """(Measured and predicted peak bytes by device and phase, measured seconds and predicted range by phase) of a run."""
+    """(Measured and predicted peak bytes of the trainer by device, measured seconds and predicted
+    range by phase) of a run."""
     path, predicted = Path(rl.output_dir) / rl.run_name, duration(predict(rl), hardware_of(""), Known())["phases"]
     by_device = read_json(path / "summary.json")["peak_bytes"]
-    peaks = {f"{device}, {phase}": both for device, of in by_device.items() for phase, both in of.items() if both[1]}
+    # What all processes of a GPU hold includes those of others.
+    own = {device: of for device, of in by_device.items() if not device.endswith(WHOLE)}
+    predicted_at_all = [device for device, of in own.items() if any(both[1] for both in of.values())]
+    peaks = {device: largest_of(own[device]) for device in predicted_at_all}
     run, at_least = read_run(path), lambda seconds: max(seconds, SHORTEST)
     seconds = {phase: (at_least(phase_seconds(phase, run)), [*map(at_least, ends)]) for phase, ends in predicted.items()}
     return peaks, seconds
+
+
+def largest_of(phases: Mapping[str, Sequence[int | None]]) -> tuple[float, float]:
+    """The largest measured and the largest predicted bytes of a device's phases, `SMALLEST` at least."""
+    measured, predicted = zip(*phases.values())
+    return max(SMALLEST, *measured), max(SMALLEST, *(size or 0 for size in predicted))
 
 
 def span(values: Sequence[float]) -> str:

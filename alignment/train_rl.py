@@ -29,6 +29,7 @@ def train(args: RLArgs, console: Console) -> Path:
         evaluator.run_if_due(run.step)
         for step in run.steps():
             sampled = rollouts.next(step)  # sample and score
+            run.log_state(sampled)  # with --log_state
             rollout = collate_groups(sampled.groups, rollout_config, pad_id)
             rollout = with_advantages(rollout, update_config.advantage)  # reward - baseline, / std
             rollout = references.annotate(rollout, policy, step)  # old and reference log-probs, if the loss needs them

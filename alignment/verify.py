@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
 from alignment.checks import check_rl, roles_of
-from alignment.runs.run_folder import TRAINER, checkpoint_folder, claim_run_folder, last_whole_step
+from alignment.runs.run_folder import TRAINER, checkpoint_folder, claim_run_folder, last_whole_step, load_rollouts
+from alignment.runs.state import read_state
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import fill_template, read_json, read_jsonl, sha256, write_atomically, write_json
@@ -29,6 +30,7 @@ from alignment.system.torchrun import PROCESSES, followed
 MOST_SAMPLES, MOST_TOKENS = 4, 64  # responses of a prompt, and tokens of each: the plain computation is slow
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 PAGE = "verification.html"
+WORDS = ("statistical", "to rounding")  # how far a run is reproducible, the least first, where it is not to the bit
 TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # prefixes of the names of what differs from run to run
 
 
@@ -56,9 +58,11 @@ def digests(run: Path) -> dict[str, str]:
     return {part: hashlib.sha256(json.dumps(content).encode()).hexdigest() for part, content in parts.items()}
 
 
-def run_checks(args: VerifyArgs, console: Console) -> Iterator:
-    """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that both end alike, and of the memory and seconds
-    of the first beside what `plan` predicts. Deletes both runs."""
+def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator:
+    """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that the resumed run goes
+    on from the killed one's state, that both ways end alike, which is promised where devices are
+    `exact`, and of the memory and seconds of the straight run beside what `plan` predicts. Deletes
+    all runs."""
     from alignment.prediction import beside_plan
     from alignment.verification.checks import Check, checks_of_plan
 
@@ -66,38 +70,58 @@ def run_checks(args: VerifyArgs, console: Console) -> Iterator:
     with tempfile.TemporaryDirectory(prefix=".verify_", dir=args.output_dir) as folder:
         whole = {"num_steps": 2 * args.kill_after, "save_interval": args.kill_after, "preview": 0, "output_dir": folder}
         rl = configuration(RLArgs, args, run_name="straight", trackers=RLArgs.trackers, **whole)  # its events are compared
-        yield Check("killed, resumed: parts with other bits", 0.0, lambda: differing_parts(rl, console))
-        if (Path(folder) / rl.run_name / "summary.json").exists():
+        straight, resumed = Path(folder) / rl.run_name, Path(folder) / "killed"
+        start = lambda: train_and_resume(rl, resumed, console)
+        yield Check("resumed: other parts of the next step's start", 0.0, start)
+        if (resumed / "summary.json").exists():
+            limit = 0.0 if exact else math.inf
+            parts = lambda: differing_parts(straight, resumed)
+            yield Check("killed, resumed: parts with other bits", limit, parts, "statistical")
             yield from checks_of_plan(*beside_plan(rl))
 
 
-def differing_parts(rl: RLArgs, console: Console) -> int:
-    """Train a run; then again to its first checkpoint, kill it, resume it; return 0. `RunStopped` names parts that differ."""
-    k, straight, killed = rl.save_interval, Path(rl.output_dir) / rl.run_name, Path(rl.output_dir) / "killed"
+def train_and_resume(rl: RLArgs, killed: Path, console: Console) -> list[str]:
+    """Train a run; then another, `killed`, which is killed in the step after its first checkpoint, and
+    resumed. Returns the parts of what that step's update began with before the kill that are others
+    after it."""
+    k, again = rl.save_interval, dataclasses.replace(rl, run_name=killed.name, log_state=True)
     with console.status(f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"):
         _run(rl)
-        _run(dataclasses.replace(rl, run_name=killed.name), killed_at=checkpoint_folder(killed, k))
-        _run(dataclasses.replace(rl, run_name=killed.name, resume=True))
-    of_straight, of_killed = digests(straight), digests(killed)
-    if differing := [part for part in of_straight if of_straight[part] != of_killed[part]]:
-        raise RunStopped(f"other {', '.join(differing)}")
-    return 0
+        _run(again, killed_when=lambda: read_state(killed, k + 1) is not None)
+        before, rollouts = read_state(killed, k + 1), load_rollouts(checkpoint_folder(killed, k))
+        _run(dataclasses.replace(again, resume=True))
+    sampled_before = any(sampled.step == k + 1 for sampled in rollouts)
+    return other_state(before, read_state(killed, k + 1), sampled_before)
 
 
-def _run(args: RLArgs, killed_at: Path | None = None) -> None:
-    """Run `train_rl` to its end, or kill it once the folder `killed_at` exists. Raises `RunStopped` where it ends otherwise."""
+def other_state(before: Mapping[str, object], after: Mapping[str, object], sampled_before: bool) -> list[str]:
+    """The parts of a step's state that differ. None may, on any device, but for completions, which the
+    step samples anew unless they were `sampled_before` the checkpoint, which then holds them."""
+    parts = [part for part in before if part != "completions" or sampled_before]
+    return [part for part in parts if before[part] != after[part]]
+
+
+def differing_parts(straight: Path, resumed: Path) -> list[str]:
+    """The parts of two finished runs' `digests` that differ."""
+    of_straight, of_resumed = digests(straight), digests(resumed)
+    return [part for part in of_straight if of_straight[part] != of_resumed[part]]
+
+
+def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
+    """Run `train_rl` to its end, or kill it once `killed_when` says so. Raises `RunStopped` where it
+    ends otherwise."""
     log = (Path(args.output_dir) / f"{args.run_name}.log").resolve()
     process = start_command("alignment.train_rl", command_line(args), log)
     try:
-        while process.poll() is None and not (killed_at and killed_at.exists()):
+        while process.poll() is None and not (killed_when and killed_when()):
             time.sleep(0.01)
         code = process.returncode
     finally:
         end_command(process)
-    if killed_at and code is not None:
-        raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
     if code:
         raise RunStopped(f"a run ended with exit code {code}: {last_line(log)}")
+    if killed_when and code is not None:
+        raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
 
 
 def training_checks(args: VerifyArgs, base: str) -> Iterator:
@@ -106,7 +130,7 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator:
     from alignment.policy.loading import load_tokenizer, make_deterministic
     from alignment.policy.policy import PolicyConfig
     from alignment.rollouts.source import open_source
-    from alignment.verification.checks import LIMITS, Check, Verified, plain_policy
+    from alignment.verification.checks import LIMITS, Check, Verified, plain_policy, promises_bits
 
     if args.deterministic:
         make_deterministic()
@@ -114,7 +138,7 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator:
     args = dataclasses.replace(args, overlong_buffer=0, skip_unfinished=False, micro_batch_tokens=MICRO_BATCH, **looked_at)
     tokenizer, devices = load_tokenizer(base), roles_of(args).sample
     source, policy = open_source(args.rollout_config, tokenizer), make_policy(args, base)
-    exact = args.deterministic or {*policy.devices, *devices} == {"cpu"}
+    exact = promises_bits((*policy.devices, *devices), args.deterministic)
     plain = plain_policy(configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32"))
     nats, engine = LIMITS[policy.dtype][0], engine_name(args.sampler)
     for name in dict.fromkeys([engine, "transformers"] if args.sampler == "auto" else [engine]):
@@ -132,15 +156,11 @@ def report(checks: Iterable, console: Console) -> list[dict]:
     """Measure and print one `Check` after another; returns them as records. One where a run would stop has failed."""
     records, start = [], time.monotonic()
     for check in checks:
-        measured, error = math.nan, ""
-        try:
-            measured = float(check.quantity())
-        except RunStopped as stopped:
-            error = str(stopped)
+        measured, error = measured_by(check)
         seconds, start, passed = time.monotonic() - start, time.monotonic(), measured <= check.limit
-        verdict = "passed" if passed else f"FAILED {error}"
-        line = f"{check.what:47} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s  {verdict}"
-        console.print(line, markup=False, soft_wrap=True)
+        verdict = verdict_of(passed, check.limit)
+        line = f"{check.what:47} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s"
+        console.print(f"{line}  {verdict} {error}".rstrip(), markup=False, soft_wrap=True)
         numbers = {"measured": measured, "limit": check.limit, "seconds": seconds}
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         records.append({"what": check.what, **finite, "passed": passed, "error": error})
@@ -148,11 +168,30 @@ def report(checks: Iterable, console: Console) -> list[dict]:
     return records
 
 
+def verdict_of(passed: bool, limit: float) -> str:
+    if not passed:
+        return "FAILED"
+    return "not promised" if math.isinf(limit) else "passed"
+
+
+def measured_by(check) -> tuple[float, str]:
+    """A `Check`'s quantity, NaN where a run would stop, and the reason, or the names of what differs."""
+    try:
+        quantity = check.quantity()
+    except RunStopped as stopped:
+        return math.nan, str(stopped)
+    if isinstance(quantity, list):
+        return float(len(quantity)), f"other {', '.join(quantity)}" if quantity else ""
+    return float(quantity), ""
+
+
 def write_results(folder: Path, records: Sequence[dict]) -> str:
     """Write summary.json and verification.html, a self-contained page. Returns how far the same command repeats its results:
     "bitwise", "to rounding", or in their distribution only ("statistical"); "not verified" where a check of results failed."""
-    words = (record["at_best"] for record in records if record["measured"] and record["at_best"])
-    word = next(words, "bitwise") if all(record["passed"] or not record["of_results"] for record in records) else "not verified"
+    found = {record["at_best"] for record in records if record["measured"] and record["at_best"]}
+    word = next((word for word in WORDS if word in found), "bitwise")
+    if not all(record["passed"] for record in records if record["of_results"]):
+        word = "not verified"
     write_json(folder / "summary.json", summary := {"reproducibility": word, "checks": records})
     template = Path(__file__).with_name("verification") / f"{PAGE}.j2"
     write_atomically(folder / PAGE, fill_template(template, **summary, **read_json(folder / "args.json")))
@@ -169,18 +208,20 @@ def main() -> None:
         return
     check_rl(args)
     from alignment.models import warm_start
-    from alignment.verification.checks import checks_without_model
+    from alignment.verification.checks import checks_without_model, promises_bits
 
     console = make_console()
     records = report(checks_without_model(args.update_config), console)
     records += report(training_checks(args, warm_start(args, console)), console)
     if args.kill_after and not PROCESSES:
-        records += report(run_checks(args, console), console)
+        roles = roles_of(args)
+        devices = (*roles.policy, *roles.sample, roles.reference, roles.eval)
+        records += report(run_checks(args, console, promises_bits(devices, args.deterministic)), console)
     names = args.output_dir, args.run_name, f"verify_{args.preset}"
     folder = claim_run_folder(*names, dataclasses.asdict(args), args.seeds)
     console.print(f"reproducible: {write_results(folder, records)}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)
     if failed := sum(not record["passed"] for record in records):
-        raise RunStopped(f"{failed} of {len(records)} checks failed. On GPUs see --deterministic, and docs/faults.md on vLLM")
+        raise RunStopped(f"{failed} of {len(records)} checks failed. docs/devices.md says what each of them means")
 
 
 if __name__ == "__main__":

@@ -165,15 +165,16 @@ def tracked(config: PretrainedConfig, case: Case) -> tuple[int, dict[str, int]]:
 
 
 def closed_form(config: PretrainedConfig, case: Case) -> dict[str, int]:
-    """Bytes by kind of the same rank, by `peak_bytes`; CUDA's context is left out."""
+    """Bytes by kind of the same rank, by `peak_bytes`, without what the tracker does not know: CUDA's context and allocator."""
     step = StepShape(
         card=10**12, policy_parallelism="replicated" if case.replicated else "sharded", optimizer="adamw",
         itemsize=getattr(torch, case.dtype).itemsize, micro_batch_tokens=case.tokens, update_tokens=2 * case.tokens, parallel=1,
         prompt=case.prompt, max_new_tokens=case.response, group_size=case.rows, sampled={}, truncated=case.top_p < 1,
-        passes=frozenset(), frozen=0, vllm=True, gpu_memory_utilization=None, engines=1,
+        passes=frozenset(), frozen=0, vllm=True, gpu_memory_utilization=None, engines=1, sleeps=False,
     )  # fmt: skip
     roles = Roles(tuple(f"cuda:{rank}" for rank in range(case.ranks)), sample="", reference="", eval="")
-    return peak_bytes(ModelShape.from_config(config, case.lora_rank), config, roles, step)[0].phases["update"] | {"context": 0}
+    kinds = peak_bytes(ModelShape.from_config(config, case.lora_rank), config, roles, step)[0].phases["update"]
+    return kinds | {"context": 0, "margin": 0}
 
 
 def compared(name: str, case: Case) -> tuple[str, ...]:

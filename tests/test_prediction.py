@@ -10,7 +10,9 @@ import pytest
 from alignment.args import RLArgs, from_preset, parse
 from alignment.plan import command_of
 from alignment.policy.speed import CARDS, KINDS, Hardware, hardware_of, rates
-from alignment.prediction import Known, calibrate, duration, predict, ranked, seconds_of, span, work_of_phases
+from alignment.prediction import (
+    Known, calibrate, duration, peaks_of_micro_batches, predict, ranked, seconds_of, span, work_of_phases,
+)  # fmt: skip
 from alignment.system.errors import UserError
 
 TOTAL = 466_304  # parameters of the tiny model
@@ -211,3 +213,15 @@ def test_machines_share_an_updates_rows(arguments):
     policy = {"policy_parallelism": "sharded", "train_mini_batch_size": 0}
     one, two = (predict(arguments(**policy), *hardware_of(f"{n}x8xH100")[:3]).step.update_tokens for n in (1, 2))
     assert one / 7 == two / 4 == 300 + 8 * 48
+
+
+def test_a_runs_peaks_are_those_of_its_largest_micro_batch(arguments):
+    """On a GPU; on a CPU, whose margin was fitted to the limit of micro-batches side by side, those of the limit."""
+    on_gpu = predict(arguments(policy_devices=("cuda:0",)), 2, 80e9)
+    limit, real = (peaks_of_micro_batches(on_gpu, tokens)[0].phases["update"] for tokens in (0, 1000))
+    assert limit == on_gpu.peaks[0].phases["update"]
+    tokens = 16 * (300 + 8 * 48)  # of an update of 128 rows, which are fewer than a micro-batch may have
+    for kind in ("activations", "attention"):
+        assert real[kind] == pytest.approx(limit[kind] * 1000 / tokens, abs=2)
+    on_cpu = predict(arguments(), 0, 8e9)
+    assert peaks_of_micro_batches(on_cpu, 1000) == on_cpu.peaks

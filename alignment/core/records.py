@@ -104,6 +104,9 @@ class SampledStep:
     groups: list[Group]
     report: dict[str, float]
     seconds: dict[str, float]
+    # Ids of the problems of the step's first request, in order; refills depend on the answers.
+    asked: tuple[str, ...] = ()
+    seed: int = 0  # Of that request's samples.
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import copy
 import functools
 import os
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
@@ -96,31 +96,80 @@ def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, pr
 
 
 def use_liger_kernel(model: PreTrainedModel) -> None:
-    """Have Liger's Triton kernels compute a model's norms, rotary embeddings and MLPs (Hsu et al. 2024, arXiv:2410.10989).
-    Raises `UserError` for a family that Liger does not know, and where its log-probs are then no longer the model's own."""
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+    """Have Liger's Triton kernels compute a model's norms, rotary embeddings and MLPs (Hsu et al.
+    2024, arXiv:2410.10989). Raises `UserError` for a family that Liger does not know, and where its
+    log-probs would no longer be the model's own: the model and its family's code are as before."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    family, device, rotary = model.config.model_type, first_device(model), "apply_rotary_pos_emb"
+    family, device = model.config.model_type, first_device(model)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"--use_liger_kernel: Liger has no kernels for {family}; leave the flag out, or give --compile")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where this process's Triton kernels run
-    code = vars(sys.modules[type(model.get_decoder()).__module__])
-    own, rows = dict(code), list(zip(random_pieces(model, (5, 3)), random_pieces(model, (9, 6)), strict=True))
+    rows = list(zip(random_pieces(model, (5, 3)), random_pieces(model, (9, 6)), strict=True))
     expected = None
     with contextlib.suppress(NotFinite), checking(model):  # damaged weights are the run's to notice
         expected = own_log_probs(model, rows)
+    with unchanged_where_it_fails(model):
+        _apply_liger_kernels(model, device)
+        reason = "are not finite"
+        with contextlib.suppress(NotFinite), checking(model):
+            reason = ""
+            if expected is not None:
+                reason = disagreement(expected, lambda: own_log_probs(model, rows))
+        if reason:
+            raise UserError(f"--use_liger_kernel: {family}'s log-probs {reason}; leave the flag out")
+
+
+def _apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
+    """Bind Liger's methods to a model's modules. Other models of the family, which may be on other
+    devices, keep their own."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    code, rotary = vars(sys.modules[type(model.get_decoder()).__module__]), "apply_rotary_pos_emb"
+    own = dict(code)
     try:
         _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
     finally:
         kernels = dict(code)
-        code.update(own)  # other models of the family, which may be on other devices, keep their own
-    code[rotary] = lambda q, *rest, **options: (kernels if q.device == device else own)[rotary](q, *rest, **options)
-    reason = "are not finite"
-    with contextlib.suppress(NotFinite), checking(model):
-        reason = "" if expected is None else disagreement(expected, lambda: own_log_probs(model, rows))
-    if reason:
-        raise UserError(f"--use_liger_kernel: {family}'s log-probs {reason}; leave the flag out")
+        code.update(own)
+
+    def rotate(q: torch.Tensor, *rest, **options):
+        names = kernels if q.device == device else own
+        return names[rotary](q, *rest, **options)
+
+    code[rotary] = rotate  # the one function that layers look up in their family's code
+
+
+@contextlib.contextmanager
+def unchanged_where_it_fails(model: PreTrainedModel) -> Iterator[None]:
+    """A block that changes a model's modules, their classes or the files of code that define them.
+    Where the block raises, all of these have the attributes that they had, the same objects under
+    the same names."""
+    modules = list(model.modules())
+    names = {type(module).__module__ for module in modules}
+    files = [sys.modules[name] for name in sorted(names & sys.modules.keys())]
+    defined = [value for file in files for value in vars(file).values() if isinstance(value, type)]
+    classes = list(dict.fromkeys([*map(type, modules), *defined]))
+    namespaces = [vars(file) for file in files]
+    for module in modules:
+        namespaces += [vars(module), module._modules, module._parameters, module._buffers]
+    of_namespaces = [dict(namespace) for namespace in namespaces]
+    of_classes = [dict(vars(kind)) for kind in classes]
+    try:
+        yield
+    except BaseException:
+        for namespace, before in zip(namespaces, of_namespaces, strict=True):
+            for name in namespace.keys() - before.keys():
+                del namespace[name]
+            namespace.update(before)
+        for kind, before in zip(classes, of_classes, strict=True):
+            for name in vars(kind).keys() - before.keys():
+                delattr(kind, name)
+            for name, value in before.items():
+                if vars(kind).get(name) is not value:
+                    setattr(kind, name, value)
+        raise
 
 
 def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | None = None) -> PreTrainedModel:

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the r
 STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
 MEASURED = read_toml(Path(__file__).with_name("memory.toml"), "--policy_devices")
 CONTEXT_BYTES, LIBRARY_BYTES, BFLOAT16_BYTES, SLACK = (MEASURED[of] for of in ("context", "libraries", "bfloat16", "slack"))
+GRAPH_BYTES, WORKSPACE_BYTES = MEASURED["graphs"], MEASURED["workspace"]
 SPARE = 0.05  # of a card, which is left to fragmentation
 
 
@@ -144,12 +145,21 @@ class StepShape:
     vllm: bool  # Whether vLLM samples, or our own decoding.
     gpu_memory_utilization: float | None  # vLLM's share of a GPU's memory, for each engine; None: `engine_share`.
     engines: int  # On a GPU that samples and evaluates.
+    sleeps: bool  # Whether a vLLM engine on a GPU of the policy's sleeps while the trainer computes.
     layers: float = 1.0  # The largest share of the model's layers on one device: `peak_bytes` tells.
+    largest_micro_batch: int = 0  # Tokens of the largest of a real update; 0: as many as there may be.
+
+
+AWAKE = ("sampling", "evaluation", "sync", "checkpoint")
+"""Phases in which an engine that sleeps is awake: from the weights that it gets to the last request
+that they answer."""
+OF_ENGINE = "engine"  # The kind of bytes that belong to an engine's own process.
 
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """What a rank of the policy, or a device, holds at the worst moment of each phase."""
+    """What a rank of the policy, or a device, holds at the worst moment of each phase: the trainer's
+    own process, with all that computes in it, and engines in processes of their own."""
 
     device: str
     rank: int | None  # None: a device of a policy of one process, or of other roles.
@@ -170,10 +180,25 @@ class DevicePeak:
         """Bytes of that phase."""
         return sum(self.phases[self.worst].values())
 
+    def of_device(self, phase: str) -> int | None:
+        """Bytes of a phase by all processes; None: it does not occur here."""
+        return sum(self.phases[phase].values()) if phase in self.phases else None
+
+    def of_trainer(self, phase: str) -> int | None:
+        """Bytes of a phase as the trainer's process is measured: on a GPU those that torch's
+        allocator hands out, without CUDA's context, on a CPU all that is resident. Neither has
+        engines. None: the phase does not occur here."""
+        if phase not in self.phases:
+            return None
+        elsewhere = (OF_ENGINE,) if self.device == "cpu" else (OF_ENGINE, "context")
+        return sum(size for kind, size in self.phases[phase].items() if kind not in elsewhere)
+
 
 def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[DevicePeak]:
-    """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other roles' own devices.
-    Engines and frozen models stay through all phases. For fp32 weights whose linear layers are autocast."""
+    """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other
+    roles' own devices. Frozen models stay through all phases. An engine keeps its whole share, but
+    while it sleeps its context and graphs alone. Moments are those from the second step on. For fp32
+    weights whose linear layers are autocast."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
     step = replace(step, layers=max(shape.layer_share(share.modules) for share in shares))
     number, others = len(shares), {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
@@ -199,8 +224,10 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
     for phase, own in (("old_log_probs", held), ("reference", held if shape.adapters else ())):
         if phase in step.passes and (frozen or own):
             moments[phase] = [_pass(shape, config, step, device, own)]
+    engine = _engine_bytes(share, roles, step)
     if held:
-        moments["update"], checkpointing = _update(share, shape, config, step, sum(kept.values()))
+        at_work = sum(kept.values()) + engine["update"]
+        moments["update"], checkpointing = _update(share, shape, config, step, at_work)
     embedding = 4 * config.vocab_size * config.hidden_size
     if held or device in (*roles.sample, roles.eval):
         moments["sync"] = [{"transit": embedding * bool(ranked or shape.adapters)}]
@@ -208,7 +235,10 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
         copies = 4 * total * (device == "cpu") * (2 if ranked else bool(shape.adapters))
         moments["checkpoint"] = [{"transit": max(embedding * ranked, copies)}]
     worst = {phase: max(of, key=lambda moment: sum(moment.values())) for phase, of in moments.items()}
-    if device == "cpu":
+    if device != "cpu":
+        for kinds in worst.values():
+            kinds["margin"] = _allocator_margin(kinds) if held or frozen or not step.vllm else 0
+    else:
         for phase, kinds in worst.items():
             kind = "ranks" if ranked else "adapters" if shape.adapters else "layers twice" if checkpointing else "update"
             slack = SLACK[kind if phase == "update" else "other phases"]
@@ -216,14 +246,35 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
             kinds["margin"] = max(passing, 3 * BFLOAT16_BYTES * (step.itemsize == 2)) + LIBRARY_BYTES * checkpointing
             if ranked and step.itemsize == 4 and phase in ("update", "old_log_probs"):
                 kinds["margin"] += (5 if roles.eval else 3) * embedding  # as measured; with 16 bits it is not there
-    return {phase: kept | kinds for phase, kinds in worst.items()}
+    return {phase: kept | {OF_ENGINE: engine[phase]} | kinds for phase, kinds in worst.items()}
+
+
+def _allocator_margin(kinds: Mapping[str, int]) -> int:
+    """What torch's allocator takes on a GPU beyond the tensors that come and go in a phase."""
+    return WORKSPACE_BYTES + int(SLACK["cuda"] * (sum(kinds.values()) - kinds.get("gradients", 0)))
+
+
+def _engine_bytes(share: Share, roles: Roles, step: StepShape) -> dict[str, int]:
+    """Phase -> bytes of the vLLM engines on a share's device, in processes of their own: awake their
+    part of the GPU and a context each, asleep a context and graphs."""
+    device, phases = share.device, (*AWAKE, "old_log_probs", "reference", "update")
+    if not step.vllm or device not in (*roles.sample, roles.eval):
+        return dict.fromkeys(phases, 0)
+    engines = step.engines if roles.eval in roles.sample else 1
+    context = CONTEXT_BYTES["cpu" if device == "cpu" else "cuda"]
+    memory_share = step.gpu_memory_utilization or engine_share(roles, device, engines)
+    awake = engines * (int(memory_share * step.card) + context)
+    asleep = engines * (context + GRAPH_BYTES)
+    sleeps = step.sleeps and bool(share.modules) and device != "cpu"
+    return {phase: asleep if sleeps and phase not in AWAKE else awake for phase in phases}
 
 
 def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen: int) -> dict[str, int]:
-    """What a share of the policy, and other roles on its device, keep through all phases."""
-    device, ranked, vllm = share.device, step.policy_parallelism in RANKED, step.vllm
-    samples, engines = device in (*roles.sample, roles.eval), step.engines if roles.eval in roles.sample else 1
-    memory_share = step.gpu_memory_utilization or engine_share(roles, device, engines)
+    """What a share of the policy, and other roles on its device but vLLM's engines, keep through all
+    phases. Our own decoding counts as the trainer's, also where it has a process of its own."""
+    device, ranked = share.device, step.policy_parallelism in RANKED
+    samples = not step.vllm and device in (*roles.sample, roles.eval)
+    copies = (step.engines if roles.eval in roles.sample else 1) * samples
     entry, trained = OPTIMIZERS[step.optimizer], shape.trained(share.modules) // share.parts
     # Our own decoding reads the policy's weights where these are of the type of its products.
     reads = device == "cpu" and step.itemsize == 4 and share.parts == 1 and share.modules and not shape.adapters
@@ -233,9 +284,9 @@ def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen
     return {
         "weights": shape.state_bytes(share.modules, 4) // share.parts,
         "moments": (entry.device_bytes - 8 + entry.host_bytes * (device == "cpu")) * trained,
-        "sampler": engines * samples * (int(memory_share * step.card) if vllm else copy),
+        "sampler": copies * copy,
         "reference": shape.frozen_bytes(step.itemsize) * frozen,
-        "context": own * (bool(share.modules or frozen or not vllm) + engines * (samples and vllm)),
+        "context": own * bool(share.modules or frozen or not step.vllm),
     }
 
 
@@ -274,6 +325,8 @@ def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held:
     ranked, trained = step.policy_parallelism in RANKED, 4 * (shape.trained(share.modules) // share.parts)
     gathered = gathered_bytes(layers, sum(shape.parameters.values()) - sum(layers), step.itemsize) if ranked else 0
     tokens, parallel, checkpointing = _at_work(config, step, device, held + trained + gathered, step.update_tokens)
+    all_at_once = tokens >= step.update_tokens
+    tokens = step.largest_micro_batch or tokens
     update = {"gradients": trained, **_activations(shape, config, step, share.modules, tokens)}
     update["casts"] *= parallel if adapted else 1  # autocast shares casts of what is trained only
     if checkpointing:
@@ -285,7 +338,7 @@ def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held:
     layer = {"activations": update["activations"] + 3 * tokens * activation_bytes(config, step.itemsize) // (4 * len(layers))}
     at_head = update | {"logits": head}
     moments = [*_rank_moments(shape, config, at_head)] if ranked else [at_head, update | layer]
-    if tokens >= step.update_tokens:
+    if all_at_once:
         embedding = min(trained, 4 * config.vocab_size * config.hidden_size)
         moments = [moment | {"gradients": embedding * (shape.head in share.modules)} for moment in moments]
         moments.append({"gradients": trained + parallel * embedding, "gathered": gathered})
@@ -354,23 +407,35 @@ def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str)
     return cast + max(forward, backward * (use == "trained"))
 
 
-class PeakMeter:
-    """Measures from a phase's beginning to that of the next: on a CPU the bytes of each of the policy's processes that were
-    resident (VmHWM, on Linux), on a GPU those that torch had allocated in this process."""
+WHOLE = ", all processes"
+"""Follows a GPU's name where all that is in use there counts, whoever holds it."""
+Peaks = dict[str, dict[str, list[int | None]]]
+"""Place -> phase -> measured and predicted bytes; None: nothing was predicted."""
 
-    def __init__(self, policy: Policy, expected: Sequence[DevicePeak]):
+
+class PeakMeter:
+    """Measures from a phase's beginning to that of the next. On a CPU: what each of the policy's
+    processes had resident at most (VmHWM, on Linux). On a GPU: what torch's allocator had handed out
+    at most in this process; and, by the driver, what all processes hold of the device when the phase
+    ends, which is near its peak, since torch and engines give back little between.
+
+    `expected(tokens)` predicts peaks for micro-batches of so many tokens (0: as many as may be)."""
+
+    def __init__(self, policy: Policy, expected: Callable[[int], Sequence[DevicePeak]]):
         ranks = getattr(policy, "ranks", None)
         pids = [os.getpid(), *(child.process.pid for child in ranks.children)] if ranks else [os.getpid()]
         names = [f"rank {rank}, {device}" if ranks else device for rank, device in enumerate(policy.devices)]
         self.pids = dict(zip(names, pids)) if policy.devices[0] == "cpu" else {}
         own = zip(names, policy.devices[:1] if ranks else policy.devices)
         self.devices = {name: device for name, device in own if device != "cpu"}
-        self.expected = {peak.name: {phase: sum(kinds.values()) for phase, kinds in peak.phases.items()} for peak in expected}
-        self.phase, self.run, self.step = "", {}, {}  # place -> phase -> [measured, predicted]: of the run, and since `take`
+        self.expected = expected
+        self.run: Peaks = {}
+        self._step: dict[str, dict[str, int]] = {}  # Place -> phase -> measured bytes since `take`.
+        self.phase = ""
         self.begin("")
 
     def begin(self, phase: str) -> None:
-        """End the phase before, and start one."""
+        """End the phase before, and start one. Bytes of the phase "" are nobody's."""
         for name, pid in self.pids.items():
             with suppress(OSError, ValueError):  # the process is lost, or the system is another
                 (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
@@ -379,16 +444,32 @@ class PeakMeter:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")  # begins anew at what is resident now
         for name, device in self.devices.items():
             self._note(name, torch.cuda.max_memory_allocated(device))
+            free, total = torch.cuda.mem_get_info(device)
+            self._note(name + WHOLE, total - free)
             torch.cuda.reset_peak_memory_stats(device)
         self.phase = phase
 
     def _note(self, name: str, measured: int) -> None:
-        for peaks in (self.run, self.step) if self.phase else ():
-            before, _ = peaks.setdefault(name, {}).get(self.phase, (0, None))
-            peaks[name][self.phase] = [max(before, measured), self.expected.get(name, {}).get(self.phase)]
+        if self.phase:
+            phases = self._step.setdefault(name, {})
+            phases[self.phase] = max(measured, phases.get(self.phase, 0))
 
-    def take(self) -> dict[str, dict[str, list[int | None]]]:
-        """Place -> phase -> measured and predicted bytes, since the last call."""
+    def take(self, tokens: int = 0) -> Peaks:
+        """Measured and predicted bytes since the last call, in which the largest micro-batch had so
+        many tokens; 0: unknown."""
         self.begin(self.phase)
-        taken, self.step = self.step, {}
-        return taken
+        taken = {name: dict(phases) for name, phases in self._step.items()}
+        self._step = {}
+        predictions: dict[str, Callable[[str], int | None]] = {}
+        for peak in self.expected(tokens):
+            predictions[peak.name] = peak.of_trainer
+            predictions[peak.name + WHOLE] = peak.of_device
+        peaks: Peaks = {}
+        for name, phases in taken.items():
+            for phase, size in phases.items():
+                predicted = predictions[name](phase) if name in predictions else None
+                peaks.setdefault(name, {})[phase] = [size, predicted]
+                largest = self.run.setdefault(name, {})
+                if size > largest.get(phase, [0, None])[0]:
+                    largest[phase] = [size, predicted]
+        return peaks

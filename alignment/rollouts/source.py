@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from alignment.core.advantages import AdvantageConfig, group_advantages, group_statistics, overlong_penalty
-from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
+from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, SamplingConfig, Score
 from alignment.core.tokens import collate
 from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
@@ -42,9 +42,11 @@ class RolloutSource:
     def sample_step(self, step: int, sampler: Sampler) -> SampledStep:
         """Sample and score a step's groups with the weights that the sampler has."""
         clock, version = Clock(), sampler.policy_version
+        requests: list[tuple[Sequence[Problem], SamplingConfig]] = []
 
         def sample_and_score(problems: Sequence[Problem], refill: int) -> list[Group]:
             sampling = self.config.sampling_of_step(self.task.stop, step, refill)
+            requests.append((problems, sampling))
             with clock("sample"), graded_ahead(self.reward.rule, problems) as on_response_end:
                 completions = sampler.sample([problem.prompt for problem in problems], sampling, on_response_end)
             with clock("score"):
@@ -57,7 +59,9 @@ class RolloutSource:
             rewards = [score["reward"] for group in sampled for score in group.scores]
             report |= {"prompts_asked": len(sampled), "reward_asked": sum(rewards) / len(rewards)}
             report["tokens_asked"] = sum(len(c.token_ids) for group in sampled for c in group.completions)
-        return SampledStep(step, version, groups, report, clock.seconds)
+        problems, sampling = requests[0]
+        asked = tuple(problem.id for problem in problems)
+        return SampledStep(step, version, groups, report, clock.seconds, asked, sampling.seed)
 
 
 def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:

@@ -16,6 +16,7 @@ from rich.console import Console
 from alignment.core.records import Rollout, SampledStep
 from alignment.runs import run_folder
 from alignment.runs.health import Health
+from alignment.runs.state import state_of
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError, in_words
@@ -46,6 +47,7 @@ class RunConfig:
     seeds: Mapping[str, int]
     command: str  # The command that trains, "train_rl" or "sft".
     changeable: frozenset[str] = CHANGEABLE_ON_RESUME
+    log_state: bool = False  # Whether each step's update is preceded by a line of state.jsonl.
 
 
 class Run:
@@ -115,6 +117,12 @@ class Run:
             self.clock.restart()
             yield step
 
+    def log_state(self, sampled: SampledStep) -> None:
+        """With --log_state, log digests of what the step's update begins with. Its memory is no phase's."""
+        if self.config.log_state:
+            self.clock.begin("")
+            self.folder.log_state(state_of(self._policy, sampled, self.path))
+
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Write the step's completions with the trainer's log-probs, and the mini-batches without a finite loss or gradient."""
         trainer = rollout.response_values(result.trainer_log_probs_BT, result.rows_with_gradient)
@@ -130,7 +138,8 @@ class Run:
         record["seconds"] = self.clock.elapsed()
         record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
         record["tokens_per_second_update"] = result.report["update_tokens"] / self.clock.seconds["update"]  # prompts included
-        record |= {"peak_bytes": self.clock.meter.take()} if self.clock.meter else {}
+        if self.clock.meter:
+            record["peak_bytes"] = self.clock.meter.take(result.report["largest_micro_batch"])
         self._restarts = restarts
         self._step_seconds += record["seconds"]
         warnings, record = self.health.judge(record)
@@ -171,6 +180,8 @@ class Run:
             self._policy.save(building, self._tokenizer)
             write_card(building, self.path, word)
         self.clock.begin("")
+        if self.clock.meter:
+            self.clock.meter.take()
         peaks = self.clock.meter.run if self.clock.meter else {}
         seconds = time.time() - psutil.Process().create_time() - self._step_seconds
         facts = {"seconds_beside_steps": seconds, "reproducibility": word, "peak_bytes": peaks}

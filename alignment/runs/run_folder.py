@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
+from alignment.runs.state import STATE
 from alignment.runs.trackers import Trackers
 from alignment.system import files
 from alignment.system.errors import UserError
@@ -46,6 +47,10 @@ class RunFolder:
             number = file.stem.rpartition("_")[2]
             if number.isdigit() and int(number) > last_step:
                 file.unlink()
+        if (path / STATE).exists():
+            states = files.read_jsonl(path / STATE, have_steps=True)
+            earlier = [record for record in states if record["step"] <= last_step]
+            files.write_jsonl(path / STATE, earlier)
         self._trackers = Trackers(path, trackers, path.name)
         for log, records in kept.items():
             files.write_jsonl(path / log, records)
@@ -61,6 +66,10 @@ class RunFolder:
         self.log_completions("eval", record["step"], groups)
         self._append("evals.jsonl", record)
         self.evaluated.add(record["step"])
+
+    def log_state(self, record: Record) -> None:
+        """Append one object to state.jsonl."""
+        self._write(STATE, record)
 
     def log_completions(self, kind: str, step: int, groups: Sequence[Group], log_probs: Iterable | None = None) -> None:
         """Write completions/<kind>_<step>.jsonl: a completion a line, its score, and the trainer's `log_probs` if given."""
@@ -101,9 +110,12 @@ class RunFolder:
         self._trackers.close()
 
     def _append(self, name: str, record: Record) -> None:
+        self._write(name, record)
+        self._track(name, record)
+
+    def _write(self, name: str, record: Record) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        self._track(name, record)
 
     def _track(self, log: str, record: Record) -> None:
         """Send the numbers of a record to the trackers and, of an evaluation, its first completion."""
@@ -223,7 +235,9 @@ def load_rollouts(folder: Path) -> list[SampledStep]:
     records = files.read_jsonl(folder / ROLLOUTS)
     for record in records:
         record.pop("restarts", None)  # of older checkpoints
-    return [SampledStep(**record | {"groups": [_group(**group) for group in record["groups"]]}) for record in records]
+        record["groups"] = [_group(**group) for group in record["groups"]]
+        record["asked"] = tuple(record.get("asked", ()))
+    return [SampledStep(**record) for record in records]
 
 
 def _group(problem: dict, completions: list[dict], scores: list[Score]) -> Group:

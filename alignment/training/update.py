@@ -144,10 +144,12 @@ _MEANS |= {"ratio_mean": "ratio_sum", "ratio_max": "ratio_max", "kl": "kl_sum", 
 def update_report(results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float) -> dict[str, float | None]:
     """The metrics: the loss averaged over updates; entropies, ratio and clip fraction averaged over response tokens with a
     gradient. "entropy" is of the tempered distribution, "sampling_entropy" of what top-k and top-p leave of it. Metrics are
-    None without an update or without such a token. "update_tokens" counts a shared prompt once."""
+    None without an update or without such a token. "update_tokens", and those of the "largest_micro_batch", count
+    a shared prompt once."""
     totals = [result.sums for result in results]
     report = dict.fromkeys(("loss", "entropy", "sampling_entropy", "grad_norm"))
     report |= {"learning_rate": rate, "updates": len(norms), "update_tokens": sum(sums["tokens"] for sums in totals)}
+    report["largest_micro_batch"] = max((sums["tokens"] for sums in totals), default=0)
     if norms:
         report["loss"] = sum(sums["loss"].item() for sums in totals) / len(norms)
         report["grad_norm"] = sum(norm.item() for norm in norms) / len(norms)

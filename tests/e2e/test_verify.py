@@ -35,9 +35,10 @@ def test_two_processes_that_share_the_weights_pass(warm, tmp_path):
 def test_a_resume_that_skips_a_prompt(warm, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SKIP_A_PROMPT)
     code, said, checks = verify(tmp_path, warm, "--kill_after", "1")
-    assert code == 1 and "1 of 20 checks failed" in said and len(checks) == 20, said
+    assert code == 1 and "2 of 21 checks failed" in said and len(checks) == 21, said
     assert "reproducible: not verified" in said
     assert not list(tmp_path.glob(".verify_*"))  # the runs are deleted
-    (failed,) = (check for check in checks.values() if not check["passed"])
-    assert failed["what"].startswith("killed, resumed"), said
-    assert "weights" in failed["error"] and "completions" in failed["error"] and failed["error"] in said
+    start, parts = (check for check in checks.values() if not check["passed"])
+    assert start["what"] == "resumed: other parts of the next step's start" and start["error"] == "other problems", said
+    assert parts["what"].startswith("killed, resumed"), said
+    assert "weights" in parts["error"] and "completions" in parts["error"] and parts["error"] in said

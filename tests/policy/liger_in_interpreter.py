@@ -81,8 +81,13 @@ def main(folder: Path) -> None:
         # A model that is loaded later has the family's norms and MLPs.
         later = load_model(str(folder / family.__name__), ("cpu",), torch.float32)
         assert "Liger" in repr(getattr(policy, "_own", policy).model) and "Liger" not in repr(later)
+    code = dict(vars(sys.modules[Qwen3ForCausalLM.__module__]))
     rms_norm.rsqrt = lambda x: 1.1 / tl.sqrt(x)  # a kernel that is wrong
-    use_liger_kernel(later)
+    try:
+        use_liger_kernel(later)
+    finally:  # the model and its family's code are as they were
+        assert ran, "a kernel has not run"
+        assert "Liger" not in repr(later) and vars(sys.modules[Qwen3ForCausalLM.__module__]) == code
 
 
 if __name__ == "__main__":

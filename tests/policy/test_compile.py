@@ -150,6 +150,55 @@ def test_a_family_that_liger_does_not_know(tmp_path):
         use_liger_kernel(load_model(str(tmp_path), ("cpu",), torch.float32))
 
 
+def attributes(model) -> dict[str, object]:
+    """Every attribute of a model's modules, of its family's classes, and of the file of code that defines them."""
+    file = sys.modules["transformers.models.qwen2.modeling_qwen2"]
+    found = {f"code.{name}": value for name, value in vars(file).items()}
+    for name, kind in vars(file).items():
+        if isinstance(kind, type) and kind.__module__ == file.__name__:
+            found |= {f"class {name}.{key}": value for key, value in vars(kind).items()}
+    for name, module in model.named_modules(prefix="model"):
+        found |= {f"{name}.{key}": value for key, value in vars(module).items()}
+    return found
+
+
+def test_a_model_that_refuses_ligers_kernels_is_as_it_was(folder):
+    """On a CPU without Triton's interpreter no kernel of Liger's runs, so that the log-probs of two rows fail."""
+    model, another = (load_model(folder, ("cpu",), torch.float32) for _ in range(2))
+    ids = torch.arange(1, 12)[None]
+    before, logits = attributes(model), model(ids).logits
+    with pytest.raises(UserError, match="^--use_liger_kernel: qwen2's log-probs fail: .*; leave the flag out$"):
+        use_liger_kernel(model)
+    after = attributes(model)
+    assert after.keys() == before.keys()
+    assert [name for name, value in before.items() if after[name] is not value] == []
+    assert "Liger" not in repr(model) and torch.equal(model(ids).logits, logits)
+    assert torch.equal(another(ids).logits, logits)
+
+
+def test_what_a_kernel_changes_in_classes_and_children_is_undone_too(folder, monkeypatch):
+    """A patch of Liger's that exchanges a layer's child, a method of the family's class and an attribute, and then fails."""
+    from liger_kernel.transformers import monkey_patch
+
+    model = load_model(folder, ("cpu",), torch.float32)
+    layer = model.model.layers[1]
+    before, children = attributes(model), dict(layer.named_children())
+
+    def apply(model) -> None:
+        layer.mlp = torch.nn.Identity()
+        type(layer).forward = torch.nn.Identity.forward
+        type(layer).new = 1
+        del model.model.norm.variance_epsilon
+        raise ValueError("no such layers")
+
+    monkeypatch.setitem(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, "qwen2", apply)
+    with pytest.raises(ValueError, match="no such layers"):
+        use_liger_kernel(model)
+    after = attributes(model)
+    assert after.keys() == before.keys() and dict(layer.named_children()) == children
+    assert [name for name, value in before.items() if after[name] is not value] == []
+
+
 @pytest.mark.parametrize("kind", [RLArgs, SFTArgs])
 def test_what_cannot_be_is_said_before_anything_loads(kind, monkeypatch):
     with pytest.raises(UserError, match="^--compile: torch does not compile Liger's kernels; leave out this flag or --use_"):

@@ -7,13 +7,15 @@ true widths and vocabulary, and few layers, in whose number the count is linear.
 
 import dataclasses
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from alignment.args import PRESETS, RLArgs, from_preset, preset_names
 from alignment.checks import roles_of
@@ -84,6 +86,57 @@ def test_a_presets_header_states_its_peaks(name, monkeypatch):
     assert line in (PRESETS / f"{name}.toml").read_text().replace("\n#   ", " "), line
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A run on one NVIDIA H200 (2026-11-26, torch 2.11, bfloat16 but for the tiny model): what torch had allocated at most."""
+
+    preset: str
+    config: PretrainedConfig
+    flags: Mapping[str, object]
+    shape: Mapping[str, object]  # Of `StepShape`: what the preset does not say.
+    gigabytes: float
+
+
+H200 = 150e9
+MATH = qwen2(1536, 8960, 28, 12)  # Qwen2.5-Math-1.5B
+ADAMW = {"beta": 0.0, "optimizer": "adamw", "train_mini_batch_size": 0, "sampling_top_p": 1.0, "sampling_top_k": 0}
+UPDATE = ADAMW | {"prompts_per_rollout": 16, "group_size": 8, "max_new_tokens": 1024, "epochs_per_rollout": 1}
+# A response's last token is only a label, so that 511 of 512 are computed, and 119 of 120.
+STEP = UPDATE | {"prompts_per_rollout": 32, "max_new_tokens": 512, "micro_batch_tokens": 0, "gpu_memory_utilization": 0.3}
+THREE_GROUPS = {"prompt": 150, "largest_micro_batch": 3 * (150 + 8 * 511)}
+LONG = {"prompts_per_rollout": 32, "group_size": 16, "max_new_tokens": 120, "train_mini_batch_size": 0, "max_prompt_tokens": 24}
+MEASURED = {
+    "16,384 tokens": Measured(
+        "single_gpu_gsm8k_kl", MATH, UPDATE | {"micro_batch_tokens": 16384}, {"prompt": 150, "largest_micro_batch": 13616}, 75.36
+    ),
+    "8,192 tokens": Measured(
+        "single_gpu_gsm8k_kl", MATH, UPDATE | {"micro_batch_tokens": 8192}, {"prompt": 150, "largest_micro_batch": 7049}, 53.3
+    ),
+    "a whole step": Measured("single_gpu_gsm8k_kl", MATH, STEP, THREE_GROUPS, 60.1 + 12.35),
+    "SmolLM2": Measured("smollm2_gsm8k", SMOLLM2, {}, {}, 18.1),
+    "tiny": Measured("tiny", TINY, LONG, {"largest_micro_batch": 8 * (24 + 16 * 119)}, 0.55),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_form_is_at_most_15_percent_above_what_an_h200_allocated(name):
+    """At the largest micro-batch there was, from the second step on, without the engine, which has a process of its own, and
+    without CUDA's context, which torch's allocator does not know. Of SmolLM2's that micro-batch is not known: the limit is taken.
+    """
+    case = MEASURED[name]
+    args = from_preset(RLArgs, case.preset, **case.flags)
+    roles = roles_of(args, 1)
+    vllm = case.config is MATH
+    step = dataclasses.replace(step_shape(args, roles, H200, vllm), **case.shape)
+    (peak,) = peak_bytes(ModelShape.from_config(case.config), case.config, roles, step)
+    form = peak.of_trainer("update") / 1e9
+    print(f"{form:.2f} GB by the form, {case.gigabytes} GB allocated")
+    assert case.gigabytes <= form <= 1.15 * case.gigabytes
+    device = peak.of_device("update") / 1e9 - form
+    asleep = 2 * 0.8 + 1.0  # two contexts, and the engine's graphs
+    assert device == pytest.approx(asleep if vllm else 0.8)
+
+
 class BytesHeld(TorchDispatchMode):
     """Counts the bytes of all storages that live, and the most at a time."""
 
@@ -152,8 +205,8 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, r
         update_tokens=2 * (prompt + rows * response), prompt=prompt, max_new_tokens=response, group_size=rows,
         truncated=top_p < 1, frozen=0,
     )  # fmt: skip
-    kinds = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)[0].phases["update"]
-    form = sum(kinds.values()) - kinds["sampler"] - kinds["context"]
+    (peak,) = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)
+    form = peak.of_trainer("update") - peak.phases["update"]["margin"]  # which is the GPU's allocator's
     tracker = counted(config, prompt, response, rows, top_p, lora_rank)
     print(f"{form / 1e9:.2f} GB by the form, {tracker / 1e9:.2f} GB counted")
     assert tracker <= form <= 1.1 * tracker

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 from transformers import LlamaConfig
 
-from alignment.policy.memory import BFLOAT16_BYTES, CONTEXT_BYTES, LIBRARY_BYTES, StepShape, peak_bytes
+from alignment.policy.memory import (
+    BFLOAT16_BYTES, CONTEXT_BYTES, GRAPH_BYTES, LIBRARY_BYTES, WORKSPACE_BYTES, StepShape, peak_bytes,
+)  # fmt: skip
 from alignment.policy.placement import ModelShape, Roles
 from benchmarks.memory import SETTINGS, largest, run
 
@@ -20,7 +22,7 @@ STEP = StepShape(
     card=10**10, policy_parallelism="single", itemsize=2, optimizer="adamw", micro_batch_tokens=100, update_tokens=1000,
     parallel=1, prompt=20, max_new_tokens=10, group_size=4, sampled={"sampling": (5, 4, 10), "evaluation": (7, 1, 10)},
     truncated=False, passes=frozenset(["old_log_probs", "reference"]), frozen=1, vllm=False, gpu_memory_utilization=None,
-    engines=1,
+    engines=1, sleeps=True,
 )  # fmt: skip
 KEPT = {
     "weights": 4 * PARAMETERS, "moments": 8 * PARAMETERS, "sampler": 2 * PARAMETERS,
@@ -37,8 +39,9 @@ def phases(device="cuda:0", lora_rank=0, ranks=1, **changes) -> list[dict[str, d
 
 
 def beyond(phase: dict[str, int]) -> dict[str, int]:
-    """What comes and goes in a phase."""
-    return {kind: size for kind, size in phase.items() if kind not in KEPT and size}
+    """What comes and goes in a phase, but for what a GPU's allocator takes beside."""
+    allocator = ("margin",) if phase["context"] == CONTEXT_BYTES["cuda"] else ()
+    return {kind: size for kind, size in phase.items() if kind not in (*KEPT, *allocator) and size}
 
 
 def test_every_phase_keeps_what_stays_on_the_device():
@@ -54,7 +57,53 @@ def test_decoding_takes_the_most_at_the_last_token_or_at_the_prompts():
     (of,) = phases()
     assert beyond(of["sampling"]) == {"keys and values": 5 * (20 + 4 * 10) * A_TOKEN, "logits": 4 * 5 * 4 * 1000 * 4}
     assert beyond(of["evaluation"]) == {"keys and values": 7 * 20 * A_TOKEN, "activations": 7 * 20 * PASSING}
-    assert beyond(phases(vllm=True)[0]["sampling"]) == {}
+    assert beyond(phases(vllm=True)[0]["sampling"]) == {"engine": 4 * 10**9 + CONTEXT_BYTES["cuda"]}
+
+
+def test_an_engine_keeps_its_share_awake_and_its_context_and_graphs_asleep():
+    """By default 0.4 of a shared GPU, here of 10 GB, and a context of its own. It sleeps while the trainer computes, and samples
+    with the weights that it was woken for; one that samples beside the trainer never sleeps, nor does one on its own GPU."""
+    context, awake = CONTEXT_BYTES["cuda"], 4 * 10**9 + CONTEXT_BYTES["cuda"]
+    computing = ("old_log_probs", "reference", "update")
+    (shared,), (beside,) = phases(vllm=True), phases(vllm=True, sleeps=False)
+    assert {phase: kinds["engine"] for phase, kinds in shared.items()} == {
+        phase: context + GRAPH_BYTES if phase in computing else awake for phase in shared
+    }
+    assert {kinds["engine"] for kinds in beside.values()} == {awake}
+    assert all(kinds["context"] == context and kinds["sampler"] == 0 for kinds in shared.values())
+    assert {kinds["engine"] for kinds in phases(vllm=True, gpu_memory_utilization=0.25, sleeps=False)[0].values()} == {
+        25 * 10**8 + context
+    }
+    roles, shape = Roles(("cuda:0",), ("cuda:1",), "cuda:0", "cuda:1"), ModelShape.from_config(CONFIG)
+    policy, sampler = peak_bytes(shape, CONFIG, roles, dataclasses.replace(STEP, vllm=True))
+    assert {kinds["engine"] for kinds in policy.phases.values()} == {0}
+    # 0.9 of a GPU that it has to itself, where no trainer has a context or allocates anything.
+    assert sampler.phases["sampling"] == {**dict.fromkeys(sampler.phases["sampling"], 0), "engine": 9 * 10**9 + context}
+
+
+def test_the_trainer_and_the_device_are_counted_apart():
+    """A GPU's allocator knows neither contexts nor engines; on a CPU Python and its libraries are resident, too."""
+    roles, shape = Roles(("cuda:0",), ("cuda:0",), "cuda:0", "cuda:0"), ModelShape.from_config(CONFIG)
+    (peak,) = peak_bytes(shape, CONFIG, roles, dataclasses.replace(STEP, vllm=True))
+    kinds = peak.phases["update"]
+    assert peak.of_device("update") == sum(kinds.values())
+    assert peak.of_trainer("update") == sum(kinds.values()) - 2 * CONTEXT_BYTES["cuda"] - GRAPH_BYTES
+    assert peak.of_trainer("final") is None and peak.of_device("final") is None
+    moving = sum(beyond(kinds).values()) - kinds["engine"] - kinds["gradients"]
+    assert kinds["margin"] == WORKSPACE_BYTES + int(0.005 * moving)
+    roles = Roles(("cpu",), ("cpu",), "cpu", "cpu")
+    (peak,) = peak_bytes(shape, CONFIG, roles, dataclasses.replace(STEP, itemsize=4))
+    assert peak.of_trainer("update") == peak.of_device("update") > CONTEXT_BYTES["cpu"]
+
+
+def test_an_update_is_counted_at_the_largest_micro_batch_that_there_was():
+    """Of 60 tokens, where there may be 100: 40 tokens' activations less, with attention's and the head's inputs."""
+    (most,), (real,) = phases(), phases(largest_micro_batch=60)
+    layer = 2 * (4 * 128 + 11 * 64) + 8 * 64
+    a_token = 2 * layer + 16 * 64
+    assert most["update"]["activations"] - real["update"]["activations"] == 40 * a_token
+    assert most["update"]["attention"] == real["update"]["attention"] / 60 * 100
+    assert most["reference"] == real["reference"] and most["update"]["gradients"] == real["update"]["gradients"]
 
 
 def test_a_pass_for_log_probs_keeps_no_layer():

@@ -1,0 +1,70 @@
+"""What a step's update begins with, as digests: of two runs they tell the first step, and the part,
+in which these differ."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from alignment.core.records import SampledStep
+from alignment.system.files import read_jsonl
+
+if TYPE_CHECKING:
+    import torch
+
+STATE = "state.jsonl"
+
+
+def digest_of_tensors(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> str:
+    """SHA-256 of named tensors: names, shapes, types and bits, in the order in which they come."""
+    import torch  # here, because commands that report mistakes first import this module
+
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def digest_of_moments(folder: Path) -> str:
+    """SHA-256 of the optimiser's state as `Policy.save_optimizer` has written it, of one process or of
+    several."""
+    from safetensors.torch import load_file
+
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(digest_of_tensors(sorted(load_file(file).items())).encode())
+    return digest.hexdigest()
+
+
+def digest_of_words(words: object) -> str:
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+
+def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
+    """What the update of a sampled step begins with: digests of "weights", "moments", "problems" (the
+    ids that were asked, in order) and "completions"; the "sampling_seed", and the tokens of a
+    micro-batch. Writes to a folder that it makes in `folder` for the time being. On a device whose
+    sums depend on timing completions may differ where all else is equal."""
+    completions = [asdict(each) for group in sampled.groups for each in group.completions]
+    with tempfile.TemporaryDirectory(prefix=".state_", dir=folder) as written:
+        policy.save_optimizer(Path(written))
+        moments = digest_of_moments(Path(written))
+    return {
+        "step": sampled.step,
+        "weights": digest_of_tensors(policy.weights()),
+        "moments": moments,
+        "problems": digest_of_words(sampled.asked),
+        "sampling_seed": sampled.seed,
+        "micro_batch_tokens": policy.micro_batch_tokens,
+        "completions": digest_of_words(completions),
+    }
+
+
+def read_state(run: Path, step: int) -> Mapping[str, object] | None:
+    """The record of a step that a run wrote to its state.jsonl, if it is there."""
+    records = read_jsonl(run / STATE, have_steps=True)
+    return next((record for record in records if record["step"] == step), None)
