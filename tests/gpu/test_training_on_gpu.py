@@ -38,6 +38,8 @@ SEVERAL = {
     "sharded": ["--policy_parallelism", "sharded", "--policy_devices", "cuda:0", "cuda:1"],
     "replicated": ["--policy_parallelism", "replicated", "--policy_devices", "cuda:0", "cuda:1"],
 }
+# Nats a token that rounding in 16 bits, or weights of a step before, may make; elsewhere 1e-3.
+LOOSER = {"bfloat16": 0.1, "sharded, bfloat16": 0.1, "asynchronous": 0.5}
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -67,7 +69,7 @@ def test_it_trains_for_three_steps(name, runs, figures):
     assert [row["step"] for row in rows] == [1, 2, 3]
     worst = max(row["sampler_mismatch"] or 0.0 for row in rows)
     figures(f"{name}: nats a token between sampler and trainer", worst)
-    assert worst < (0.1 if name in ("bfloat16", "sharded, bfloat16") else 1e-3)
+    assert worst < LOOSER.get(name, 1e-3)
 
 
 @pytest.mark.parametrize("name", ["sharded, one rank", "replicated, one rank", "adamw_cpu_offload", "compile", "liger"])
