@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from alignment.core.records import Batch
+from alignment.core.text import prompt_token_ids
 
 
 def collate(prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]], pad_token_id: int) -> Batch:
@@ -75,7 +76,7 @@ def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
 
 def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, torch.Tensor]:
     """Tokenise prompts and outputs apart (so that the border never moves) and `collate` them: the `Batch`'s tensors by name."""
-    prompt_ids = tokenizer(list(prompt_strs))["input_ids"]
+    prompt_ids = prompt_token_ids(tokenizer, prompt_strs).ids
     output_ids = tokenizer(list(output_strs), add_special_tokens=False)["input_ids"]
     return vars(collate(prompt_ids, output_ids, pad_token_id(tokenizer)))
 
