@@ -96,7 +96,7 @@ def _end_of_turn(tokenizer) -> int | None:
 
 class ResponseReader:
     """What rules and stop strings see of a response: the text of all its tokens, special ones such as <think> included, but
-    for those that end it (`end_ids`) or pad. An end token that spells out a stop string is seen too."""
+    for those that end it (`end_ids`) or pad. One of these that is itself a stop string, as an EOS token </answer>, is seen."""
 
     def __init__(self, tokenizer, end_ids: Iterable[int]):
         self._tokenizer, self.end_ids = tokenizer, frozenset(end_ids)
@@ -126,10 +126,7 @@ class ResponseReader:
         return string[-1] in piece or "\ufffd" in piece  # which stands for a part of a character
 
     def _seen(self, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
-        return [token for token in token_ids if token not in self._unseen or self._spells(token, stop)]
-
-    def _spells(self, token: int, stop: Sequence[str]) -> bool:
-        return any(string in self._pieces(token) for string in stop)
+        return [token for token in token_ids if token not in self._unseen or self._pieces(token) in stop]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # Cleaning up would take spaces away that the model has drawn.
