@@ -82,5 +82,6 @@ def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence
 
 
 def pad_token_id(tokenizer) -> int:
-    """The id to pad with. Any id will do, because masks come from lengths; EOS stands in where there is no pad token."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    """The id to pad with: EOS. Any id with an embedding will do, because masks come from lengths; a pad token that was added to
+    a tokenizer often has none."""
+    return tokenizer.eos_token_id

@@ -164,6 +164,19 @@ def test_each_prompt_is_a_request_with_a_seed_and_the_completions_come_back_in_o
     assert {headers.get("Authorization") for _, _, headers in server.requests} == {"Bearer the key"}
 
 
+def test_the_text_has_special_tokens_and_no_end(connect, server, tokenizer):
+    """What vLLM gives as text ends with that of the EOS token; its own stop strings see all special tokens."""
+    end = tokenizer.eos_token_id
+    tokens = [*tokenizer("7<|pad|>")["input_ids"], end]
+    server.answers["/v1/completions"] = completions(
+        *[choice(1, token_ids=tokens, text="7<|pad|><|endoftext|>", finish_reason="stop")] * 2
+    )
+    drawn = connect().sample(PROMPTS[:1], SAMPLING)[0]
+    assert [(completion.text, completion.token_ids) for completion in drawn] == [("7", tuple(tokens))] * 2
+    (body,) = asked(server, "/v1/completions")
+    assert body["skip_special_tokens"] is False and body["stop_token_ids"] == [end]
+
+
 def test_two_servers_share_the_prompts_and_both_get_the_weights(server, tiny_folder, tokenizer, tmp_path):
     first_seed, model = random.Random(3).getrandbits(48), load_model(str(tiny_folder), ("cpu",), torch.float32)
     with running_server(tiny_folder) as other:
