@@ -94,7 +94,7 @@ def load_tokenizer(model_path: str):
 
 def load_end_ids(model_path: str, tokenizer) -> frozenset[int]:
     """The ids that end a response of the model of that folder or hub name (`end_token_ids`)."""
-    return end_token_ids(tokenizer, _listed_ends(model_path, load_config(model_path)))
+    return end_token_ids(tokenizer, _listed_ends(model_path, _load(AutoConfig.from_pretrained, model_path)))
 
 
 def _listed_ends(model_path: str, config) -> set[int]:
