@@ -102,7 +102,7 @@ class ResponseReader:
         self._tokenizer, self.end_ids = tokenizer, frozenset(end_ids)
         self._unseen = self.end_ids | {tokenizer.pad_token_id}
         # Decoding a row's last tokens at every step would cost more than a tiny model's forward pass.
-        self._pieces = lru_cache(maxsize=None)(lambda *token_ids: self._decode(token_ids))
+        self._may_complete = lru_cache(maxsize=None)(self._has_last_letter)
 
     def text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """The text up to and with the first stop string; the last token may carry letters beyond it."""
@@ -115,18 +115,19 @@ class ResponseReader:
         last = token_ids[-1]
         if last in self.end_ids:
             return True
-        if not any(self._may_complete(last, string) for string in stop):
+        if not self._may_complete(last, tuple(stop)):
             return False
         most_bytes = max(len(string.encode()) for string in stop)  # and so at most as many tokens
         tail = self._decode(self._seen(token_ids, stop)[-most_bytes - 1 :])
         return any(string in tail for string in stop)
 
-    def _may_complete(self, token: int, string: str) -> bool:
-        piece = self._pieces(token, token)  # twice, as some decoders drop a space in front
-        return string[-1] in piece or "\ufffd" in piece  # which stands for a part of a character
+    def _has_last_letter(self, token: int, stop: tuple[str, ...]) -> bool:
+        """Whether the token may hold the last letter, or a part of it, of a stop string."""
+        piece = self._decode([token, token])  # twice, as some decoders drop a space in front
+        return any(string[-1] in piece or "\ufffd" in piece for string in stop)  # U+FFFD stands for a part of a character
 
     def _seen(self, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
-        return [token for token in token_ids if token not in self._unseen or self._pieces(token) in stop]
+        return [token for token in token_ids if token not in self._unseen or self._decode([token]) in stop]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # Cleaning up would take spaces away that the model has drawn.
