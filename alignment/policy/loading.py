@@ -80,9 +80,10 @@ def load_tokenizer(model_path: str):
         raise UserError(f"--model {model_path}: {fault}; the folder's files are of different models")
     tokens = len({number for number in tokenizer.get_vocab().values() if number < vocabulary})
     if tokens < (1 - SPARE_ROWS) * vocabulary:
-        fault = f"its tokenizer has {tokens} tokens, its config.json says vocab_size {vocabulary}"
-        remedy = "copy the model's own tokenizer there, or cut its embeddings (resize_token_embeddings)"
-        raise UserError(f"--model {model_path}: {fault}, so what it draws of the others would have no text; {remedy}")
+        fault = f"its tokenizer has tokens for {tokens} of the model's {vocabulary} embeddings"
+        fault += ", so that what is drawn of the others has no text"
+        remedy = "copy the model's own tokenizer files there, or cut its embeddings"
+        raise UserError(f"--model {model_path}: {fault}; {remedy} (resize_token_embeddings)")
     listed = _listed_ends(model_path, config)
     if listed and tokenizer.eos_token_id not in listed:
         ours = f"{tokenizer.eos_token} ({tokenizer.eos_token_id})"

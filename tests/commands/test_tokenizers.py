@@ -84,7 +84,8 @@ def test_the_preview_of_sft_shows_one_bos_and_one_eos(made, run, tmp_path):
     made(wrapped(adding(byte_level(), "<s> $A </s>"), True))
     (tmp_path / "own.prompt").write_text("<s>Q: {question}")
     out, err = run(sft, "--preview", "1", "--sft_base", "new", "--prompt", "own.prompt")
-    assert re.search(r"not trained:\n<s>Q: \d \+ 1\?\nthe response, \d+ tokens, all trained:\n so </think>.*</answer></s>\n", out)
+    assert re.search(r"not trained:\n<s>Q: \d \+ 1\?\n", out)
+    assert re.search(r"tokens, all trained:\n so </think>.*</answer></s>\n", out)
     assert err.count("prompts spell out <s>, which the tokenizer adds too: it is there once\n") == 1
 
 
@@ -125,7 +126,7 @@ def test_a_tokenizer_with_far_fewer_tokens_than_embeddings_is_refused(made, spar
     if not refused:
         assert len(load_tokenizer(folder)) == 266
         return
-    with pytest.raises(UserError, match=rf"its tokenizer has 266 tokens, its config.json says vocab_size {266 + spare}"):
+    with pytest.raises(UserError, match=f"has tokens for 266 of the model's {266 + spare} embeddings"):
         load_tokenizer(folder)
 
 
