@@ -1,7 +1,17 @@
-"""Tokenizers of several kinds, made in a moment, which spell the tags of reasoning in tokens of their own."""
+"""Tokenizers of several kinds, made in a moment, which spell the tags of reasoning in tokens of
+their own."""
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -24,10 +34,17 @@ def sentence_piece() -> Tokenizer:
     """Letters, a space as U+2581 in front of each word, bytes of all others, as Llama 2's."""
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *LETTERS[1:]]
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return tokenizer
 
@@ -43,7 +60,22 @@ def word_level() -> Tokenizer:
 
 def word_piece() -> Tokenizer:
     """Words and signs, put together with spaces between them."""
-    words = ["so", "it", "is", "don", "'", "t", ",", ".", "answer", "think", "<", ">", "/", *"0123456789"]
+    words = [
+        "so",
+        "it",
+        "is",
+        "don",
+        "'",
+        "t",
+        ",",
+        ".",
+        "answer",
+        "think",
+        "<",
+        ">",
+        "/",
+        *"0123456789",
+    ]
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *words))}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -57,13 +89,17 @@ def lowercase() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {kind.__name__: kind for kind in (byte_level, sentence_piece, word_level, word_piece, lowercase)}
+KINDS = {
+    kind.__name__: kind for kind in (byte_level, sentence_piece, word_level, word_piece, lowercase)
+}
 
 
 def wrapped(tokenizer: Tokenizer, tags: bool | None = None, **options) -> PreTrainedTokenizerFast:
-    """For transformers, with special BOS, EOS and PAD; `tags`: whether the tags are special, None: there are none. `options`
-    are of each tag."""
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    """For transformers, with special BOS, EOS and PAD; `tags`: whether the tags are special, None:
+    there are none. `options` are of each tag."""
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     if tags is not None:
         options = {"normalized": False} | options
         add = tokenizer.add_special_tokens if tags else tokenizer.add_tokens
@@ -80,9 +116,19 @@ def adding(tokenizer: Tokenizer, single: str) -> Tokenizer:
 
 
 def save_model(folder, tokenizer, **config) -> str:
-    """A random Llama of as many tokens as the tokenizer has, unless `config` says otherwise, and the tokenizer, in a folder."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "eos_token_id": tokenizer.eos_token_id}
+    """A random Llama of as many tokens as the tokenizer has, unless `config` says otherwise, and
+    the tokenizer, in a folder."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    shape = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 256,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**(sizes | shape | config))).save_pretrained(folder)

@@ -1,5 +1,6 @@
-"""Between text and token ids, in both directions: which ids a model gets for a prompt, and what rules and stop strings see of
-the ids that it answers with. Every command, sampler and preview reads and writes text by these functions."""
+"""Between text and token ids, in both directions: which ids a model gets for a prompt, and what
+rules and stop strings see of the ids that it answers with. Every command, sampler and preview reads
+and writes text by these functions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ class PromptIds:
 
 
 def prompt_token_ids(tokenizer, prompts: Sequence[str]) -> PromptIds:
-    """The ids of prompts that a model continues: what the tokenizer makes of them, with a BOS in front where it adds one. Two
-    things are repaired. An EOS that the tokenizer appends goes, since a model has nothing to say after it. A beginning that
-    the prompt spells out and the tokenizer adds once more, such as BOS, stands there once."""
+    """The ids of prompts that a model continues: what the tokenizer makes of them, with a BOS in
+    front where it adds one. Two things are repaired. An EOS that the tokenizer appends goes, since
+    a model has nothing to say after it. A beginning that the prompt spells out and the tokenizer
+    adds once more, such as BOS, stands there once."""
     if not prompts:
         return PromptIds([], ())
     encoded = tokenizer(list(prompts), add_special_tokens=True)["input_ids"]
@@ -64,7 +66,8 @@ def added_ids(tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def response_token_ids(tokenizer, responses: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ids that a model is taught to answer with: the response's own, and one EOS behind them."""
+    """The ids that a model is taught to answer with: the response's own, and one EOS behind
+    them."""
     eos = tokenizer.eos_token_id
     if not responses:
         return []
@@ -73,20 +76,23 @@ def response_token_ids(tokenizer, responses: Sequence[str]) -> list[tuple[int, .
 
 
 def end_token_ids(tokenizer, listed: int | Iterable[int] | None) -> frozenset[int]:
-    """The ids that end a response: the tokenizer's EOS, those `listed` as the model's `eos_token_id`, and the special token by
-    which its chat template ends the assistant's turn."""
+    """The ids that end a response: the tokenizer's EOS, those `listed` as the model's
+    `eos_token_id`, and the special token by which its chat template ends the assistant's turn."""
     several = listed if isinstance(listed, Iterable) else [listed]
     return frozenset({tokenizer.eos_token_id, *several, _end_of_turn(tokenizer)}) - {None}
 
 
 def _end_of_turn(tokenizer) -> int | None:
-    """The id of the special token that stands behind an answer in the tokenizer's chat template, such as <|im_end|>."""
+    """The id of the special token that stands behind an answer in the tokenizer's chat template,
+    such as <|im_end|>."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": CHAT_PROBE}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # a template raises errors of its own, of any class, for turns that it does not take
+    except (
+        Exception
+    ):  # a template raises errors of its own, of any class, for turns that it does not take
         return None
     behind = text.rpartition(CHAT_PROBE)[2].lstrip()
     first = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
@@ -95,23 +101,27 @@ def _end_of_turn(tokenizer) -> int | None:
 
 
 class ResponseReader:
-    """What rules and stop strings see of a response: the text of all its tokens, special ones such as <think> included, but
-    for those that end it (`end_ids`) or pad. One of these that is itself a stop string, as an EOS token </answer>, is seen."""
+    """What rules and stop strings see of a response: the text of all its tokens, special ones such
+    as <think> included, but for those that end it (`end_ids`) or pad. One of these that is itself a
+    stop string, as an EOS token </answer>, is seen."""
 
     def __init__(self, tokenizer, end_ids: Iterable[int]):
         self._tokenizer, self.end_ids = tokenizer, frozenset(end_ids)
         self._unseen = self.end_ids | {tokenizer.pad_token_id}
-        # Decoding a row's last tokens at every step would cost more than a tiny model's forward pass.
+        # Decoding a row's last tokens at every step would cost more than a tiny model's
+        # forward pass.
         self._may_complete = lru_cache(maxsize=None)(self._has_last_letter)
 
     def text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """The text up to and with the first stop string; the last token may carry letters beyond it."""
+        """The text up to and with the first stop string; the last token may carry letters beyond
+        it."""
         text = self._decode(self._seen(token_ids, stop))
         ends = [text.index(string) + len(string) for string in stop if string in text]
         return text[: min(ends, default=None)]
 
     def is_finished(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
-        """Whether the last of `token_ids` ends the response: an end token, or one that completes a stop string."""
+        """Whether the last of `token_ids` ends the response: an end token, or one that completes a
+        stop string."""
         last = token_ids[-1]
         if last in self.end_ids:
             return True
@@ -124,11 +134,19 @@ class ResponseReader:
     def _has_last_letter(self, token: int, stop: tuple[str, ...]) -> bool:
         """Whether the token may hold the last letter, or a part of it, of a stop string."""
         piece = self._decode([token, token])  # twice, as some decoders drop a space in front
-        return any(string[-1] in piece or "\ufffd" in piece for string in stop)  # U+FFFD stands for a part of a character
+        return any(
+            string[-1] in piece or "\ufffd" in piece for string in stop
+        )  # U+FFFD stands for a part of a character
 
     def _seen(self, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
-        return [token for token in token_ids if token not in self._unseen or self._decode([token]) in stop]
+        return [
+            token
+            for token in token_ids
+            if token not in self._unseen or self._decode([token]) in stop
+        ]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # Cleaning up would take spaces away that the model has drawn.
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )

@@ -1,7 +1,16 @@
 """Prompts to token ids and token ids to text, by tokenizers of several kinds."""
 
 import pytest
-from small_tokenizers import KINDS, TAGS, adding, byte_level, sentence_piece, word_level, word_piece, wrapped
+from small_tokenizers import (
+    KINDS,
+    TAGS,
+    adding,
+    byte_level,
+    sentence_piece,
+    word_level,
+    word_piece,
+    wrapped,
+)
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from alignment.core.text import ResponseReader, end_token_ids, prompt_token_ids, response_token_ids
@@ -19,9 +28,15 @@ def drawn(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-# --- what rules and stop strings see --------------------------------------------------------------------------------------
+# --- what rules and stop strings see --------------------------------------------------------------
 
-TAG_OPTIONS = [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}, {"normalized": True}]
+TAG_OPTIONS = [
+    {},
+    {"lstrip": True},
+    {"rstrip": True},
+    {"lstrip": True, "rstrip": True},
+    {"normalized": True},
+]
 
 
 @pytest.mark.parametrize("options", TAG_OPTIONS, ids=str)
@@ -42,14 +57,19 @@ def test_special_tags_are_seen_as_plain_ones_are(kind, options):
 
 @pytest.mark.parametrize("special", [True, False, None])
 @pytest.mark.parametrize("kind", ["byte_level", "sentence_piece", "word_level", "lowercase"])
-@pytest.mark.parametrize("stop", [STOP, ("<answer>", "</answer>"), ("7 ", "\u3002"), ("<think> 7", "k>")])
+@pytest.mark.parametrize(
+    "stop", [STOP, ("<answer>", "</answer>"), ("7 ", "\u3002"), ("<think> 7", "k>")]
+)
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(kind, special, stop):
     """Token by token, against the whole text of each beginning."""
     tokenizer = wrapped(KINDS[kind](), special)
     for text in (SAID, " 7 7<think> 7 k>", "a\u3002b", "</think></answer></answer>"):
         ids = drawn(tokenizer, text)
         beginnings = [ids[:length] for length in range(1, len(ids) + 1)]
-        whole = [tokenizer.backend_tokenizer.decode(beginning, skip_special_tokens=False) for beginning in beginnings]
+        whole = [
+            tokenizer.backend_tokenizer.decode(beginning, skip_special_tokens=False)
+            for beginning in beginnings
+        ]
         expected = next((i for i, words in enumerate(whole) if any(s in words for s in stop)), None)
         finished = [reader(tokenizer).is_finished(beginning, stop) for beginning in beginnings]
         assert (finished.index(True) if True in finished else None) == expected
@@ -108,11 +128,13 @@ def test_no_space_is_cleaned_up():
 
 def test_a_tokenizer_without_padding_or_with_eos_for_it_loses_nothing_else():
     for pad in (None, "</s>"):
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>", pad_token=pad)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=byte_level(), eos_token="</s>", pad_token=pad
+        )
         assert reader(tokenizer).text(drawn(tokenizer, "7 <pad> 8</s>"), ()) == "7 <pad> 8"
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 WITH_ENDS = ("$A", "<s> $A", "$A </s>", "<s> $A </s>", "<s> <|im_start|> $A", "$A </s> <s>")
 
@@ -155,9 +177,14 @@ def test_one_token_for_bos_and_eos_stays_in_front_and_goes_behind():
     assert prompt_token_ids(tokenizer, ["7", "</s>7"]).ids == [[eos, *drawn(tokenizer, "7")]] * 2
 
 
-@pytest.mark.parametrize(("bos", "eos"), [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("bos", "eos"), [(True, True), (False, True), (True, False), (False, False)]
+)
 def test_llamas_tokenizer_with_add_eos_token(bos, eos):
-    vocabulary = {token: number for number, token in enumerate(("<unk>", "<s>", "</s>", "\u2581", *"0123456789+"))}
+    vocabulary = {
+        token: number
+        for number, token in enumerate(("<unk>", "<s>", "</s>", "\u2581", *"0123456789+"))
+    }
     tokenizer = LlamaTokenizer(vocab=vocabulary, merges=[], add_bos_token=bos, add_eos_token=eos)
     plain = tokenizer("7 + 8", add_special_tokens=False)["input_ids"]
     assert tokenizer("7 + 8")["input_ids"] == [1] * bos + plain + [2] * eos
@@ -174,7 +201,9 @@ def test_a_response_ends_with_one_eos():
     tokenizer = wrapped(adding(byte_level(), "<s> $A </s>"), True)
     eos = tokenizer.eos_token_id
     plain = drawn(tokenizer, " 7 </answer>")
-    assert response_token_ids(tokenizer, [" 7 </answer>", " 7 </answer></s>"]) == [(*plain, eos)] * 2
+    assert (
+        response_token_ids(tokenizer, [" 7 </answer>", " 7 </answer></s>"]) == [(*plain, eos)] * 2
+    )
 
 
 def test_the_labels_of_tokenize_prompt_and_output_follow_no_eos():

@@ -19,19 +19,25 @@ SAMPLING = SamplingConfig(n=64, max_new_tokens=12, seed=4)
 
 @pytest.fixture(scope="module")
 def folders(tiny_folder, tmp_path_factory):
-    """The tiny model with four more embeddings, taught one answer in some steps; its tags as special tokens and as plain ones."""
+    """The tiny model with four more embeddings, taught one answer in some steps; its tags as
+    special tokens and as plain ones."""
     made = {}
     for special in (True, False):
         made[special] = tmp_path_factory.mktemp("tags")
         tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-        tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS], special_tokens=special)
+        tokenizer.add_tokens(
+            [AddedToken(tag, special=special, normalized=False) for tag in TAGS],
+            special_tokens=special,
+        )
         tokenizer.save_pretrained(made[special])
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         prompt = tokenizer(PROMPT)["input_ids"]
-        answer = tokenizer(" 5 </think> <answer> 5 </answer>")["input_ids"] + [tokenizer.eos_token_id]
+        answer = tokenizer(" 5 </think> <answer> 5 </answer>")["input_ids"] + [
+            tokenizer.eos_token_id
+        ]
         optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
         for _ in range(40):
             labels = torch.tensor([[-100] * len(prompt) + answer])
@@ -44,7 +50,9 @@ def folders(tiny_folder, tmp_path_factory):
 
 
 def opened(folder) -> TransformersSampler:
-    return TransformersSampler(load_model(str(folder), ("cpu",), torch.float32), load_tokenizer(str(folder)), context=256)
+    return TransformersSampler(
+        load_model(str(folder), ("cpu",), torch.float32), load_tokenizer(str(folder)), context=256
+    )
 
 
 def test_special_tags_score_as_plain_ones_do(folders):
@@ -55,11 +63,15 @@ def test_special_tags_score_as_plain_ones_do(folders):
         groups[special] = evaluate_vllm(sampler, r1_zero_reward_fn, [PROBLEM], SAMPLING).groups
     assert groups[True] == groups[False]
     (group,) = groups[True]
-    right = [c for c, score in zip(group.completions, group.scores, strict=True) if score["reward"] == 1]
+    right = [
+        c for c, score in zip(group.completions, group.scores, strict=True) if score["reward"] == 1
+    ]
     assert 10 < len(right) < 60, len(right)
     assert all(c.finish_reason == "stop" and c.text.endswith("</answer>") for c in right)
     # The stop string itself ended them, before EOS.
-    assert {c.token_ids[-1] for c in right} == {sampler.tokenizer.convert_tokens_to_ids("</answer>")}
+    assert {c.token_ids[-1] for c in right} == {
+        sampler.tokenizer.convert_tokens_to_ids("</answer>")
+    }
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -70,7 +82,9 @@ def test_plain_decoding_ends_at_special_tags_too(folders, special):
     assert [c.token_ids for c in sampler.sample([PROMPT], SAMPLING)[0]] == shared
 
 
-def test_tokens_that_the_generation_config_lists_as_eos_end_a_response_and_are_no_part_of_its_text(folders):
+def test_tokens_that_the_generation_config_lists_as_eos_end_a_response_and_are_no_part_of_its_text(
+    folders,
+):
     model = load_model(str(folders[True]), ("cpu",), torch.float32)
     tokenizer = load_tokenizer(str(folders[True]))
     (turn,) = tokenizer.convert_tokens_to_ids(["<answer>"])
@@ -84,6 +98,8 @@ def test_tokens_that_the_generation_config_lists_as_eos_end_a_response_and_are_n
 
 def test_listeners_hear_the_tags(folders):
     heard = []
-    (drawn,) = opened(folders[True]).sample([PROMPT], SAMPLING, lambda number, text: heard.append(text))
+    (drawn,) = opened(folders[True]).sample(
+        [PROMPT], SAMPLING, lambda number, text: heard.append(text)
+    )
     assert sorted(heard) == sorted(c.text for c in drawn)
     assert any("</answer>" in text for text in heard)
