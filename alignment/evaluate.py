@@ -76,17 +76,16 @@ def main() -> None:
 
 def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console) -> Iterator:
     """Load each model, sample its answers to the problems of each task, and grade them. Yields (model, task, `Evaluation`)."""
-    from alignment.models import evaluation, make_sampler
-    from alignment.policy.loading import load_config, load_tokenizer
-    from alignment.sampling.sampler import encode_prompts, engine_name
+    from alignment.models import encode_problems, evaluation, make_sampler
+    from alignment.policy.loading import load_tokenizer
+    from alignment.sampling.sampler import engine_name
 
     for model in models:
         model_path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(model_path)
         parts = {name: evaluation(of_task, tokenizer, args.num_samples) for name, of_task in tasks.items()}
-        prompts = [problem.prompt for problems, _ in parts.values() for problem in problems]
-        context = load_config(model_path).max_position_embeddings
-        encode_prompts(tokenizer, prompts, context, args.max_new_tokens)  # refuses long ones
+        for problems, _ in parts.values():
+            encode_problems(problems, model_path, tokenizer, args.max_new_tokens)  # refuses long ones
         with closing(make_sampler(args, model_path, (roles_of(args).eval,), tokenizer, console=console)) as sampler:
             for name, (problems, evaluate) in parts.items():
                 status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"

@@ -20,7 +20,7 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
 from alignment.policy.frozen import FrozenModel, ReferenceProcess
-from alignment.policy.loading import compute_dtype, load_config, load_tokenizer, make_deterministic
+from alignment.policy.loading import check_token_ids, compute_dtype, load_config, load_tokenizer, make_deterministic
 from alignment.policy.memory import STATE_SHARE, release_memory, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
@@ -140,10 +140,10 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     """Fine-tune --model on `check_sft`'s demonstrations (`train_sft`); returns the evaluation on the test problems."""
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
-    tokenizer, context = load_tokenizer(base), load_config(base).max_position_embeddings
+    tokenizer = load_tokenizer(base)
     problems, evaluate = evaluation(args, tokenizer)
-    encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)  # refuses long ones now
-    splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
+    encode_problems(problems, base, tokenizer, args.max_new_tokens)  # refuses long ones now
+    splits = (encode_demonstrations(args, demonstrations[split], base, tokenizer) for split in ("train", "test"))
     target = train_sft(args, SFTData(*splits, pad_token_id(tokenizer)), base, tokenizer, console)
     sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer, console=console)
     with closing(sampler), count_parts("sampling held-out problems", len(problems), console, "response") as ended:
@@ -208,6 +208,28 @@ def examples(args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]], token
     problems, responses = zip(*demonstrations, strict=True)
     prompts = [p.prompt for p in prompted(problems, args.prompt or find_task(args.task, args.data).prompt, tokenizer)]
     return tokenise(list(zip(prompts, responses, strict=True)), tokenizer, context)
+
+
+def encode_demonstrations(
+    args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]], base: str, tokenizer
+) -> list[Example]:  # fmt: skip
+    """The `examples` for the model `base`. Raises `UserError`, naming the demonstration, for a token without an embedding."""
+    config = load_config(base)
+    encoded = examples(args, demonstrations, tokenizer, config.max_position_embeddings)
+    places = [problem.id for problem, _ in demonstrations]
+    whole = [prompt + response for prompt, response in encoded]
+    check_token_ids(tokenizer, config.vocab_size, zip(places, whole, strict=True))
+    return encoded
+
+
+def encode_problems(problems: Sequence[Problem], base: str, tokenizer, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of the problems' prompts. Raises `UserError` as `encode_prompts` for the context of the model `base`, and,
+    naming the problem, for a token without an embedding."""
+    config = load_config(base)
+    prompts = [problem.prompt for problem in problems]
+    encoded = encode_prompts(tokenizer, prompts, config.max_position_embeddings, max_new_tokens)
+    check_token_ids(tokenizer, config.vocab_size, zip([problem.id for problem in problems], encoded, strict=True))
+    return encoded
 
 
 class MadeMeanwhile(UserError):
@@ -356,11 +378,10 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
 
 
 def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem], base: str, tokenizer) -> int:
-    """Maximum tokens of a prompt and its response in an update. Raises `UserError` for a prompt beyond the context."""
+    """Maximum tokens of a prompt and its response in an update. Raises `UserError` as `encode_problems`."""
     known = problems if isinstance(source.problems, Endless) else [*source.problems, *problems]
     longest_response = max(args.max_new_tokens, args.eval_max_new_tokens)
-    prompts, context = [problem.prompt for problem in known], load_config(base).max_position_embeddings
-    return max(map(len, encode_prompts(tokenizer, prompts, context, longest_response))) + args.max_new_tokens
+    return max(map(len, encode_problems(known, base, tokenizer, longest_response))) + args.max_new_tokens
 
 
 def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:

@@ -18,6 +18,7 @@ from rich.console import Console
 from alignment.ablation.study import Run, read_run
 from alignment.args import RLArgs, configuration, flags_of
 from alignment.checks import EMBEDDED, check_model_path, engines_on_shared_gpu, resolve_model, roles_of, visible_gpus
+from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import prompted
 from alignment.data.tasks import TASKS
 from alignment.models import kind_of_policy
@@ -152,7 +153,7 @@ def prompts_of(task: str, dataset_path: str, prompt: str, base: str) -> tuple[in
         with suppress(UserError):  # the task's files are not here
             tested, tokenizer = TASKS[task].test_problems(dataset_path), load_tokenizer(base)
             prompts = [problem.prompt for problem in prompted(tested, prompt or TASKS[task].prompt, tokenizer)]
-            return int(LONGER * max(map(len, tokenizer(prompts)["input_ids"]))), len(tested)
+            return int(LONGER * max(map(len, prompt_token_ids(tokenizer, prompts).ids))), len(tested)
     return GSM8K
 
 

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs
 from alignment.checks import resolve_model
 from alignment.core.records import Completion, Problem
-from alignment.models import evaluation, examples
-from alignment.policy.loading import load_config, load_tokenizer
+from alignment.core.text import ResponseReader, response_token_ids
+from alignment.data.tasks import find_task
+from alignment.models import encode_demonstrations, encode_problems, evaluation
+from alignment.policy.loading import load_end_ids, load_tokenizer
 from alignment.rewards.rules import Reward, find_rule
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import open_source
@@ -14,20 +16,24 @@ from alignment.system.terminal import printable
 
 
 def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
-    """Print a run's first prompts, or the first test problems, each with the rewards of responses that hold its gold answer."""
+    """Print a run's first prompts, or the first test problems, each with the rewards of responses that hold its gold answer, as
+    rules see these once a model has said them token by token. Raises `UserError` for prompts that the run would refuse."""
     shapes = (" </think> <answer> {} </answer>", r" \boxed{{{}}}", " {}")  # in which a response may hold it
-    tokenizer = load_tokenizer(resolve_model(model, args.output_dir))
+    base = resolve_model(model, args.output_dir)
+    tokenizer = load_tokenizer(base)
+    responses, stop = ResponseReader(tokenizer, load_end_ids(base, tokenizer)), find_task(args.task, args.data).stop
     if isinstance(args, RLArgs):
         source = open_source(args.rollout_config, tokenizer)
         problems, reward = problems_of_step(source.problems, args.preview, args.seeds["data"], 1), source.reward
     else:
         problems = evaluation(args, tokenizer)[0][: args.preview]
         reward = Reward(find_rule(args.evaluation_rule, args.reward_timeout))
-    for problem in problems:
-        ids = tokenizer(problem.prompt)["input_ids"]
+    encoded = encode_problems(problems, base, tokenizer, args.max_new_tokens)
+    for problem, ids in zip(problems, encoded, strict=True):
         print(f"{problem.id}: the prompt, {len(ids)} tokens:", printable(tokenizer.decode(ids)), sep="\n")
         print("the gold answer:", printable(problem.ground_truth))
-        texts = [shape.format(answer) for shape in shapes for answer in (problem.ground_truth, "")]
+        said = [shape.format(answer) for shape in shapes for answer in (problem.ground_truth, "")]
+        texts = [responses.text(token_ids, stop) for token_ids in response_token_ids(tokenizer, said)]
         [group] = reward.score([problem], [[Completion((), (), (), text, "stop", 0) for text in texts]])
         for text, score in zip(texts[::2], group.scores[::2], strict=True):
             print(f"  {text!r} gets", ", ".join(f"{name} {value:g}" for name, value in score.items()))
@@ -39,6 +45,6 @@ def preview_demonstrations(args: SFTArgs, demonstrations: Sequence[tuple[Problem
     """Print the first demonstrations, their prompts and their trained tokens apart."""
     model = resolve_model(args.model, args.output_dir)
     tokenizer, shown = load_tokenizer(model), demonstrations[: args.preview]
-    for prompt, response in examples(args, shown, tokenizer, load_config(model).max_position_embeddings):
+    for prompt, response in encode_demonstrations(args, shown, model, tokenizer):
         print(f"the prompt, {len(prompt)} tokens, not trained:", printable(tokenizer.decode(prompt)), sep="\n")
         print(f"the response, {len(response)} tokens, all trained:", printable(tokenizer.decode(response)), sep="\n")

@@ -59,7 +59,7 @@ def main() -> None:
 
 def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Console) -> list[Group]:
     """Scored answers to the first training problems, each prompted with the examples; a group a problem."""
-    from alignment.models import eval_sampling, make_sampler
+    from alignment.models import encode_problems, eval_sampling, make_sampler
     from alignment.policy.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
@@ -69,6 +69,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     template = args.prompt or task.prompt
     chosen = training_problems(task.training_problems(args.dataset_path), 0, args.num_problems, tokenizer)
     chosen = with_examples(prompted(chosen, template, tokenizer), examples, template, tokenizer)
+    encode_problems(chosen, path, tokenizer, args.max_new_tokens)  # refuses long ones, before a model loads
     sampler = make_sampler(args, path, roles_of(args).sample, tokenizer, console=console)
     status = f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
     with closing(sampler), count_parts(status, len(chosen) * args.num_samples, console, "response") as ended:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from alignment.core.records import Batch, SamplingConfig
+from alignment.core.text import ResponseReader
 from alignment.core.tokens import collate
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.packing import ATTENTION, OWN_ATTENTION, attention_named
@@ -93,14 +94,14 @@ def training_differences(model: PreTrainedModel) -> tuple[float, float]:
 class NoTokenizer:
     """What decoding by token ids needs of a tokenizer."""
 
-    eos_token_id = None
+    eos_token_id = pad_token_id = None
 
 
 def decoding_difference(model: PreTrainedModel, tokens: int = 12) -> float:
     """Greedy tokens and their log-probs against each row's own forward pass: the largest difference in nats, infinite where a
     token is not its forward pass's most likely one (by more than rounding)."""
     sampler = TransformersSampler(model, NoTokenizer(), 64)
-    sampler._eos = set()
+    sampler.responses = ResponseReader(sampler.tokenizer, ())
     choose_decoding(sampler)
     prompts = [row[:length] for row, length in zip(torch.randint(3, 64, (3, 11)).tolist(), (11, 4, 1), strict=True)]
     sampling = SamplingConfig(n=2, temperature=0, max_new_tokens=tokens, stop=())

@@ -58,8 +58,8 @@ def main(
             **inputs, do_sample=True, top_k=0, num_return_sequences=n, max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id, **stop,
         )  # fmt: skip
-        responses = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        whole = [text.partition("</answer>")[0] + "</answer>" * ("</answer>" in text) for text in responses]
+        drawn = out[:, inputs["input_ids"].shape[1] :].tolist()
+        whole = [ours.responses.text(ids, SamplingConfig().stop) for ids in drawn]
         return sum(map(len, tokenizer(whole, add_special_tokens=False)["input_ids"]))
 
     peers = {

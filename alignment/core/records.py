@@ -66,7 +66,8 @@ class SamplingConfig:
 @dataclass(frozen=True)
 class Completion:
     """One sampled response. `token_ids` hold every sampled token, the stop string's and EOS included: train on them, never on
-    re-tokenised `text`. `log_probs` are nats under the distribution they were drawn from, with temperature, top-k and top-p."""
+    re-tokenised `text`, which rules see (`core.text.ResponseReader`). `log_probs` are nats under the distribution they were
+    drawn from, with temperature, top-k and top-p."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]

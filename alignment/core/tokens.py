@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from alignment.core.records import Batch
+from alignment.core.text import prompt_token_ids
 
 
 def collate(prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]], pad_token_id: int) -> Batch:
@@ -75,11 +76,12 @@ def cut_by_tokens(rows: Sequence[Row], most_tokens: int) -> list[list[int]]:
 
 def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, torch.Tensor]:
     """Tokenise prompts and outputs apart (so that the border never moves) and `collate` them: the `Batch`'s tensors by name."""
-    prompt_ids = tokenizer(list(prompt_strs))["input_ids"]
+    prompt_ids = prompt_token_ids(tokenizer, prompt_strs).ids
     output_ids = tokenizer(list(output_strs), add_special_tokens=False)["input_ids"]
     return vars(collate(prompt_ids, output_ids, pad_token_id(tokenizer)))
 
 
 def pad_token_id(tokenizer) -> int:
-    """The id to pad with. Any id will do, because masks come from lengths; EOS stands in where there is no pad token."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    """The id to pad with: EOS. Any id with an embedding will do, because masks come from lengths; a pad token that was added to
+    a tokenizer often has none."""
+    return tokenizer.eos_token_id

@@ -10,6 +10,7 @@ from typing import Literal
 from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LossConfig
 from alignment.core.records import Distribution, Endless, Problem, SamplingConfig
+from alignment.core.text import prompt_token_ids
 from alignment.data.tasks.own_data import DataConfig
 from alignment.system.errors import UserError
 
@@ -87,7 +88,7 @@ def training_problems(problems: Sequence[Problem], max_prompt_tokens: int, num_p
     if isinstance(problems, Endless):
         return [problems[i] for i in range(num_problems)] if num_problems else problems
     if max_prompt_tokens:
-        encoded = tokenizer([problem.prompt for problem in problems])["input_ids"]
+        encoded = prompt_token_ids(tokenizer, [problem.prompt for problem in problems]).ids
         problems = [p for p, ids in zip(problems, encoded, strict=True) if len(ids) <= max_prompt_tokens]
         if not problems:
             raise UserError(f"--max_prompt_tokens {max_prompt_tokens}: every prompt is longer")

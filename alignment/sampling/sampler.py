@@ -10,10 +10,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from alignment.core.records import Completion, SamplingConfig
+from alignment.core.text import prompt_token_ids
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ChildProcess, ProcessLost
 from alignment.system.registry import find
 from alignment.system.remote import Machine
+from alignment.system.terminal import say_once
 
 if TYPE_CHECKING:
     import torch
@@ -153,9 +155,12 @@ def check_sampler_url(url: str, token: str) -> None:
 
 
 def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int) -> list[list[int]]:
-    """Token ids of each prompt. Raises `UserError` where prompt and `max_new_tokens` do not fit in `context` tokens."""
-    encoded = tokenizer(list(prompts), add_special_tokens=True)["input_ids"] if prompts else []
-    for prompt, ids in zip(prompts, encoded, strict=True):
+    """Token ids of each prompt (`prompt_token_ids`); says what was repaired. Raises `UserError` where prompt and
+    `max_new_tokens` do not fit in `context` tokens."""
+    encoded = prompt_token_ids(tokenizer, prompts)
+    for line in encoded.repairs:
+        say_once(line)
+    for prompt, ids in zip(prompts, encoded.ids, strict=True):
         if len(ids) + max_new_tokens > context:
             both = f"a prompt of {len(ids)} tokens and --max_new_tokens {max_new_tokens}"
             remedy = f"lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
@@ -163,4 +168,4 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
         if not ids:
             remedy = "check the dataset, the prompt template and the model's tokenizer files"
             raise UserError(f"an empty prompt cannot be continued: {remedy}")
-    return encoded
+    return encoded.ids

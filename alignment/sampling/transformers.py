@@ -4,11 +4,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from alignment.core.records import Completion, SamplingConfig
+from alignment.core.text import ResponseReader, end_token_ids
 from alignment.policy.attention import soft_capped
 from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
 from alignment.policy.loading import copy_weights, first_device, load_model, mlp_width
@@ -47,10 +47,7 @@ class TransformersSampler:
         self.policy_version, self.restarts, self.dtype = policy_version, 0, model.dtype
         self.plain_path = takes_plain_path(model)
         self._device = first_device(model)
-        ends = model.generation_config.eos_token_id
-        self._eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-        # Decoding a row's last tokens at every step would cost more than a tiny model's forward pass.
-        self._may_stop = lru_cache(maxsize=None)(lambda token, stop: any(s[-1] in tokenizer.decode([token]) for s in stop))
+        self.responses = ResponseReader(tokenizer, end_token_ids(tokenizer, model.generation_config.eos_token_id))
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         copy_weights(self.model, named_tensors)
@@ -83,15 +80,11 @@ class TransformersSampler:
         for wave, rows in zip(waves, run_parallel(decode, waves, parallel, stop=stopped.set), strict=True):
             for position, row in enumerate(rows):
                 index, reason = wave[position // sampling.n], "stop" if row.finished else "length"
-                drawn = (tuple(encoded[index]), tuple(row.token_ids), tuple(row.log_probs), self._text(row, sampling.stop))
-                groups[index].append(Completion(*drawn, reason, self.policy_version))
+                drawn = (tuple(encoded[index]), tuple(row.token_ids), tuple(row.log_probs))
+                text = self.responses.text(row.token_ids, sampling.stop)
+                groups[index].append(Completion(*drawn, text, reason, self.policy_version))
         self.model.train(was_training)
         return groups
-
-    def _text(self, row: _Row, stop: tuple[str, ...]) -> str:
-        """The row's text up to and with the first stop string; the last token may carry letters beyond it."""
-        text = self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
-        return text[: min((text.index(string) + len(string) for string in stop if string in text), default=None)]
 
     def _waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig) -> tuple[list[list[int]], int]:
         """Prompts cut into waves of similar length, and how many of these are decoded at once, each by some of torch's threads:
@@ -129,7 +122,8 @@ class TransformersSampler:
                     for index, ids, values in drawn:
                         has_ended = self._extend(rows[index], ids, values, sampling.stop)
                         if on_response_end and (has_ended or last and not rows[index].finished):
-                            on_response_end(wave[index // sampling.n], self._text(rows[index], sampling.stop))
+                            text = self.responses.text(rows[index].token_ids, sampling.stop)
+                            on_response_end(wave[index // sampling.n], text)
                     unseen = []
                     unfinished = [line for line, index in enumerate(live) if not rows[index].finished]
                     if last or not unfinished or stopped and stopped.is_set():
@@ -149,10 +143,7 @@ class TransformersSampler:
         for token, log_prob in zip(ids, log_probs, strict=True):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
-            row.finished = token in self._eos
-            if not row.finished and self._may_stop(token, stop):
-                tail = self.tokenizer.decode(row.token_ids[-max(map(len, stop)) - 1 :], skip_special_tokens=True)
-                row.finished = any(string in tail for string in stop)
+            row.finished = self.responses.is_finished(row.token_ids, stop)
             if row.finished:
                 break
         return row.finished

@@ -6,14 +6,17 @@ import logging
 import os
 import random
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
 
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
+from alignment.core.text import ResponseReader
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, NamedTensors, Sums, bit_sum, checked_columns, checked_part, read_sums
 from alignment.sampling.pool import EngineProcess, received_tensors
@@ -30,10 +33,11 @@ class VLLMSampler(EngineProcess):
 
     def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
         # Not at the top, which the worker imports too: vLLM needs all of transformers.
-        from alignment.policy.loading import load_config
+        from alignment.policy.loading import load_config, load_end_ids
 
         device, model_path = config.device, config.model_path
         self.tokenizer, self.context = tokenizer, context or load_config(model_path).max_position_embeddings
+        self._responses = ResponseReader(tokenizer, load_end_ids(model_path, tokenizer))
         options = {"model": str(model_path), "dtype": config.dtype, "max_model_len": self.context, "seed": 0}
         options |= {"gpu_memory_utilization": config.memory_share, "tensor_parallel_size": len(config.devices)}
         options |= {"enable_sleep_mode": config.sleeps, "weight_transfer_config": {"backend": config.transfer_backend}}
@@ -85,8 +89,12 @@ class VLLMSampler(EngineProcess):
                 " whole new ones since: nothing is sampled with it"
             )
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
+        parameters = request_parameters(sampling, len(encoded), self._responses.end_ids)
         self._make_room()
-        return self._ask("generate", encoded, sampling, self.policy_version)
+        groups = self._ask("generate", encoded, parameters, sampling.n, self.policy_version)
+        # vLLM's own text ends with that of the EOS token.
+        read = partial(self._responses.text, stop=sampling.stop)
+        return [[replace(drawn, text=read(drawn.token_ids)) for drawn in group] for group in groups]
 
 
 def worker_environment(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -186,8 +194,9 @@ def _start_engine(device_type: str, options: dict) -> Engine:
 
 
 def _generate(
-    engine: Engine, connection: Connection, encoded: list[list[int]], sampling: SamplingConfig, version: int
+    engine: Engine, connection: Connection, encoded: list[list[int]], parameters: list[dict], n: int, version: int
 ) -> Completions:
+    """`n` completions of each prompt by its parameters; with the parameters of one only, `n` times the same."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -195,19 +204,23 @@ def _generate(
     # Cached keys and values would be the old ones after new weights, and would make a result depend on earlier calls.
     if not engine.llm.reset_prefix_cache():
         raise RuntimeError("vLLM refused to drop its prefix cache")
-    params = [SamplingParams(**parameters) for parameters in request_parameters(sampling, len(encoded))]
+    params = [SamplingParams(**own) for own in parameters]
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in encoded]
     outputs = engine.llm.generate(prompts, params, use_tqdm=False)
-    repeats = sampling.n if sampling.temperature == 0 else 1
-    pairs = zip(map(tuple, encoded), outputs, strict=True)
-    return [[_completion(ids, child, version) for child in output.outputs] * repeats for ids, output in pairs]
+    groups = []
+    for ids, own, output in zip(encoded, parameters, outputs, strict=True):
+        drawn = [_completion(tuple(ids), child, version) for child in output.outputs]
+        groups.append(drawn * (n // own["n"]))
+    return groups
 
 
-def request_parameters(sampling: SamplingConfig, prompts: int) -> list[dict]:
-    """vLLM's sampling parameters for each prompt, with a seed of its own; greedy ones for one completion, as vLLM demands."""
+def request_parameters(sampling: SamplingConfig, prompts: int, end_ids: Iterable[int]) -> list[dict]:
+    """vLLM's sampling parameters for each prompt, with a seed of its own; greedy ones for one completion, as vLLM demands.
+    Each response ends at the first of `end_ids`. Special tokens are part of the text in which vLLM looks for stop strings."""
     n = 1 if sampling.temperature == 0 else sampling.n
     shared = {"n": n, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     shared |= {"max_tokens": sampling.max_new_tokens, "stop": list(sampling.stop), "include_stop_str_in_output": True}
+    shared |= {"skip_special_tokens": False, "stop_token_ids": sorted(end_ids)}
     shared["logprobs"] = 0  # of the drawn token alone
     # vLLM gives child j of a request the seed + j. The first seed is drawn, so that neighbouring seeds share no child.
     first_seed = random.Random(sampling.seed).getrandbits(48)

@@ -8,6 +8,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,8 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.policy.loading import load_config, load_weights
+from alignment.core.text import ResponseReader
+from alignment.policy.loading import load_config, load_end_ids, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, NamedTensors, load_proven
 from alignment.sampling.sampler import Completions, SamplerConfig, SamplerLost, check_sampler_url, encode_prompts
@@ -47,6 +49,7 @@ class VLLMServerSampler:
         model_config = load_config(model_path)
         self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
         self.context = context or model_config.max_position_embeddings
+        self._responses = ResponseReader(tokenizer, load_end_ids(model_path, tokenizer))
         self._timeout, self.dtype = min(config.timeout, CHECK_SECONDS), getattr(torch, dtype)
         self._weights_folder = Path(config.weights_folder).resolve()
         check_sampler_url(config.url, token := os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
@@ -76,14 +79,15 @@ class VLLMServerSampler:
         self._drop_cached_prefixes()
         # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
         shared = {**NEUTRAL, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        parameters = request_parameters(sampling, len(encoded))
+        parameters = request_parameters(sampling, len(encoded), self._responses.end_ids)
         requests = [shared | own | {"prompt": ids} for own, ids in zip(parameters, encoded, strict=True)]
         answers = self._post("/v1/completions", requests)
         # Checked after the answers have come: a server that is lost before gives none.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts")):
             raise SamplerLost(f"{self._server} lost our weights: it was started again, or another command has loaded its own")
+        read = partial(self._responses.text, stop=sampling.stop)
         pairs = zip(encoded, answers, strict=True)
-        return [_completions(answer, tuple(ids), self.policy_version) * repeats for ids, answer in pairs]
+        return [_completions(answer, tuple(ids), self.policy_version, read) * repeats for ids, answer in pairs]
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         # A new name each time: another machine may remember for a while what an old one had in it.
@@ -181,8 +185,9 @@ def _write_files(folder: Path, named_tensors: NamedTensors, dtype: torch.dtype) 
             save_file({name: weight}, folder / f"{number:06d}.safetensors")
 
 
-def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int) -> list[Completion]:
-    """The completions of one prompt. Raises `SamplerLost` for values of other types."""
+def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int, read: Callable) -> list[Completion]:
+    """The completions of one prompt, whose text `read` makes of their token ids, as vLLM's own ends with that of the EOS token.
+    Raises `SamplerLost` for values of other types."""
     completions = []
     try:
         for choice in answer["choices"]:
@@ -190,7 +195,7 @@ def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int) -> lis
             text, reason = choice["text"], choice["finish_reason"]
             if set(map(type, tokens)) != {int} or not isinstance(text, str) or reason not in ("stop", "length"):  # but "abort"
                 raise ValueError
-            completions.append(Completion(prompt_ids, tokens, log_probs, text, reason, version))
+            completions.append(Completion(prompt_ids, tokens, log_probs, read(tokens), reason, version))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise SamplerLost("a vLLM server answered what are no completions") from None
     return completions

@@ -11,10 +11,12 @@ import torch
 
 from alignment.core.losses import masked_normalize
 from alignment.core.records import Distribution
+from alignment.core.text import prompt_token_ids, response_token_ids
 from alignment.core.tokens import collate
 from alignment.policy.policy import Objective, Policy
 from alignment.system.errors import UserError
 from alignment.system.signals import defer_signals
+from alignment.system.terminal import say_once
 
 Example = tuple[tuple[int, ...], tuple[int, ...]]  # Prompt ids, response ids.
 VALIDATION_EXAMPLES = 256
@@ -60,11 +62,15 @@ def fine_tune(policy: Policy, data: SFTData, config: SFTConfig, on_step: Callabl
 
 
 def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[Example]:
-    """Token ids of (prompt, response) pairs, EOS after each response. Raises `UserError` for a pair beyond the context."""
+    """Token ids of (prompt, response) pairs, the prompts as samplers encode them, one EOS after each response; says what was
+    repaired. Raises `UserError` for a pair beyond the context."""
     prompts, responses = (list(dict.fromkeys(texts)) for texts in zip(*pairs, strict=True))  # many come up more than once
-    prompt_ids = dict(zip(prompts, map(tuple, tokenizer(prompts)["input_ids"]), strict=True))
-    response_ids = dict(zip(responses, tokenizer(responses, add_special_tokens=False)["input_ids"], strict=True))
-    examples = [(prompt_ids[prompt], (*response_ids[response], tokenizer.eos_token_id)) for prompt, response in pairs]
+    encoded = prompt_token_ids(tokenizer, prompts)
+    for line in encoded.repairs:
+        say_once(line)
+    prompt_ids = dict(zip(prompts, map(tuple, encoded.ids), strict=True))
+    response_ids = dict(zip(responses, response_token_ids(tokenizer, responses), strict=True))
+    examples = [(prompt_ids[prompt], response_ids[response]) for prompt, response in pairs]
     for number, (prompt, response) in enumerate(examples):
         if (tokens := len(prompt) + len(response)) > context:
             fault = f"demonstration {number} has {tokens} tokens, more than the model's context of {context}"

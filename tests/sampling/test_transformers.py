@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment.core.records import SamplingConfig
+from alignment.core.text import ResponseReader
 from alignment.policy import log_probs
 from alignment.policy.loading import load_model
 from alignment.sampling import transformers as module
@@ -251,17 +252,17 @@ def test_rows_may_end_with_their_first_token(sampler):
     sampling = SamplingConfig(n=32, max_new_tokens=4, stop=(), seed=1)
     (drawn,) = sampler.sample(PROMPTS[:1], sampling)
     firsts = [c.token_ids[0] for c in drawn]
-    sampler._eos |= set(firsts[:24])
+    sampler.responses = ResponseReader(sampler.tokenizer, {*sampler.responses.end_ids, *firsts[:24]})
     (again,) = sampler.sample(PROMPTS[:1], sampling)
     assert [c.token_ids[0] for c in again] == firsts
-    assert [len(c.token_ids) == 1 for c in again] == [first in sampler._eos for first in firsts]
+    assert [len(c.token_ids) == 1 for c in again] == [first in sampler.responses.end_ids for first in firsts]
 
 
 def test_log_probs_in_bfloat16_are_the_trainers_for_the_same_hidden_states(model, tokenizer, monkeypatch):
     """With products as GPUs give them, in fp32: where sampling rounds the logits to bfloat16, log-probs are 0.013 off."""
     monkeypatch.setattr(log_probs, "fp32_product", lambda left, right: left.float() @ right.float())
     sampler, hidden = TransformersSampler(model.bfloat16(), tokenizer, context=256), []
-    sampler._eos = set()
+    sampler.responses = ResponseReader(tokenizer, ())
     hook = model.get_decoder().register_forward_hook(lambda module, arguments, outputs: hidden.append(outputs[0]))
     (drawn,) = sampler.sample(PROMPTS[:1], SamplingConfig(n=4, max_new_tokens=8, stop=(), seed=1))
     hook.remove()

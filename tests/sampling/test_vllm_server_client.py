@@ -95,8 +95,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def choice(seed: int, **changes) -> dict:
-    """What vLLM gives for a completion: three tokens that its seed decides."""
-    tokens = [seed % 100 + place for place in range(3)]
+    """What vLLM gives for a completion: three tokens that its seed decides, none of which ends it."""
+    tokens = [10 + seed % 100 + place for place in range(3)]
     return {
         "token_ids": tokens,
         "logprobs": {"token_logprobs": [-0.5, 0, -(seed % 7) / 2]},
@@ -160,8 +160,21 @@ def test_each_prompt_is_a_request_with_a_seed_and_the_completions_come_back_in_o
             assert completion.prompt_ids == tuple(ids) and completion.policy_version == 4
             assert completion.token_ids == tuple(fields["token_ids"])
             assert completion.log_probs == tuple(fields["logprobs"]["token_logprobs"])
-            assert completion.text == fields["text"] and completion.finish_reason == "length"
+            assert completion.text == tokenizer.decode(fields["token_ids"]) and completion.finish_reason == "length"
     assert {headers.get("Authorization") for _, _, headers in server.requests} == {"Bearer the key"}
+
+
+def test_the_text_has_special_tokens_and_no_end(connect, server, tokenizer):
+    """What vLLM gives as text ends with that of the EOS token; its own stop strings see all special tokens."""
+    end = tokenizer.eos_token_id
+    tokens = [*tokenizer("7<|pad|>")["input_ids"], end]
+    server.answers["/v1/completions"] = completions(
+        *[choice(1, token_ids=tokens, text="7<|pad|><|endoftext|>", finish_reason="stop")] * 2
+    )
+    drawn = connect().sample(PROMPTS[:1], SAMPLING)[0]
+    assert [(completion.text, completion.token_ids) for completion in drawn] == [("7", tuple(tokens))] * 2
+    (body,) = asked(server, "/v1/completions")
+    assert body["skip_special_tokens"] is False and body["stop_token_ids"] == [end]
 
 
 def test_two_servers_share_the_prompts_and_both_get_the_weights(server, tiny_folder, tokenizer, tmp_path):
@@ -179,8 +192,9 @@ def test_two_servers_share_the_prompts_and_both_get_the_weights(server, tiny_fol
         for number, one in enumerate((server, other)):
             assert [body["seed"] for body in asked(one, "/v1/completions")] == [first_seed + 2 * number]
             assert len(one.weights) == 2 and not list(tmp_path.iterdir())  # those that it began with, and the new ones
-        texts = [completion.text for group in drawn for completion in group]
-        assert texts == [f"text of {first_seed + child}" for child in range(4)] and pool.policy_version == 1
+        token_ids = [completion.token_ids for group in drawn for completion in group]
+        assert token_ids == [tuple(choice(first_seed + child)["token_ids"]) for child in range(4)]
+        assert pool.policy_version == 1
 
 
 def test_greedy_completions_are_drawn_once(connect, server):
@@ -386,7 +400,7 @@ GARBAGE = {
 def test_garbage_loses_the_sampler_in_bounded_time(garbage, connect, server):
     sampler = connect(timeout=4.0)
     server.answers["/v1/completions"] = completions(choice(1), choice(2))
-    assert sampler.sample(PROMPTS, SAMPLING)[0][1].text == "text of 2"
+    assert sampler.sample(PROMPTS, SAMPLING)[0][1].token_ids == tuple(choice(2)["token_ids"])
     server.answers["/v1/completions"] = garbage
     began = time.monotonic()
     with pytest.raises(SamplerLost):  # of the sampler, or of the check that `SamplerPool` makes of all that it gives

@@ -53,10 +53,11 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, its leading space included: text is the tokens put side by side."""
+    """One token a word, its leading space included: text is the tokens put side by side. The tag is a special token."""
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<eos>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[a-z]+|</answer>"), behavior="isolated")
     backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["</answer>"])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
 
 

@@ -84,6 +84,17 @@ def test_the_seed_decides_and_no_two_draws_share_it(sampler):
     assert len(set(same_prompt)) == 32
 
 
+def test_a_tag_that_is_a_special_token_ends_the_completion_and_is_in_its_text(sampler):
+    drawn = flat(sampler.sample(PROMPTS, SamplingConfig(n=64, max_new_tokens=48, stop=("</answer>",), seed=5)))
+    tagged = [completion for completion in drawn if 1 in completion.token_ids]
+    assert len(tagged) > 10
+    for completion in tagged:
+        assert completion.finish_reason == "stop" and completion.token_ids.index(1) == len(completion.token_ids) - 1
+        assert completion.text == "".join(VOCABULARY[token] for token in completion.token_ids)
+    assert not any("<eos>" in completion.text for completion in drawn)
+    assert any(completion.token_ids[-1] == 0 for completion in drawn)
+
+
 def test_a_stop_string_ends_the_completion_and_its_tokens_are_kept(sampler):
     unstopped = flat(sampler.sample(PROMPTS, OPEN_END))
     chosen = max(range(len(unstopped)), key=lambda index: len(unstopped[index].token_ids))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from alignment.core.records import Endless, Problem
+from alignment.core.text import added_ids
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
 
@@ -69,7 +70,5 @@ def _chat_text(place: str, turns: Iterable[tuple[str, str]], tokenizer, remedy: 
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # the model's template may refuse a system turn
         raise UserError(f"{place}: the chat template of this model refuses it ({error})") from None
-    first = tokenizer("a")["input_ids"][:1]
-    if first and first[0] == tokenizer.bos_token_id:  # encoding the prompt adds it again
-        text = text.removeprefix(tokenizer.bos_token)
-    return text
+    prefix, _ = added_ids(tokenizer)  # such as BOS, which encoding the prompt adds again
+    return text.removeprefix("".join(tokenizer.convert_ids_to_tokens(list(prefix))))

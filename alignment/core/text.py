@@ -1,0 +1,152 @@
+"""Between text and token ids, in both directions: which ids a model gets for a prompt, and what
+rules and stop strings see of the ids that it answers with. Every command, sampler and preview reads
+and writes text by these functions."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+PROBES = ("a", "0", ".")  # texts without special tokens, of which a tokenizer knows one at least
+CHAT_PROBE = "qwzx"  # an answer that no chat template has in itself
+
+
+@dataclass(frozen=True)
+class PromptIds:
+    """The token ids of each prompt, and in words what was repaired in some of them."""
+
+    ids: list[list[int]]
+    repairs: tuple[str, ...]
+
+
+def prompt_token_ids(tokenizer, prompts: Sequence[str]) -> PromptIds:
+    """The ids of prompts that a model continues: what the tokenizer makes of them, with a BOS in
+    front where it adds one. Two things are repaired. An EOS that the tokenizer appends goes, since
+    a model has nothing to say after it. A beginning that the prompt spells out and the tokenizer
+    adds once more, such as BOS, stands there once."""
+    if not prompts:
+        return PromptIds([], ())
+    encoded = tokenizer(list(prompts), add_special_tokens=True)["input_ids"]
+    prefix, suffix = added_ids(tokenizer)
+    if not prefix and not suffix:
+        return PromptIds(encoded, ())
+    spelled = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    # What stays of a suffix ends before its first EOS.
+    kept = suffix
+    if tokenizer.eos_token_id in suffix:
+        kept = suffix[: suffix.index(tokenizer.eos_token_id)]
+    repaired = []
+    doubled = False
+    for ids, plain in zip(encoded, spelled, strict=True):
+        if ids != [*prefix, *plain, *suffix]:  # another rule made it, so that nothing is certain
+            repaired.append(ids)
+            continue
+        begins_twice = bool(prefix) and tuple(plain[: len(prefix)]) == prefix
+        doubled |= begins_twice
+        beginning = () if begins_twice else prefix
+        repaired.append([*beginning, *plain, *kept])
+    repairs = []
+    if kept != suffix:
+        removed = "".join(tokenizer.convert_ids_to_tokens(list(suffix[len(kept) :])))
+        repairs.append(f"the tokenizer appends {removed} to every text: prompts go without it")
+    if doubled:
+        twice = "".join(tokenizer.convert_ids_to_tokens(list(prefix)))
+        repairs.append(f"prompts spell out {twice}, which the tokenizer adds too: it is there once")
+    return PromptIds(repaired, tuple(repairs))
+
+
+def added_ids(tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that a tokenizer puts before and behind every text, such as BOS and EOS."""
+    for probe in PROBES:
+        whole = tokenizer(probe, add_special_tokens=True)["input_ids"]
+        plain = tokenizer(probe, add_special_tokens=False)["input_ids"]
+        for start in range(len(whole) - len(plain) + 1):
+            if plain and whole[start : start + len(plain)] == plain:
+                return tuple(whole[:start]), tuple(whole[start + len(plain) :])
+    return (), ()
+
+
+def response_token_ids(tokenizer, responses: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ids that a model is taught to answer with: the response's own, and one EOS behind
+    them."""
+    eos = tokenizer.eos_token_id
+    if not responses:
+        return []
+    encoded = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+    return [tuple(ids) if ids[-1:] == [eos] else (*ids, eos) for ids in encoded]
+
+
+def end_token_ids(tokenizer, listed: int | Iterable[int] | None) -> frozenset[int]:
+    """The ids that end a response: the tokenizer's EOS, those `listed` as the model's
+    `eos_token_id`, and the special token by which its chat template ends the assistant's turn."""
+    several = listed if isinstance(listed, Iterable) else [listed]
+    return frozenset({tokenizer.eos_token_id, *several, _end_of_turn(tokenizer)}) - {None}
+
+
+def _end_of_turn(tokenizer) -> int | None:
+    """The id of the special token that stands behind an answer in the tokenizer's chat template,
+    such as <|im_end|>."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": CHAT_PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (
+        Exception
+    ):  # a template raises errors of its own, of any class, for turns that it does not take
+        return None
+    behind = text.rpartition(CHAT_PROBE)[2].lstrip()
+    first = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return first[0] if first and first[0] in special else None
+
+
+class ResponseReader:
+    """What rules and stop strings see of a response: the text of all its tokens, special ones such
+    as <think> included, but for those that end it (`end_ids`) or pad. One of these that is itself a
+    stop string, as an EOS token </answer>, is seen."""
+
+    def __init__(self, tokenizer, end_ids: Iterable[int]):
+        self._tokenizer, self.end_ids = tokenizer, frozenset(end_ids)
+        self._unseen = self.end_ids | {tokenizer.pad_token_id}
+        # Decoding a row's last tokens at every step would cost more than a tiny model's
+        # forward pass.
+        self._may_complete = lru_cache(maxsize=None)(self._has_last_letter)
+
+    def text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        """The text up to and with the first stop string; the last token may carry letters beyond
+        it."""
+        text = self._decode(self._seen(token_ids, stop))
+        ends = [text.index(string) + len(string) for string in stop if string in text]
+        return text[: min(ends, default=None)]
+
+    def is_finished(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
+        """Whether the last of `token_ids` ends the response: an end token, or one that completes a
+        stop string."""
+        last = token_ids[-1]
+        if last in self.end_ids:
+            return True
+        if not self._may_complete(last, tuple(stop)):
+            return False
+        most_bytes = max(len(string.encode()) for string in stop)  # and so at most as many tokens
+        tail = self._decode(self._seen(token_ids, stop)[-most_bytes - 1 :])
+        return any(string in tail for string in stop)
+
+    def _has_last_letter(self, token: int, stop: tuple[str, ...]) -> bool:
+        """Whether the token may hold the last letter, or a part of it, of a stop string."""
+        piece = self._decode([token, token])  # twice, as some decoders drop a space in front
+        return any(
+            string[-1] in piece or "\ufffd" in piece for string in stop
+        )  # U+FFFD stands for a part of a character
+
+    def _seen(self, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
+        return [
+            token
+            for token in token_ids
+            if token not in self._unseen or self._decode([token]) in stop
+        ]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        # Cleaning up would take spaces away that the model has drawn.
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
