@@ -1,8 +1,9 @@
 """Function calls in processes that can be killed. A worker imports its modules once and forks a child for each call, whose work
 and memory it limits: ending a call costs no new imports. Messages are JSON: the parent never unpickles what a worker sends.
 
-Work is counted in calls of Python functions, by `sys.settrace`, so that what is within the limit on an idle machine is within it on
-a busy one. Clocks only guard against what makes no such calls: a computation in C, a wait without end."""
+Work is counted in calls of Python functions, so that what is within the limit on an idle machine is within it on a busy one. Clocks
+only guard against what makes no such calls: a computation in C, a wait without end. Counting, by `sys.settrace`, doubles the time,
+so a call first runs uncounted for as short a time as even a fast machine needs for the allowed number."""
 
 import importlib
 import json
@@ -22,6 +23,7 @@ import psutil
 
 from alignment.system.processes import ChildProcess
 
+CALLS_PER_SECOND = 6_000_000  # of CPU time, of Python functions: more than a processor makes; sympy made 1 to 3 million where tried
 LOOK_SECONDS = 0.4  # between two looks at a call; one that sleeps at both and has computed nothing in between is ended
 CLOCK_SECONDS = 300.0  # by the clock, after which a call or a worker is ended whatever it does
 START_SECONDS = 120.0  # for the imports of a new worker, on a busy machine
@@ -113,39 +115,59 @@ def serve(descriptor: int) -> None:
         for module in json.loads(pipe.recv_bytes()):
             importlib.import_module(module)
         while True:
-            pipe.send_bytes(_call_in_fork(*json.loads(pipe.recv_bytes())))
+            pipe.send_bytes(_limited_call(*json.loads(pipe.recv_bytes())))
+
+
+def _limited_call(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
+    """The reply to a call, [failure, answer]. One that ends within the first, uncounted attempt made fewer than `calls` calls."""
+    if calls is not None:
+        reply = _call_in_fork(function, arguments, calls / CALLS_PER_SECOND, None)
+        if reply != _COMPUTES:
+            return reply
+    reply = _call_in_fork(function, arguments, seconds, calls)
+    return _TIMED_OUT if reply == _COMPUTES else reply
+
+
+_TIMED_OUT, _COMPUTES = b'["time-out", null]', b'["computes", null]'
 
 
 def _call_in_fork(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
-    """The reply of a forked child, [failure, answer]. The child is killed when it has answered or a limit is met."""
+    """The reply of a forked child; `_COMPUTES` where `seconds` of CPU time were not enough. The child is killed when it has
+    answered or a limit is met."""
     receiver, sender = Pipe(duplex=False)
     if (child := os.fork()) == 0:
-        try:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process even if all of its parents are gone
-            signal.setitimer(signal.ITIMER_REAL, CLOCK_SECONDS)
-            with suppress(ValueError, OSError):
-                _, hard = resource.getrlimit(resource.RLIMIT_AS)
-                resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
-            called = pkgutil.resolve_name(function)
-            if calls is not None:
-                _limit_calls(calls, sender)
-            answer = called(*arguments)
-            sys.settrace(None)
-            sender.send_bytes(json.dumps([None, answer]).encode())
-        except MemoryError:
-            sys.settrace(None)
-            sender.send_bytes(b'["memory", null]')
-        finally:
-            os._exit(0)
+        _answer(function, arguments, seconds, calls, sender)
     sender.close()
-    reply, timed_out = b"", not _answers(receiver, child)
+    reply = b""
+    is_over = _wait(receiver, child)
     with suppress(EOFError):
-        reply = b"" if timed_out else receiver.recv_bytes()
+        reply = receiver.recv_bytes() if is_over else _TIMED_OUT
     receiver.close()
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    timed_out = timed_out or os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, -signal.SIGALRM)
-    return reply or json.dumps(["time-out" if timed_out else "died", None]).encode()
+    endings = {-signal.SIGPROF: _COMPUTES, -signal.SIGALRM: _TIMED_OUT}
+    return reply or endings.get(os.waitstatus_to_exitcode(status), b'["died", null]')
+
+
+def _answer(function: str, arguments: Sequence, seconds: float, calls: int | None, sender: Connection) -> None:
+    """Send the answer of a call, and end this process."""
+    try:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process even if all of its parents are gone
+        signal.setitimer(signal.ITIMER_REAL, CLOCK_SECONDS)
+        with suppress(ValueError, OSError):
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
+        called = pkgutil.resolve_name(function)
+        if calls is not None:
+            _limit_calls(calls, sender)
+        answer = called(*arguments)
+        sys.settrace(None)
+        sender.send_bytes(json.dumps([None, answer]).encode())
+    except MemoryError:
+        sys.settrace(None)
+        sender.send_bytes(b'["memory", null]')
+    finally:
+        os._exit(0)
 
 
 def _limit_calls(calls: int, sender: Connection) -> None:
@@ -162,8 +184,8 @@ def _limit_calls(calls: int, sender: Connection) -> None:
     sys.settrace(count)
 
 
-def _answers(receiver: Connection, child: int) -> bool:
-    """Wait until a child has answered or ended; false where it sleeps without end. One that waits for a busy processor does
+def _wait(receiver: Connection, child: int) -> bool:
+    """Whether a child has answered or ended, once it has; false where it sleeps without end. One that waits for a busy processor does
     not sleep."""
     process, used_before = psutil.Process(child), -1.0
     while not receiver.poll(LOOK_SECONDS):

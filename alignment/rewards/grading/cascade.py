@@ -2,6 +2,7 @@
 The last one is the library math-verify, for notation that our own grammar does not read. It parses LaTeX and lets sympy
 compute, for any time and in any memory: it runs in workers that limit both."""
 
+import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,10 @@ from alignment.system.limited_workers import CallFailed, LimitedWorkers
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
 CACHED = 100_000  # verdicts kept
 ASKED_CHARS = 200  # of a text that math-verify gets
+MAX_EXPONENT = 10_000  # the product of all exponents in such a text
 ASKED_SIDES = 3  # of a chain of equal values that math-verify gets
 CALLS = 3_000_000  # of Python functions for one pair that math-verify gets; a second has about two million of them
-SECONDS = 20.0  # of CPU time, a guard against computations in C that make no such calls
+SECONDS = 15.0  # of CPU time, a guard against computations in C that make no such calls
 
 WORKERS = LimitedWorkers(("math_verify", __name__))  # This process's workers for all of grading.
 
@@ -93,12 +95,13 @@ def ask_math_verify(answer: str, truth: str) -> Verdict:
     sides, truths = _sides(answer), _sides(truth)
     if not sides or not truths:
         return Verdict(False, "unread")
-    verdict = Verdict(False, "unread")
+    if len(sides) == len(truths) == 1:
+        return _ask_of_one(sides[0], truths[0])
     for side in sides:
-        verdict = _ask_of_one(side, truths[-1]) if len(sides) + len(truths) == 2 else _of_one(side, truths[-1])
+        verdict = _of_one(side, truths[-1])
         if not verdict.equal:
             return verdict
-    return verdict
+    return Verdict(True, "math-verify")
 
 
 def _sides(text: str) -> list[str]:
@@ -149,6 +152,9 @@ def _harmless(text: str) -> bool:
         signs = re.sub(r"d[a-z](?![A-Za-z])", " x", signs)
     powers, small = (len(pattern.findall(bare)) for pattern in (PATTERNS.power, PATTERNS.small_power))
     if not powers == small <= 6 or PATTERNS.large.search(bare) or PATTERNS.unclear.search(signs):
+        return False
+    # Powers inside each other multiply their exponents, which C would compute for minutes without a call that is counted.
+    if math.prod(int(exponent) or 1 for exponent in PATTERNS.exponent.findall(bare)) > MAX_EXPONENT:
         return False
     equation = "=" in signs and not re.search(r"\\(?:sum|prod|int|lim)", bare)
     return not equation and bool(re.search("[A-Za-z]", signs) or not re.search("[<>≤≥≠]", bare))
