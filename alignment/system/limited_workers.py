@@ -121,7 +121,7 @@ def serve(descriptor: int) -> None:
 def _limited_call(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
     """The reply to a call, [failure, answer]. One that ends within the first, uncounted attempt made fewer than `calls` calls."""
     if calls is not None:
-        reply = _call_in_fork(function, arguments, calls / CALLS_PER_SECOND, None)
+        reply = _call_in_fork(function, arguments, max(calls / CALLS_PER_SECOND, 0.001), None)
         if reply != _COMPUTES:
             return reply
     reply = _call_in_fork(function, arguments, seconds, calls)

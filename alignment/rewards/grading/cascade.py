@@ -2,6 +2,7 @@
 The last one is the library math-verify, for notation that our own grammar does not read. It parses LaTeX and lets sympy
 compute, for any time and in any memory: it runs in workers that limit both."""
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -90,15 +91,15 @@ _TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for si
 
 def ask_math_verify(answer: str, truth: str) -> Verdict:
     """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get. It gets single expressions:
-    an answer that is a chain, a = b = c, is right if every side equals the truth, and lists and other relations it gets never.
-    Raises `CallFailed`."""
+    of a chain, a = b = c, every side must equal every side of the other, and lists and other relations it gets never. Raises
+    `CallFailed`."""
     sides, truths = _sides(answer), _sides(truth)
     if not sides or not truths:
         return Verdict(False, "unread")
     if len(sides) == len(truths) == 1:
         return _ask_of_one(sides[0], truths[0])
-    for side in sides:
-        verdict = _of_one(side, truths[-1])
+    for side, one_truth in itertools.product(sides, truths):
+        verdict = _of_one(side, one_truth)
         if not verdict.equal:
             return verdict
     return Verdict(True, "math-verify")

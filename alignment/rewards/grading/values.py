@@ -20,11 +20,11 @@ from alignment.rewards.grading.expressions import TRIGONOMETRIC, Node, Refused, 
 MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
 flint.ctx.prec = 1024  # bits; all threads of the process share this setting, so it is set once and never changed
 NEAR_POINTS = 12  # at most, of numbers below 4, at which expressions with variables are compared
-FAR_POINTS = 160  # at most, further out and around the constants, where the near ones leave it open
-BRANCH_POINTS = 16  # of the far ones, at which expressions with roots, |x| and the like are compared in any case
+FAR_POINTS = 400  # at most, further out and around the constants, where the near ones leave it open
 ENOUGH = 3  # points at which both sides are defined and agree
 AGREED = 5  # points after which no more are tried
-LANDMARKS = 16  # at most, constants around which far points are chosen
+LANDMARKS = 8  # at most, constants around which far points are chosen; quotients of half of them are added
+_SIZES = [Fraction(2) ** k for k in (-7, -3, 3, 5, 8, 12, 18)]  # of far points
 MAX_GAMMAS = 8  # a factorial or binomial of a number that is not whole takes milliseconds
 _NEGLIGIBLE = arb(2) ** -250  # a difference below this, between values below 2^50, counts as rounding
 
@@ -52,9 +52,13 @@ def equal_values(a: Node, b: Node) -> bool | None:
         agreed += verdict is True
         if agreed == AGREED:
             break
-    branches = BRANCH_POINTS if _has_branches(a) or _has_branches(b) else 0
+    has_branches = _has_branches(a) or _has_branches(b)
+    if agreed == AGREED and not has_branches:
+        return True
+    landmarks = _landmarks(a, b)
+    branches = 2 * len(_SIZES) + len(landmarks) if has_branches else 0  # points, of every size and between all landmarks
     far_points = NEAR_POINTS if gammas else FAR_POINTS
-    for k, point in enumerate(itertools.islice(_far_points(names, a, b), far_points)):
+    for k, point in enumerate(itertools.islice(_far_points(names, landmarks, seed=repr((b, a))), far_points)):
         if agreed >= AGREED and k >= branches:
             break
         verdict = _equal_at(a, b, point, field)
@@ -114,7 +118,8 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     if not names:
         return False
     quotient = ("/", a, b)
-    points = itertools.chain(_points(names, seed=repr((a, b))), itertools.islice(_far_points(names, a, b), FAR_POINTS))
+    far_points = _far_points(names, _landmarks(a, b), seed=repr((b, a)))
+    points = itertools.chain(_points(names, seed=repr((a, b))), itertools.islice(far_points, FAR_POINTS))
     if "i" in subtrees(quotient):
         return not positive and equal_values(a, ("*", b, substitute(quotient, next(points)))) is True
     for point in points:
@@ -143,25 +148,31 @@ def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
         yield {name: signs[j] * values[j] ** (-1) ** (j + k // 2) for j, name in enumerate(names)}
 
 
-def _far_points(names: list[str], a: Node, b: Node) -> Iterator[dict[str, Fraction]]:
-    """Points without end, of all sizes and around the constants of two trees, where their domains may begin or end. They
-    depend on the trees alone. In turn: every value of a size of its own; every value close to a constant; every value between
-    two neighbouring constants."""
-    rng = random.Random(repr((b, a)))
-    landmarks = _landmarks(a, b)
-    for k in itertools.count():
-        point: dict[str, Fraction] = {}
-        for name in names:
-            share = Fraction(rng.randrange(101, 499), 503)
-            if k % 3 == 0:
-                sign = (1, -1, rng.choice((1, -1)))[k // 3 % 3]
-                point[name] = sign * (1 + share) * Fraction(2) ** rng.choice((-8, -5, -3, 2, 3, 4, 6, 8, 11, 15, 20))
-            elif k % 3 == 1:
-                point[name] = rng.choice(landmarks) + rng.choice((1, -1)) * share
-            else:
-                at = rng.randrange(len(landmarks) - 1)
-                point[name] = landmarks[at] + share * (landmarks[at + 1] - landmarks[at])
-        yield point
+def _far_points(names: list[str], landmarks: list[Fraction], seed: str) -> Iterator[dict[str, Fraction]]:
+    """Points without end, in rounds. In a round every variable takes every far value; several variables take them in orders of
+    their own, and in every second round in the same one, so that all are small, or large, at once."""
+    rng = random.Random(seed)
+    for round_number in itertools.count():
+        columns = [_far_values(landmarks, rng) for _ in names]
+        if len(names) > 1 and round_number % 2 == 0:
+            for column in columns:
+                rng.shuffle(column)
+        for values in zip(*columns, strict=True):
+            yield dict(zip(names, values, strict=True))
+
+
+def _far_values(landmarks: list[Fraction], rng: random.Random) -> list[Fraction]:
+    """A number of every size with either sign, one between any two neighbouring landmarks, then those close to each of them."""
+
+    def share() -> Fraction:
+        return Fraction(rng.randrange(51, 449), 503)
+
+    values = [sign * (1 + share()) * size for size in _SIZES for sign in (1, -1)]
+    values += [low + share() * (high - low) for low, high in itertools.pairwise(landmarks)]
+    for reach in (Fraction(1, 3), Fraction(1)):
+        for sign in (1, -1):
+            values += [landmark + sign * reach * share() for landmark in landmarks]
+    return values
 
 
 def _landmarks(a: Node, b: Node) -> list[Fraction]:
@@ -174,8 +185,8 @@ def _landmarks(a: Node, b: Node) -> list[Fraction]:
                 size = abs(Fraction(int(value.numerator), int(value.denominator)))
                 if size not in constants:
                     constants.append(size)
-    constants = constants[:LANDMARKS]
-    quotients = [top / bottom for top, bottom in itertools.permutations(constants[: LANDMARKS // 4], 2)]
+    constants = sorted(constants, reverse=True)[:LANDMARKS]
+    quotients = [top / bottom for top, bottom in itertools.permutations(constants[: LANDMARKS // 2], 2)]
     sizes = {Fraction(1), *constants, *quotients}
     return sorted({Fraction(0), *sizes, *(-size for size in sizes)})
 
