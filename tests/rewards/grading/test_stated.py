@@ -65,6 +65,9 @@ def test_no_part_is_paid_in_either_direction():
         (r"\boxed{5} \times 10^3", "5", 0, 0),
         (r"\boxed{5} \text{ cm}", "5 cm", 1, 1),
         (r"\boxed{5} \text{ cm}", "5 m", 0, 0),
+        (r"\boxed{\frac34} or 0.75", "0.75", 1, 1),  # one value in two forms
+        (r"\boxed{\frac34} or 0.76", "0.75", 0, 0),
+        (r"\boxed{50} or 50\%", "50", 0, 0),
         (r"\boxed{3}, no, wait: \boxed{5}", "5", 1, 0),  # a correction is no list, but not one final answer either
         (r"a = 3, b = 4, so c = \boxed{5}", "5", 1, 0),
     ],
