@@ -20,7 +20,8 @@ def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> d
     The format rule is that of the R1-Zero reward in "Understanding R1-Zero-Like Training" (Dr. GRPO, Liu et al. 2025,
     arXiv:2503.20783): the format is right if the response contains the literal `</think> <answer>` and `</answer>`;
     otherwise all three are 0.0. The answer is the text after the last `<answer>`, or what its \boxed states: where there are
-    several boxes, all of them, while the published rule takes the last. A failed grading (see `FAILURES`) adds "grading_failed": 1.0."""
+    several boxes, all of them, while the published rule takes the last. A failed grading (see `FAILURES`) adds
+    "grading_failed": 1.0."""
     well_formed = "</think> <answer>" in response and "</answer>" in response
     answer = _last_answer(response)
     return _score(well_formed, None if answer is None else grade_detail(answer, ground_truth, fast))

@@ -1,9 +1,11 @@
-"""Function calls in processes that can be killed. A worker imports its modules once and forks a child for each call, whose work
-and memory it limits: ending a call costs no new imports. Messages are JSON: the parent never unpickles what a worker sends.
+"""Function calls in processes that can be killed. A worker imports its modules once and forks a child
+for each call, whose work and memory it limits: ending a call costs no new imports. Messages are JSON:
+the parent never unpickles what a worker sends.
 
-Work is counted in calls of Python functions, so that what is within the limit on an idle machine is within it on a busy one. Clocks
-only guard against what makes no such calls: a computation in C, a wait without end. Counting, by `sys.settrace`, doubles the time,
-so a call first runs uncounted for as short a time as even a fast machine needs for the allowed number."""
+Work is counted in calls of Python functions, so that what is within the limit on an idle machine is
+within it on a busy one. Clocks only guard against what makes no such calls: a computation in C, a wait
+without end. Counting, by `sys.settrace`, doubles the time, so a call first runs uncounted for as short
+a time as even a fast machine needs for the allowed number."""
 
 import importlib
 import json
@@ -23,8 +25,10 @@ import psutil
 
 from alignment.system.processes import ChildProcess
 
-CALLS_PER_SECOND = 6_000_000  # of CPU time, of Python functions: more than a processor makes; sympy made 1 to 3 million where tried
-LOOK_SECONDS = 0.4  # between two looks at a call; one that sleeps at both and has computed nothing in between is ended
+# Of Python functions in a second of CPU time: more than a processor makes. Sympy made 1 to 3 million.
+CALLS_PER_SECOND = 6_000_000
+# Between two looks at a call; one that sleeps at both and has computed nothing in between is ended.
+LOOK_SECONDS = 0.4
 CLOCK_SECONDS = 300.0  # by the clock, after which a call or a worker is ended whatever it does
 START_SECONDS = 120.0  # for the imports of a new worker, on a busy machine
 MEMORY_BYTES = 2 << 30  # address space of a call, of which a worker's imports take about a quarter; Linux only
@@ -185,8 +189,8 @@ def _limit_calls(calls: int, sender: Connection) -> None:
 
 
 def _wait(receiver: Connection, child: int) -> bool:
-    """Whether a child has answered or ended, once it has; false where it sleeps without end. One that waits for a busy processor does
-    not sleep."""
+    """Whether a child has answered or ended, once it has; false where it sleeps without end. One that
+    waits for a busy processor does not sleep."""
     process, used_before = psutil.Process(child), -1.0
     while not receiver.poll(LOOK_SECONDS):
         times = process.cpu_times()
