@@ -11,7 +11,7 @@ from alignment.core.records import Problem
 from alignment.data.tasks import Task
 from alignment.data.tasks.own_data import DataConfig, hub_splits, numbered, worked_problems
 from alignment.data.tasks.published import svamp_row
-from alignment.rewards.grading.text import unbox
+from alignment.rewards.grading.boxes import boxed_answer
 from alignment.system.errors import UserError
 
 ENTRIES = tomllib.loads(Path(__file__).with_name("benchmarks.toml").read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ def problems(name: str, dataset_path: str = "") -> tuple[Problem, ...]:
     rows = [(place, (svamp_row if entry.get("equation") else flat)(place, row)) for place, row in rows]
     question, answer = (next((c for c in entry[kind] if c in rows[0][1]), [*entry[kind]][0]) for kind in ("question", "answer"))
     pairs = worked_problems(rows, DataConfig(question, answer, entry["answer"][answer]))
-    return tuple(replace(p, id=f"{name}/{i}", ground_truth=unbox(p.ground_truth).strip()) for i, (p, _) in enumerate(pairs))
+    return tuple(replace(p, id=f"{name}/{i}", ground_truth=boxed_answer(p.ground_truth).strip()) for i, (p, _) in enumerate(pairs))
 
 
 def _task(name: str, entry: Mapping) -> Task:

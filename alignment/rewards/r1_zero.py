@@ -6,21 +6,24 @@ from contextlib import suppress
 from fractions import Fraction
 
 from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Quantity, Relation, unlabelled
+from alignment.rewards.grading.boxes import boxed_answer, find_boxes
 from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, Verdict, _normalised, grade_detail
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.quantities import answer_in_sentence
 from alignment.rewards.grading.reading import read
-from alignment.rewards.grading.text import PATTERNS, last_box, unbox
+from alignment.rewards.grading.text import PATTERNS
 
 
 def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:
-    """Score a response: {"reward", "format_reward", "answer_reward"}, each 0.0 or 1.0, and reward = format * answer.
+    r"""Score a response: {"reward", "format_reward", "answer_reward"}, each 0.0 or 1.0, and reward = format * answer.
 
     The format rule is that of the R1-Zero reward in "Understanding R1-Zero-Like Training" (Dr. GRPO, Liu et al. 2025,
     arXiv:2503.20783): the format is right if the response contains the literal `</think> <answer>` and `</answer>`;
-    otherwise all three are 0.0. A failed grading (see `FAILURES`) adds "grading_failed": 1.0."""
+    otherwise all three are 0.0. The answer is the text after the last `<answer>`, or what its \boxed states: where there are
+    several boxes, all of them, while the published rule takes the last. A failed grading (see `FAILURES`) adds
+    "grading_failed": 1.0."""
     well_formed = "</think> <answer>" in response and "</answer>" in response
-    answer = extract_answer(response)
+    answer = _last_answer(response)
     return _score(well_formed, None if answer is None else grade_detail(answer, ground_truth, fast))
 
 
@@ -34,7 +37,7 @@ def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = Fals
     response = PATTERNS.before_answer.sub("</think> <answer>", response)  # the published rule wants one space
     if (answer := strict_answer(response)) is None:
         return _score(False, None)
-    loose = grade_detail(extract_answer(response) or "", ground_truth, fast)
+    loose = grade_detail(_last_answer(response) or "", ground_truth, fast)
     if not loose.equal or not worked_out(answer, ground_truth):
         return _score(True, Verdict(False, loose.stage))
     return _score(True, grade_detail(answer, ground_truth, fast))
@@ -47,11 +50,17 @@ def _score(well_formed: bool, verdict: Verdict | None) -> dict[str, float]:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The text from the last `<answer>` to its `</answer>`, or its last \boxed or \fbox; None if the format is wrong."""
+    r"""The text from the last `<answer>` to its `</answer>`, or what its \boxed or \fbox hold; None if the format is wrong."""
+    answer = _last_answer(response)
+    return None if answer is None else boxed_answer(answer).strip()
+
+
+def _last_answer(response: str) -> str | None:
+    """The text from the last `<answer>` to its `</answer>`; None if the format is wrong."""
     if "</think> <answer>" not in response:
         return None
     answer, end, _ = response.rpartition("<answer>")[2].partition("</answer>")
-    return unbox(answer).strip() if end else None
+    return answer.strip() if end else None
 
 
 def strict_answer(response: str) -> str | None:
@@ -61,9 +70,7 @@ def strict_answer(response: str) -> str | None:
     if not end or match is None or "<think>" in thinking.removeprefix("<think>"):
         return None
     content = match["last"][: 2 * MAX_CHARS]  # a longer answer is wrong anyway
-    while last_box(content) != ("", content, ""):
-        content = " ".join(last_box(content))
-    return content.strip()
+    return find_boxes(content).opened.strip()
 
 
 def worked_out(answer: str, ground_truth: str) -> bool:

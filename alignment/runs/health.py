@@ -45,7 +45,8 @@ class Health:
         failed, graded = (sum(record[key] for record in recent) for key in ("grading_failed", "responses"))
         allowed = self.max_grader_failures * GRADER_WINDOW * graded / len(recent)  # of a whole window, from the first step on
         if failed > allowed:
-            fault = f"grading failed on {failed} of {graded} answers (time or memory ran out), which then count as wrong"
+            reason = "a limit of work, time or memory was met"
+            fault = f"grading failed on {failed} of {graded} answers ({reason}), which then count as wrong"
             limit = f"more than --max_grader_failures {self.max_grader_failures} allows"
             raise RunStopped(f"{fault}: {limit}. See their completions, and --reward")
 

@@ -1,5 +1,11 @@
-"""Function calls in processes that can be killed. A worker imports its modules once and forks a child for each call, whose time
-and memory it limits: ending a call costs no new imports. Messages are JSON: the parent never unpickles what a worker sends."""
+"""Function calls in processes that can be killed. A worker imports its modules once and forks a child
+for each call, whose work and memory it limits: ending a call costs no new imports. Messages are JSON:
+the parent never unpickles what a worker sends.
+
+Work is counted in calls of Python functions, so that what is within the limit on an idle machine is
+within it on a busy one. Clocks only guard against what makes no such calls: a computation in C, a wait
+without end. Counting, by `sys.settrace`, doubles the time, so a call first runs uncounted for as short
+a time as even a fast machine needs for the allowed number."""
 
 import importlib
 import json
@@ -7,6 +13,7 @@ import os
 import pkgutil
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,16 +21,22 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+import psutil
+
 from alignment.system.processes import ChildProcess
 
-CLOCK_PER_CPU = 1.2  # seconds by the clock for each second of CPU time: other processes may be busy
-GRACE_SECONDS = 0.15  # for a worker to report that its call took too long, before the worker itself is ended
+# Of Python functions in a second of CPU time: more than a processor makes. Sympy made 1 to 3 million.
+CALLS_PER_SECOND = 6_000_000
+# Between two looks at a call; one that sleeps at both and has computed nothing in between is ended.
+LOOK_SECONDS = 0.4
+CLOCK_SECONDS = 300.0  # by the clock, after which a call or a worker is ended whatever it does
 START_SECONDS = 120.0  # for the imports of a new worker, on a busy machine
 MEMORY_BYTES = 2 << 30  # address space of a call, of which a worker's imports take about a quarter; Linux only
 
 
 class CallFailed(Exception):
-    """A call gave no answer; the argument is "time-out", "memory" or "died" (killed, crashed in C, or an exception)."""
+    """A call gave no answer; the argument is "work" (more calls of functions than allowed), "time-out", "memory" or "died"
+    (killed, crashed in C, or an exception)."""
 
 
 class LimitedWorkers:
@@ -40,9 +53,10 @@ class LimitedWorkers:
         self._threads = ThreadPoolExecutor(self.size, "limited_workers")
         self.workers: dict[int, _Worker] = {}  # By thread, which takes notice of an ended one with its next call.
 
-    def submit(self, function: str, arguments: Sequence, seconds: float) -> Future:
-        """The future answer of `function`, "module:function", or `CallFailed`. `seconds` of CPU time begin with the call."""
-        return self._threads.submit(lambda: self._worker().call(function, arguments, seconds))
+    def submit(self, function: str, arguments: Sequence, seconds: float, calls: int | None = None) -> Future:
+        """The future answer of `function`, "module:function", or `CallFailed`. It may call `calls` Python functions, of any
+        number if None; `seconds` of CPU time, which begin with the call, are a guard."""
+        return self._threads.submit(lambda: self._worker().call(function, arguments, seconds, calls))
 
     def warm_up(self) -> None:
         """Start a worker if there is none, without waiting for its imports."""
@@ -71,16 +85,18 @@ class _Worker(ChildProcess):
     """The parent's end of one worker process."""
 
     def __init__(self, modules: Sequence[str]):
-        super().__init__("worker", f"{__name__}:serve", os.environ, log=False, grace_seconds=0)
+        # The order of sets, and with it the number of calls, depends on the seed of hashes.
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        super().__init__("worker", f"{__name__}:serve", environment, log=False, grace_seconds=0)
         self._seconds_to_start = START_SECONDS
         self._send(modules)
 
-    def call(self, function: str, arguments: Sequence, seconds: float):
+    def call(self, function: str, arguments: Sequence, seconds: float, calls: int | None):
         """The answer. Raises `CallFailed`, and closes the worker if the worker itself died or hangs."""
-        self._send([function, arguments, seconds])
+        self._send([function, arguments, seconds, calls])
         failure = "time-out"
         try:
-            if self.connection.poll(self._seconds_to_start + seconds * CLOCK_PER_CPU + GRACE_SECONDS):
+            if self.connection.poll(self._seconds_to_start + 2 * CLOCK_SECONDS):
                 self._seconds_to_start = 0
                 failure, answer = json.loads(self.connection.recv_bytes())
                 if not failure:
@@ -103,30 +119,83 @@ def serve(descriptor: int) -> None:
         for module in json.loads(pipe.recv_bytes()):
             importlib.import_module(module)
         while True:
-            pipe.send_bytes(_call_in_fork(*json.loads(pipe.recv_bytes())))
+            pipe.send_bytes(_limited_call(*json.loads(pipe.recv_bytes())))
 
 
-def _call_in_fork(function: str, arguments: Sequence, seconds: float) -> bytes:
-    """The reply of a forked child, [failure, answer]. The child is killed when its time is up."""
+def _limited_call(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
+    """The reply to a call, [failure, answer]. One that ends within the first, uncounted attempt made fewer than `calls` calls."""
+    if calls is not None:
+        reply = _call_in_fork(function, arguments, max(calls / CALLS_PER_SECOND, 0.001), None)
+        if reply != _COMPUTES:
+            return reply
+    reply = _call_in_fork(function, arguments, seconds, calls)
+    return _TIMED_OUT if reply == _COMPUTES else reply
+
+
+_TIMED_OUT, _COMPUTES = b'["time-out", null]', b'["computes", null]'
+
+
+def _call_in_fork(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
+    """The reply of a forked child; `_COMPUTES` where `seconds` of CPU time were not enough. The child is killed when it has
+    answered or a limit is met."""
     receiver, sender = Pipe(duplex=False)
     if (child := os.fork()) == 0:
-        try:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process even if all of its parents are gone
-            signal.setitimer(signal.ITIMER_REAL, seconds * CLOCK_PER_CPU + 5)
-            with suppress(ValueError, OSError):
-                _, hard = resource.getrlimit(resource.RLIMIT_AS)
-                resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
-            sender.send_bytes(json.dumps([None, pkgutil.resolve_name(function)(*arguments)]).encode())
-        except MemoryError:
-            sender.send_bytes(b'["memory", null]')
-        finally:
-            os._exit(0)
+        _answer(function, arguments, seconds, calls, sender)
     sender.close()
-    reply, timed_out = b"", not receiver.poll(seconds * CLOCK_PER_CPU)
+    reply = b""
+    is_over = _wait(receiver, child)
     with suppress(EOFError):
-        reply = b"" if timed_out else receiver.recv_bytes()
+        reply = receiver.recv_bytes() if is_over else _TIMED_OUT
     receiver.close()
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    timed_out = timed_out or os.waitstatus_to_exitcode(status) == -signal.SIGPROF
-    return reply or json.dumps(["time-out" if timed_out else "died", None]).encode()
+    endings = {-signal.SIGPROF: _COMPUTES, -signal.SIGALRM: _TIMED_OUT}
+    return reply or endings.get(os.waitstatus_to_exitcode(status), b'["died", null]')
+
+
+def _answer(function: str, arguments: Sequence, seconds: float, calls: int | None, sender: Connection) -> None:
+    """Send the answer of a call, and end this process."""
+    try:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process even if all of its parents are gone
+        signal.setitimer(signal.ITIMER_REAL, CLOCK_SECONDS)
+        with suppress(ValueError, OSError):
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
+        called = pkgutil.resolve_name(function)
+        if calls is not None:
+            _limit_calls(calls, sender)
+        answer = called(*arguments)
+        sys.settrace(None)
+        sender.send_bytes(json.dumps([None, answer]).encode())
+    except MemoryError:
+        sys.settrace(None)
+        sender.send_bytes(b'["memory", null]')
+    finally:
+        os._exit(0)
+
+
+def _limit_calls(calls: int, sender: Connection) -> None:
+    """Let this process end, with the reply "work", at the call of a Python function that is one too many."""
+    left = calls
+
+    def count(frame, event, argument) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            sender.send_bytes(b'["work", null]')
+            os._exit(0)
+
+    sys.settrace(count)
+
+
+def _wait(receiver: Connection, child: int) -> bool:
+    """Whether a child has answered or ended, once it has; false where it sleeps without end. One that
+    waits for a busy processor does not sleep."""
+    process, used_before = psutil.Process(child), -1.0
+    while not receiver.poll(LOOK_SECONDS):
+        times = process.cpu_times()
+        used = times.user + times.system
+        if used == used_before and process.status() == psutil.STATUS_SLEEPING:
+            return False
+        used_before = used
+    return True

@@ -2,27 +2,34 @@
 The last one is the library math-verify, for notation that our own grammar does not read. It parses LaTeX and lets sympy
 compute, for any time and in any memory: it runs in workers that limit both."""
 
+import itertools
+import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
+from alignment.rewards.grading.boxes import READ_CHARS, stated
 from alignment.rewards.grading.compare import Comparison
 from alignment.rewards.grading.expressions import CAPITALS, FUNCTIONS, GREEK
-from alignment.rewards.grading.text import PATTERNS, TABLES, normalise, split, squeeze, unbox
+from alignment.rewards.grading.reading import is_label
+from alignment.rewards.grading.text import PATTERNS, RELATIONS, TABLES, normalise, split, split_with_signs, squeeze
 from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
-READ_CHARS = 400  # beyond which a text is compared as it stands, for reading takes the square of its length
 CACHED = 100_000  # verdicts kept
 ASKED_CHARS = 200  # of a text that math-verify gets
-SECONDS = 1.5  # of CPU time for one pair that math-verify gets
+MAX_EXPONENT = 10_000  # the product of all exponents in such a text
+ASKED_SIDES = 3  # of a chain of equal values that math-verify gets
+CALLS = 3_000_000  # of Python functions for one pair that math-verify gets; a second has about two million of them
+SECONDS = 15.0  # of CPU time, a guard against computations in C that make no such calls
 
 WORKERS = LimitedWorkers(("math_verify", __name__))  # This process's workers for all of grading.
 
-FAILURES = ("time-out", "memory", "died", "error")
-"""Stages of a failed grading: the reward is 0, and the run counts and reports it."""
+FAILURES = ("work", "time-out", "memory", "died", "error")
+"""Stages of a grading that did not decide: the reward is 0, and the run counts and reports it. "work" is a limit in steps, which
+a pair meets always or never; "time-out" is a guard against what hangs."""
 
 Verdict = NamedTuple("Verdict", [("equal", bool), ("stage", str)])
 """Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or too long), "unread" (no
@@ -51,7 +58,7 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
 @lru_cache(maxsize=CACHED)
 def _decide(answer: str, truth: str, fast: bool) -> Verdict:
     """The stages that run in this process, which are bounded by construction."""
-    answer, truth = unbox(answer).strip(), unbox(truth).strip()
+    answer, truth = stated(answer).strip(), stated(truth).strip()
     if not answer or not truth:
         return Verdict(False, "bounds")
     if answer == truth:
@@ -69,7 +76,7 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
 
 @lru_cache(maxsize=CACHED)
 def _normalised(text: str) -> str:
-    return normalise(unbox(text))
+    return normalise(stated(text))
 
 
 def grade_many(answers: Sequence[str], ground_truths: Sequence[str], fast: bool = False) -> list[Verdict]:
@@ -83,11 +90,49 @@ _TO_LATEX = str.maketrans({sign: rf"\{TABLES['signs'][sign].split()[0]} " for si
 
 
 def ask_math_verify(answer: str, truth: str) -> Verdict:
-    """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get. Raises `CallFailed`."""
+    """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get. It gets single expressions:
+    of a chain, a = b = c, every side must equal every side of the other, and lists and other relations it gets never. Raises
+    `CallFailed`."""
+    sides, truths = _sides(answer), _sides(truth)
+    if not sides or not truths:
+        return Verdict(False, "unread")
+    if len(sides) == len(truths) == 1:
+        return _ask_of_one(sides[0], truths[0])
+    for side, one_truth in itertools.product(sides, truths):
+        verdict = _of_one(side, one_truth)
+        if not verdict.equal:
+            return verdict
+    return Verdict(True, "math-verify")
+
+
+def _sides(text: str) -> list[str]:
+    """The equal sides of a normalised text, without a label before them; [] for a list, another relation, or a long chain."""
+    sides, signs = split_with_signs(text, RELATIONS)
+    if set(signs) - {"="} or not all(sides) or len(split(text, ",;")) != 1:
+        return []
+    if len(sides) > 1 and is_label(sides[0]):
+        sides = sides[1:]
+    return sides if len(sides) <= ASKED_SIDES else []
+
+
+def _of_one(answer: str, truth: str) -> Verdict:
+    """The verdict of all stages on two single expressions."""
+    verdict = _decide(answer, truth, False)
+    return _ask_of_one(answer, truth) if verdict.stage == "unread" else verdict
+
+
+def _ask_of_one(answer: str, truth: str) -> Verdict:
+    """math-verify's verdict on two single expressions. Raises `CallFailed`, but for a limit that they would meet again."""
     if not PATTERNS.for_math_verify.search(f"{answer} {truth}") or not (_harmless(answer) and _harmless(truth)):
         return Verdict(False, "unread")
     pair = answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)
-    return Verdict(WORKERS.submit(f"{__name__}:math_verify_reading", pair, SECONDS).result()[0], "math-verify")
+    try:
+        equal, _ = WORKERS.submit(f"{__name__}:math_verify_reading", pair, SECONDS, CALLS).result()
+    except CallFailed as failure:
+        if str(failure) != "work":
+            raise
+        return Verdict(False, "work")
+    return Verdict(equal, "math-verify")
 
 
 _ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)  # a failure raises, so it is not cached
@@ -109,6 +154,9 @@ def _harmless(text: str) -> bool:
     powers, small = (len(pattern.findall(bare)) for pattern in (PATTERNS.power, PATTERNS.small_power))
     if not powers == small <= 6 or PATTERNS.large.search(bare) or PATTERNS.unclear.search(signs):
         return False
+    # Powers inside each other multiply their exponents, which C would compute for minutes without a call that is counted.
+    if math.prod(int(exponent) or 1 for exponent in PATTERNS.exponent.findall(bare)) > MAX_EXPONENT:
+        return False
     equation = "=" in signs and not re.search(r"\\(?:sum|prod|int|lim)", bare)
     return not equation and bool(re.search("[A-Za-z]", signs) or not re.search("[<>≤≥≠]", bare))
 
@@ -116,9 +164,11 @@ def _harmless(text: str) -> bool:
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
     """math-verify's verdict on two texts in LaTeX, and how it read the answer. May take any time and memory; an error means
     no. Only its LaTeX extraction is safe: the one for plain expressions calls sympy's `parse_expr`, which is `eval`, while the
-    LaTeX grammar gives sympy no text but number tokens. Its time-out by `signal.alarm` is off: the worker has its own."""
+    LaTeX grammar gives sympy no text but number tokens. Its time-out by `signal.alarm` is off: the worker limits its work."""
     from math_verify import LatexExtractionConfig, parse, verify
+    from sympy.core.random import seed
 
+    seed(0)  # sympy tries random points, and which it tries must not decide
     options = {"extraction_config": [LatexExtractionConfig()], "fallback_mode": "no_fallback", "parsing_timeout": None}
     try:
         gold, target = (parse(f"${text}$", **options) for text in (truth, answer))

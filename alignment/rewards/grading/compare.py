@@ -171,14 +171,23 @@ class Comparison:
         return (kind_a == kind_t or {kind_a, kind_t} == {"⟨⟩", "()"}) and self._in_order(a.parts, t.parts)
 
     def _single(self, a: Answer, t: Answer) -> bool | None:
-        """One of the two is a listing: {5} is 5, and 3:4 is 3/4, but a list of guesses is not one answer."""
+        """One of the two is a listing: {5} is 5, 3:4 is 3/4, `1/2 or 0.5` is 1/2, but a list of guesses is not one answer."""
         listing, other = (a, t) if isinstance(a, Listing) else (t, a)
+        if listing is a and listing.kind == "or" and isinstance(t, Quantity):
+            return self._is_one_value(listing.parts) and self.answers(listing.parts[0], t)
         if listing.kind == "{}" and len(listing.parts) == 1:
             a, t = (x.parts[0] if x is listing else x for x in (a, t))
             return isinstance(listing.parts[0], Quantity) and self.answers(a, t)  # but {∅} is not ∅
         if listing.kind == ":" and len(listing.parts) == 2 and isinstance(other, Quantity) and not other.unit:
             return self.values(("/", listing.parts[0].value, listing.parts[1].value), other.value)
         return False
+
+    def _is_one_value(self, parts: Sequence[Answer]) -> bool:
+        """Whether all parts are the same quantity in different forms."""
+        first = parts[0]
+        if not all(isinstance(part, Quantity) and part.unit == first.unit for part in parts):
+            return False
+        return all(self.values(part.value, first.value) is True for part in parts[1:])
 
     def _assignments(self, a: Listing, t: Listing) -> bool | None:
         """`x = 1, y = 2` is itself in any order, and (1, 2), the values in the order of the names."""

@@ -88,11 +88,17 @@ def _pieces(inner: str, bare: bool) -> list[str]:
     return split(inner.replace(";", ","))
 
 
+def _part(text: str, levels: int) -> Answer:
+    """What a part of a list states. Digits after a zero are no number there but a code, or what follows a decimal comma or a
+    comma between groups: 3,05 is not the list 3, 5."""
+    return Words(squeeze(text)) if re.match("0[0-9]", text) else read(text, levels)
+
+
 def _comma_list(text: str, levels: int) -> Answer | None:
     parts = _pieces(text, bare=True)
     if len(parts) < 2 or _whole_bracket(text):  # each part of a bare list has its own signs ±, while `(1, ±2)` is two pairs
         return None
-    return _collect("", [read(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
+    return _collect("", [_part(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
 
 
 def _plus_minus(text: str, levels: int) -> Answer | None:
@@ -128,9 +134,9 @@ def _relation(text: str, levels: int) -> Answer | None:
 
 def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
     """After nothing or a label, the sign ≈ marks a rounded value; after a value, it marks that value as exact."""
-    if len(sides) == 2 and (not sides[0] or _is_label(sides[0])):
+    if len(sides) == 2 and (not sides[0] or is_label(sides[0])):
         return About(read(sides[1], levels - 1))
-    if len(sides) == 3 and signs == ["=", "≈"] and _is_label(sides[0]):
+    if len(sides) == 3 and signs == ["=", "≈"] and is_label(sides[0]):
         return _with_label(sides[0], _about(sides[1:], ["≈"], levels))
     if len(sides) != 2:
         raise Refused("too many relations")
@@ -142,7 +148,7 @@ def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
     return exact
 
 
-def _is_label(text: str) -> bool:
+def is_label(text: str) -> bool:
     """Whether a text can be the left side of `label = answer`: a symbol, f(x), or words that compute and deny nothing."""
     if not PATTERNS.label.fullmatch(text) or text in ("e", "i", r"\pi") or re.match(r"[xyz] ?\([0-9]", text):
         return False
@@ -152,7 +158,7 @@ def _is_label(text: str) -> bool:
 def _equation(sides: list[str], levels: int) -> Answer:
     if len(sides) > 6 or not all(sides):
         raise Refused("no chain of equations")
-    if _is_label(sides[0]):
+    if is_label(sides[0]):
         return _with_label(sides[0], _chain(sides[1:], levels))
     if len(sides) == 2 and PATTERNS.variable.fullmatch(sides[1]) and sides[1] not in ("e", "i"):
         return _with_label(sides[1], read(sides[0], levels - 1))
@@ -182,10 +188,12 @@ def _chain(sides: list[str], levels: int) -> Answer:
     if not all(isinstance(answer, Quantity) for answer in read_sides) or len({a.unit for a in read_sides} - {"", "%"}) > 1:
         raise Refused("an equation whose sides are not quantities of one kind")
     values = [("/", answer.value, Fraction(100)) if answer.unit == "%" else answer.value for answer in read_sides]
-    if all(equal_values(values[0], value) for value in values[1:]):
-        return read_sides[-1]
-    if len(values) == 2 and (variables(values[0]) or variables(values[1])):
-        return Relation("=", values[0], values[1])
+    first, *others = values
+    if all(equal_values(other, others[-1]) for other in others[:-1]):
+        if equal_values(first, others[-1]):
+            return read_sides[-1]
+        if variables(first) or (len(values) == 2 and variables(others[-1])):
+            return Relation("=", first, others[-1])  # m + n = 2 + 3 = 5
     raise NoAnswer("sides that are not equal")
 
 
@@ -265,7 +273,7 @@ def _bracketed(text: str, levels: int) -> Answer | None:
     if kind == "{}" and len(parts) == 1 and re.fullmatch(r"\{[^{},]+\}", parts[0]):
         return read(parts[0], levels - 1)  # braces that only group
     if len(parts) > 1 or kind == "{}":
-        return _collect(kind, [read(part, levels - 1) for part in parts])
+        return _collect(kind, [_part(part, levels - 1) for part in parts])
     return read(text[1:-1], levels - 1) if kind in ("()", "[]") else None
 
 

@@ -19,6 +19,7 @@ _CHARACTERS = str.maketrans(
     | {c: rf"\{name} " for name, characters in (TABLES["greek"] | TABLES["greek_capitals"]).items() for c in characters}
     | {c: replacement for replacement, characters in TABLES["characters"].items() for c in characters}
 )
+_LINES = re.compile(r"(?<=[0-9])[ ,;]*[\t\r\n]\s*(?=[-+−]?[0-9])")  # between numbers on lines, or in columns, of their own
 _SCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ₀₁₂₃₄₅₆₇₈₉", "0123456789-+nx0123456789")
 
 _REPLACEMENTS: dict[str, Callable[[re.Match[str]], str]] = {
@@ -36,6 +37,7 @@ PATTERNS = SimpleNamespace(**{name: re.compile(pattern) for name, pattern in _WH
 
 def normalise(text: str) -> str:
     """The text in one spelling. The time is linear in its length, except for the squares of short runs."""
+    text = _LINES.sub(", ", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ]+", r"^{\g<0>}", text.translate(_CHARACTERS))
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", r"_{\g<0>}", text).translate(_SCRIPTS)
     for pattern, replacement in _REWRITES:

@@ -3,6 +3,7 @@ rational, and otherwise balls: FLINT's real and complex numbers with a rigorous 
 efficient arbitrary-precision midpoint-radius interval arithmetic", IEEE Trans. Comput. 66(8)). A ball that excludes zero proves
 a difference. Every size is bounded before it is computed."""
 
+import itertools
 import operator as op
 import random
 from collections.abc import Callable, Iterator
@@ -18,8 +19,12 @@ from alignment.rewards.grading.expressions import TRIGONOMETRIC, Node, Refused, 
 
 MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
 flint.ctx.prec = 1024  # bits; all threads of the process share this setting, so it is set once and never changed
-POINTS = 12  # at most, at which expressions with variables are compared
+NEAR_POINTS = 12  # at most, of numbers below 4, at which expressions with variables are compared
+FAR_POINTS = 400  # at most, further out and around the constants, where the near ones leave it open
 ENOUGH = 3  # points at which both sides are defined and agree
+AGREED = 5  # points after which no more are tried
+LANDMARKS = 8  # at most, constants around which far points are chosen; quotients of half of them are added
+_SIZES = [Fraction(2) ** k for k in (-7, -3, 3, 5, 8, 12, 18)]  # of far points
 MAX_GAMMAS = 8  # a factorial or binomial of a number that is not whole takes milliseconds
 _NEGLIGIBLE = arb(2) ** -250  # a difference below this, between values below 2^50, counts as rounding
 
@@ -30,21 +35,49 @@ def equal_values(a: Node, b: Node) -> bool | None:
     """Whether two trees have equal values; None where that cannot be decided (undefined, out of bounds). Constants are compared
     once, expressions with variables at random rational points (Schwartz 1980, J. ACM 27(4); Zippel 1979), also negative ones,
     at which both are defined: distinct rational functions agree at a generic point by accident only, and the real branches of
-    |x|, roots and logarithms differ in sign."""
+    |x|, roots and logarithms differ in sign. Points further out follow where too few of the first ones are in the domain, as
+    for sqrt(x - 9), and where a branch may end far out, as for |x - 9|, which is 9 - x up to there."""
     gammas = sum(isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n)) for n in subtrees(("=", a, b)))
     if gammas > MAX_GAMMAS:
         return None
     names = sorted(variables(a) | variables(b))
     field = acb if "i" in subtrees(("=", a, b)) else arb
+    if not names:
+        return _equal_at(a, b, {}, field)
     agreed = 0
-    for point in _points(names, seed=repr((a, b))) if names else ({},):
+    for point in _points(names, seed=repr((a, b))):
         verdict = _equal_at(a, b, point, field)
         if verdict is False:
             return False
         agreed += verdict is True
-        if agreed == ENOUGH + 2:
+        if agreed == AGREED:
             break
-    return True if agreed >= (ENOUGH if names else 1) else None
+    has_branches = _has_branches(a) or _has_branches(b)
+    if agreed == AGREED and not has_branches:
+        return True
+    landmarks = _landmarks(a, b)
+    branches = 2 * len(_SIZES) + len(landmarks) if has_branches else 0  # points, of every size and between all landmarks
+    far_points = NEAR_POINTS if gammas else FAR_POINTS
+    for k, point in enumerate(itertools.islice(_far_points(names, landmarks, seed=repr((b, a))), far_points)):
+        if agreed >= AGREED and k >= branches:
+            break
+        verdict = _equal_at(a, b, point, field)
+        if verdict is False:
+            return False
+        agreed += verdict is True
+    return True if agreed >= ENOUGH else None
+
+
+def _has_branches(node: Node) -> bool:
+    """Whether a tree is made of different analytic pieces on the two sides of some place, which may be anywhere."""
+    for tree in subtrees(node):
+        if not isinstance(tree, tuple) or not variables(tree):
+            continue
+        if tree[0] in ("abs", "floor", "ceil", "arcsin", "arccos", "arctan"):
+            return True
+        if tree[0] == "^" and not (isinstance(tree[2], Fraction) and tree[2].denominator == 1):
+            return True
+    return False
 
 
 def real_value(node: Node) -> arb:
@@ -81,15 +114,22 @@ def rounds_to(value: Node, rounded: Node, decimals: int) -> bool:
 
 def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     """Whether two trees with variables differ by a constant factor, with `positive` by a positive one."""
-    if not (names := sorted(variables(a) | variables(b))):
+    names = sorted(variables(a) | variables(b))
+    if not names:
         return False
-    ratio = substitute(("/", a, b), next(_points(names, seed=repr((a, b)))))
-    imaginary = "i" in subtrees(ratio)
-    if positive or not imaginary:
-        factor = None if imaginary else _evaluate(ratio, {}, arb)
-        if factor is None or not (factor > 0 if positive else abs(factor) > 0):
+    quotient = ("/", a, b)
+    far_points = _far_points(names, _landmarks(a, b), seed=repr((b, a)))
+    points = itertools.chain(_points(names, seed=repr((a, b))), itertools.islice(far_points, FAR_POINTS))
+    if "i" in subtrees(quotient):
+        return not positive and equal_values(a, ("*", b, substitute(quotient, next(points)))) is True
+    for point in points:
+        factor = _evaluate(quotient, point, arb)
+        if factor is None:
+            continue  # a side is undefined here
+        if not (factor > 0 if positive else abs(factor) > 0):
             return False
-    return equal_values(a, ("*", b, ratio)) is True
+        return equal_values(a, ("*", b, substitute(quotient, point))) is True
+    return False
 
 
 def substitute(node: Node, point: dict[str, Node]) -> Node:
@@ -102,16 +142,71 @@ def substitute(node: Node, point: dict[str, Node]) -> Node:
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
     """Rational points, half of them positive, with values below and above one in turn, by a seed that no answer can foresee."""
     rng = random.Random(seed)
-    for k in range(POINTS):
+    for k in range(NEAR_POINTS):
         values = [Fraction(rng.randrange(101, 199), rng.randrange(201, 399)) for _ in names]
         signs = [1 if k % 2 == 0 else rng.choice((1, -1)) if k % 4 == 1 else -1 for _ in names]
         yield {name: signs[j] * values[j] ** (-1) ** (j + k // 2) for j, name in enumerate(names)}
 
 
+def _far_points(names: list[str], landmarks: list[Fraction], seed: str) -> Iterator[dict[str, Fraction]]:
+    """Points without end, in rounds. In a round every variable takes every far value; several variables take them in orders of
+    their own, and in every second round in the same one, so that all are small, or large, at once."""
+    rng = random.Random(seed)
+    for round_number in itertools.count():
+        columns = [_far_values(landmarks, rng) for _ in names]
+        if len(names) > 1 and round_number % 2 == 0:
+            for column in columns:
+                rng.shuffle(column)
+        for values in zip(*columns, strict=True):
+            yield dict(zip(names, values, strict=True))
+
+
+def _far_values(landmarks: list[Fraction], rng: random.Random) -> list[Fraction]:
+    """A number of every size with either sign, one between any two neighbouring landmarks, then those close to each of them."""
+
+    def share() -> Fraction:
+        return Fraction(rng.randrange(51, 449), 503)
+
+    values = [sign * (1 + share()) * size for size in _SIZES for sign in (1, -1)]
+    values += [low + share() * (high - low) for low, high in itertools.pairwise(landmarks)]
+    for reach in (Fraction(1, 3), Fraction(1)):
+        for sign in (1, -1):
+            values += [landmark + sign * reach * share() for landmark in landmarks]
+    return values
+
+
+def _landmarks(a: Node, b: Node) -> list[Fraction]:
+    """The rational constants of two trees, their quotients, both with either sign, and -1, 0, 1; in order."""
+    constants: list[Fraction] = []
+    for tree in (a, b):
+        for constant in _constants(tree):
+            value = _evaluate(constant, {}, arb)
+            if isinstance(value, fmpq) and 0 < abs(value) < 2**64:
+                size = abs(Fraction(int(value.numerator), int(value.denominator)))
+                if size not in constants:
+                    constants.append(size)
+    constants = sorted(constants, reverse=True)[:LANDMARKS]
+    quotients = [top / bottom for top, bottom in itertools.permutations(constants[: LANDMARKS // 2], 2)]
+    sizes = {Fraction(1), *constants, *quotients}
+    return sorted({Fraction(0), *sizes, *(-size for size in sizes)})
+
+
+def _constants(node: Node) -> list[Node]:
+    """The largest subtrees without a variable."""
+    if not variables(node):
+        return [node]
+    if isinstance(node, str):
+        return []
+    return [constant for part in node[1:] for constant in _constants(part)]
+
+
 def _equal_at(a: Node, b: Node, point: dict[str, Fraction], field: type) -> bool | None:
     """True (up to 2^-250 of the values' size) and False are proved; None where a side is undefined or its error too large."""
-    at_a, at_b = _evaluate(a, point, field), _evaluate(b, point, field)
-    if at_a is None or at_b is None:
+    at_a = _evaluate(a, point, field)
+    if at_a is None:
+        return None
+    at_b = _evaluate(b, point, field)
+    if at_b is None:
         return None
     if type(at_a) is type(at_b) is fmpq:
         return at_a == at_b

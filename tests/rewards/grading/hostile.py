@@ -1112,3 +1112,88 @@ if __name__ == "__main__":
     items = hostile_items("/tmp/bench/marker")
     print(len(items), "strings;", len(code_answers("/tmp/bench/marker")), "execute")
     print(dict(Counter(k for k, _, _ in items)))
+
+
+def hostile_parts() -> list[tuple[str, str]]:
+    """Pairs of an answer and a ground truth that no careful teacher pays: guesses, parts, chains that lie, spellings that hide
+    a list, boxes by the hundred, and expressions whose domain is empty, tiny or far away."""
+    guesses = [
+        r"\boxed{4}\boxed{5}",
+        r"\boxed{4} \, \boxed{5}",
+        r"\boxed{4} / \boxed{5}",
+        r"\boxed{4} \to \boxed{5}",
+        r"\boxed{4 \boxed{5}}",
+        r"\boxed{4, \boxed{5}}",
+        r"\fbox{4} \boxed{5}",
+        r"\boxed 4 $ \boxed 5",
+        "\\boxed 4\n\\boxed 5",
+        r"\boxed{4}, \boxed{5}, \boxed{6}",
+        r"4, \boxed{5}, 6",
+        r"\{\boxed{5}, 6\}",
+        r"[0, \boxed{5}]",
+        r"\boxed{5} - 1",
+        r"10^{\boxed{5}}",
+        r"\binom{\boxed{5}}{2}",
+        r"\boxed{5}^2",
+        r"\log_{\boxed{5}} 2",
+        r"|\boxed{5} - 9|",
+        r"\boxed{5} \text{ or } \boxed{6}",
+        r"\boxed{5}; \boxed{6}; \boxed{7}",
+        "".join(rf"\boxed{{{k}}}" for k in range(1, 100)) + r"\boxed{5}",
+        ", ".join(rf"\boxed{{{k}}}" for k in range(90, 4, -1)),
+        r"\boxed{" * 140 + "4, 5" + "}" * 140,
+        r"\boxed{5" * 140,
+        r"\boxed{5}}" * 100 + r"\boxed{4}",
+        r"\boxed{\boxed{4}\boxed{5}}",
+        "4\n5",
+        "4\t5",
+        "4 \\quad 5",
+        "4 \\qquad 5",
+        "4, 5",
+        "4 & 5",
+        "4 \\\\ 5",
+        "4 = 5",
+        "x = 4 = 5",
+        "5 = 4 + 2 = 5",
+        "5 < 5",
+        "5 \\ne 5",
+        r"\sum_{n=1}^{3} n = 5",
+        r"5 = \sum_{n=1}^{3} n",
+        r"\int_0^2 x dx = 5",
+        r"\lim_{x \to 4} x = 5",
+        r"4 = \prod_{k=1}^{2} k = 5",
+        r"\sum_{n=1}^{3} n, 5",
+        r"5 > \sum_{n=1}^{3} n",
+        r"\int_0^1 x dx + 5",
+    ]
+    spellings = [
+        ("1, 0", r"1,\! 000"),
+        ("7, 0", r"7{,}000"),
+        ("2, 5", "2,05"),
+        ("2 5", "2,005"),
+        ("1, 0, 0", r"1,\! 000,\! 000"),
+        ("12\n345", "12345"),
+        ("12, 345", r"12,\! 345"),
+        ("(3,000)", "(3, 0)"),
+        ("0, 0", "0,00"),
+        (r"1,\! 00", "1000"),
+        (r"9{,}9", "9.9"),
+        ("1.000.000", "1000000"),
+    ]
+    roots = " + ".join(rf"\sqrt{{x - {k}}} \sqrt{{{k} - x}}" for k in range(3, 12))
+    constants = " + ".join(rf"\sqrt{{{k} - x^2 - {k + 7919}}}" for k in range(1009, 1016))
+    domains = [
+        (roots, f"{roots} + 0 x"),
+        (constants, f"{constants} + 0 x"),
+        (r"\ln(-x^2 - 1)", r"\ln(-1 - x^2)"),
+        (r"\arcsin(x^2 + 2)", r"\arcsin(2 + x^2)"),
+        (r"\sqrt{x - 5} \sqrt{4 - x}", r"\sqrt{4 - x} \sqrt{x - 5}"),
+        (r"\sqrt{x - 10^{70}}", r"\sqrt{x - 10^{70} - 1}"),
+        ("(x+990)! (x+991)! (y+992)! (y+993)!", "(x+990)! (x+991)! (y+992)! (y+994)!"),
+        (r"|x - 10| + |x - 20| + |x - 40|", "70 - 3x"),
+        (r"\lfloor x / 10^6 \rfloor + \lceil -x / 10^6 \rceil + 1", r"\lfloor x \rfloor"),
+        (r"\exp(\exp(\exp(x - 50)))", r"\exp(\exp(\exp(x - 51)))"),
+        ("|" * 30 + "x" + "|" * 30, "x"),
+        (r"\sqrt{a-b}\sqrt{b-c}\sqrt{c-a}", r"\sqrt{c-a}\sqrt{a-b}\sqrt{b-c}"),
+    ]
+    return [*((guess, "5") for guess in guesses), *spellings, *domains]

@@ -9,18 +9,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from hostile import code_answers, hostile_answers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, grade, grade_detail, grade_many
+from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, WORKERS, grade, grade_detail, grade_many
 from alignment.rewards.r1_zero import r1_zero_strict_reward_fn
 
 # Graders stop early on whole numbers, so one of these alone would hide the danger.
 TRUTHS = ("5", r"\frac{1}{2}", "x^2+1")
 ASKED = (r"3\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\sum_{n=1}^{9} n^{2}")  # those that math-verify is asked about
 SECONDS = 2.0
+ASKED_CPU_SECONDS = 6.0  # of the work that math-verify is allowed; hyperthreads that share a core take twice their time
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,10 +58,22 @@ def test_no_hostile_answer_hangs_is_accepted_or_runs(tmp_path, capfd):
 
 
 def test_none_that_math_verify_is_asked_about_does_either(tmp_path):
+    """Its limit is in work, so what is measured is computing: waiting for a busy processor neither costs nor decides anything."""
     marker = tmp_path / "ran"
-    seconds, answer, truth = slowest(hostile_answers(str(marker))[::6], ASKED)
-    assert seconds < SECONDS, (answer[:80], truth)
+    for answer in hostile_answers(str(marker))[::6]:
+        for truth in ASKED:
+            for pair in ((answer, truth), (truth, answer)):
+                before = workers_cpu_seconds()
+                verdict = grade_detail(*pair)
+                assert not verdict.equal and verdict.stage not in {*FAILURES} - {"work"}, (pair, verdict)
+                assert workers_cpu_seconds() - before < ASKED_CPU_SECONDS, pair
     assert not marker.exists()
+
+
+def workers_cpu_seconds() -> float:
+    """CPU time of all calls that this process's workers have ended."""
+    times = [psutil.Process(worker.process.pid).cpu_times() for worker in WORKERS.workers.values() if worker.is_open]
+    return sum(each.children_user + each.children_system for each in times)
 
 
 def test_peak_memory_stays_small(tmp_path):

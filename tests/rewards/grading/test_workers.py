@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,42 @@ def test_each_failure_is_an_outcome_of_its_own(math_verify_that, body, failure):
     assert score == {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0, "grading_failed": 1.0}
     verdicts = grade_many([MATRIX[0], "5", "6"], [MATRIX[1], "5", "5"])
     assert verdicts == [Verdict(False, failure), Verdict(True, "literal"), Verdict(False, "rational")]
+
+
+def test_too_much_work_is_a_failure_of_its_own_and_is_remembered(math_verify_that, monkeypatch):
+    monkeypatch.setattr(cascade, "CALLS", 200_000)
+    math_verify_that("while True: str.join('', map(lambda c: c, 'ab'))")
+    assert grade_detail(*MATRIX) == Verdict(False, "work")
+    score = r1_zero_reward_fn(f"</think> <answer> {MATRIX[0]} </answer>", MATRIX[1])
+    assert score == {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0, "grading_failed": 1.0}
+    assert cascade._ask_once.cache_info().hits >= 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "equal"),
+    [
+        (r"\int_0^1 x^2 dx", r"\frac{1}{3}", True),
+        (r"\lim_{x \to 0} \frac{\sin x}{x}", "1", True),
+        (r"\sum_{n=1}^{\infty} \frac{n}{3^n}", r"\frac{3}{4}", True),
+        (r"\int_0^1 x^3 dx", r"\frac{1}{3}", False),
+        (r"\lim_{x \to 2} \frac{x^2-4}{x-2}", "2", False),
+    ],
+)
+def test_a_verdict_does_not_depend_on_the_machines_load(answer, truth, equal):
+    """The process that computes is stopped for longer than it computes, as on a machine that has no processor for it."""
+    assert ask_math_verify(*MATRIX)[0]  # a worker has started
+    cascade._ask_once.cache_clear()
+    workers = [psutil.Process(worker.process.pid) for worker in WORKERS.workers.values() if worker.is_open]
+    with ThreadPoolExecutor(1) as thread:
+        verdict = thread.submit(grade_detail, answer, truth)
+        deadline = time.monotonic() + 20
+        computing: list[psutil.Process] = []
+        while not computing and time.monotonic() < deadline:
+            computing = [child for worker in workers for child in worker.children()]
+        computing[0].suspend()
+        time.sleep(2.0)
+        computing[0].resume()
+        assert verdict.result() == Verdict(equal, "math-verify")
 
 
 def test_a_worker_that_is_killed_is_replaced():
