@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs
 from alignment.checks import resolve_model
 from alignment.core.records import Completion, Problem
+from alignment.data.row_warnings import is_placeholder
 from alignment.models import evaluation, examples
 from alignment.policy.loading import load_config, load_tokenizer
 from alignment.rewards.rules import Reward, find_rule
@@ -27,10 +28,12 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
         ids = tokenizer(problem.prompt)["input_ids"]
         print(f"{problem.id}: the prompt, {len(ids)} tokens:", printable(tokenizer.decode(ids)), sep="\n")
         print("the gold answer:", printable(problem.ground_truth))
+        if is_placeholder(problem.ground_truth):
+            print("  warning: it says that there is none, and a response that says so is paid: leave the row out")
         texts = [shape.format(answer) for shape in shapes for answer in (problem.ground_truth, "")]
         [group] = reward.score([problem], [[Completion((), (), (), text, "stop", 0) for text in texts]])
         for text, score in zip(texts[::2], group.scores[::2], strict=True):
-            print(f"  {text!r} gets", ", ".join(f"{name} {value:g}" for name, value in score.items()))
+            print(f"  '{printable(text, line_breaks=False)}' gets", ", ".join(f"{name} {value:g}" for name, value in score.items()))
         if not any(gold["reward"] > empty["reward"] for gold, empty in zip(group.scores[::2], group.scores[1::2], strict=True)):
             print("  warning: none is paid more than without the answer: is this --reward, column or --answer_pattern right?")
 
