@@ -28,8 +28,8 @@ EMBEDDED = ("tiny", "tiny_student", "smollm2")  # which `alignment.data.embedded
 
 
 def check(args: Args) -> Task:
-    """The task that --task names. Raises `UserError` for a task, reward, template, sampler, output folder or policy that cannot
-    be."""
+    """The task that --task names. Raises `UserError` for a task, reward, template, sampler, output
+    folder or policy that cannot be."""
     task = find_task(args.task, args.data)
     check_reward(args.reward, task.rules, args.reward_timeout)
     read_template(args.prompt or task.prompt)

@@ -180,8 +180,8 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
 
 
 def examples(args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]], tokenizer, context: int) -> list[Example]:
-    """The demonstrations' prompts and responses as token ids. A tag that ends a prompt and begins its response is trained once,
-    which is said."""
+    """The demonstrations' prompts and responses as token ids. A tag that ends a prompt and begins
+    its response is trained once, which is said."""
     problems, responses = zip(*demonstrations, strict=True)
     problems = prompted(problems, args.prompt or find_task(args.task, args.data).prompt, tokenizer)
     pairs = []
@@ -191,8 +191,9 @@ def examples(args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]], token
         repeated += without_repeated_tag(problem.prompt, response) != response
         pairs.append((problem.prompt, trained))
     if repeated:
-        number = f"{repeated} of {len(pairs)} demonstrations begin" if repeated > 1 else "a demonstration begins"
-        say_once(f"{number} with the tag that the prompt ends with: it is trained once, as the prompt has it")
+        number = f"{repeated} of {len(pairs)} demonstrations"
+        repetition = "begin with the tag that their prompt ends with"
+        say_once(f"{number} {repetition}: it is not trained again")
     return tokenise(pairs, tokenizer, context)
 
 

@@ -1,4 +1,5 @@
-"""What looks wrong in the user's own rows but may be meant: it is said in one line on stderr, and the rows are taken as they are.
+"""What looks wrong in the user's own rows but may be meant: it is said in one line on stderr, and
+the rows are taken as they are.
 
 The words of LaTeX are in latex.toml."""
 
@@ -15,12 +16,14 @@ from alignment.system.terminal import CONTROL_NAMES, printable, say_once
 LATEX = read_toml(Path(__file__).with_name("latex.toml"), "latex")
 COMMANDS = frozenset(LATEX["commands"].split())
 AMBIGUOUS = frozenset(LATEX["ambiguous_after_line_break"].split())
-# What a single backslash and a letter are in JSON, and in a Python string: the character -> the letter.
+# What a backslash and a letter are in JSON, or in a Python string: character -> letter.
 ESCAPES = {"\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": "f", "\r": "r"}
 ESCAPED_WORD = re.compile(r"([\a\b\t\n\v\f\r])([A-Za-z]+)")
 DOUBLED = re.compile(r"(?<!\\)\\\\([A-Za-z]+)")
 # Ground truths of published data that say that there is no answer to compare with.
-PLACEHOLDERS = frozenset({"proof", "notfound", "not found", "n/a", "na", "nan", "null", "nil", "unknown", "see solution"})
+PLACEHOLDERS = frozenset(
+    {"proof", "see solution", "notfound", "not found", "n/a", "na", "nan", "null", "nil", "unknown"}
+)
 
 Texts = Iterable[tuple[str, str, str]]  # place, column, text
 
@@ -31,19 +34,22 @@ def is_placeholder(answer: str) -> bool:
 
 
 def stripped(text: str) -> str:
-    """A text without the white space around it, but with a control character that stands before it for a backslash and a
-    letter: a form feed before "rac" shows that the author's command was lost."""
+    """A text without the white space around it, but with a control character that stands before it
+    for a backslash and a letter: a form feed before "rac" shows that the author's command was
+    lost."""
     inner = text.strip()
     first = text[: text.find(inner)][-1:] + inner
     return first if _lost_backslash(ESCAPED_WORD.match(first), first) else inner
 
 
 def misread_command(text: str) -> tuple[str, str] | None:
-    r"""What stands in a text instead of a LaTeX command, in words, and that command: of "\frac" with one backslash in JSON, a
-    form feed before "rac", and \frac. None where there is nothing of the kind."""
+    r"""What stands in a text instead of a LaTeX command, in words, and that command: of "\frac"
+    with one backslash in JSON, a form feed before "rac", and \frac. None where there is nothing of
+    the kind."""
     for match in ESCAPED_WORD.finditer(text):
         if _lost_backslash(match, text):
-            return f'a {CONTROL_NAMES[match[1]]} before "{match[2]}"', f"\\{ESCAPES[match[1]]}{match[2]}"
+            command = f"\\{ESCAPES[match[1]]}{match[2]}"
+            return f'a {CONTROL_NAMES[match[1]]} before "{match[2]}"', command
     if r"\begin{" in text:  # where two backslashes end a line
         return None
     for match in DOUBLED.finditer(text):
@@ -53,8 +59,9 @@ def misread_command(text: str) -> tuple[str, str] | None:
 
 
 def _lost_backslash(match: re.Match | None, text: str) -> bool:
-    """Whether a control character and a word, `match` in `text`, were meant as a command. Tabs and line breaks are so only before
-    the rest of a known command, and before what may be a word of its own only in a formula, after an odd number of $."""
+    """Whether a control character and a word, `match` in `text`, were meant as a command. Tabs and
+    line breaks are so only before the rest of a known command, and before what may be a word of its
+    own only in a formula, after an odd number of $."""
     if match is None:
         return False
     character = match[1]
@@ -77,33 +84,34 @@ def warn_of_misread_latex(texts: Texts) -> None:
     place, column, instead, command = found[0]
     rows = len({place for place, *_ in found})
     meant = rf'where {command} was probably meant; JSON writes that "\{command}"'
-    say_once(f'warning: {place}: "{column}" has {instead}, {meant}; {rows} row{"s" * (rows > 1)} of this kind')
+    number = f"{rows} row{'s' * (rows > 1)} of this kind"
+    say_once(f'warning: {place}: "{column}" has {instead}, {meant}; {number}')
 
 
 def warn_of_answers(problems: Sequence[Problem]) -> None:
-    """Say how many answers say that there is none, and how many questions come with different answers."""
-    placeholders = Counter(problem.ground_truth for problem in problems if is_placeholder(problem.ground_truth))
+    """Say how many answers say that there is none, and how many questions come with different
+    answers."""
+    placeholders = [problem for problem in problems if is_placeholder(problem.ground_truth)]
     if placeholders:
-        kinds = ", ".join(f"{answer} {number}" for answer, number in placeholders.most_common())
-        number = placeholders.total()
-        say_once(
-            f"warning: {number} of {len(problems)} answers say that there is none ({printable(kinds)}), the first at "
-            f"{_first_placeholder(problems).id}: a response that says so is paid; leave these rows out"
-        )
+        counts = Counter(problem.ground_truth for problem in placeholders)
+        each = (f"{answer} {number}" for answer, number in counts.most_common())
+        kinds = printable(", ".join(each))
+        share = f"{len(placeholders)} of {len(problems)} answers"
+        paid = f"the first at {placeholders[0].id}: a response that says so is paid"
+        say_once(f"warning: {share} say that there is none ({kinds}), {paid}; leave these rows out")
     conflicts = conflicting(problems)
     if conflicts:
-        (first, other), *_ = conflicts.values()
-        answers = f"{first.id} ({printable(first.ground_truth)}) and {other.id} ({printable(other.ground_truth)})"
-        questions = f"{len(conflicts)} question{'s come' if len(conflicts) > 1 else ' comes'}"
-        say_once(f"warning: {questions} with different answers, as in {answers}: each row is graded by its own")
-
-
-def _first_placeholder(problems: Iterable[Problem]) -> Problem:
-    return next(problem for problem in problems if is_placeholder(problem.ground_truth))
+        examples = next(iter(conflicts.values()))
+        answers = " and ".join(f"{each.id} ({printable(each.ground_truth)})" for each in examples)
+        number = len(conflicts)
+        questions = "1 question comes" if number == 1 else f"{number} questions come"
+        graded = "each row is graded by its own"
+        say_once(f"warning: {questions} with different answers, as in {answers}: {graded}")
 
 
 def conflicting(problems: Iterable[Problem]) -> Mapping[str, tuple[Problem, Problem]]:
-    """Of each question with different answers, the first problem and the first that has another answer."""
+    """Of each question with different answers, the first problem and the first that has another
+    answer."""
     first: dict[str, Problem] = {}
     conflicts: dict[str, tuple[Problem, Problem]] = {}
     for problem in problems:

@@ -1,7 +1,9 @@
-"""Rows of the user's own files and data sets. One reader for all of them: text stays text, and numbers keep their digits.
+"""Rows of the user's own files and data sets. One reader for all of them: text stays text, and
+numbers keep their digits.
 
-A CSV cell `None` is the text None and `9007199254740993` has all its digits, in a file as in a folder for the library `datasets`,
-which finds and downloads the files of a data set and would otherwise guess types for their cells."""
+A CSV cell `None` is the text None and `9007199254740993` has all its digits, in a file as in a
+folder for the library `datasets`, which finds and downloads the files of a data set and would
+otherwise guess types for their cells."""
 
 import csv
 import dataclasses
@@ -22,13 +24,15 @@ from alignment.system.clock import start_in_background
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
 
-Rows = Iterable[tuple[str, dict]]  # ("file:line", row), or ("file: row number", row) where rows have no lines
-# What a data set's own description may say of its files; where it says more, the library reads them.
-UNDERSTOOD = {"name", "version", "data_dir", "data_files", "description", "features", "sep", "delimiter"}
+# ("file:line", row), or ("file: row number", row) where rows have no lines
+Rows = Iterable[tuple[str, dict]]
+# What a data set's description may say of its files; where it says more, the library reads them.
+UNDERSTOOD = set("name version data_dir data_files description features sep delimiter".split())
 
 
 class WrittenNumber(float):
-    """A number with a point or an exponent, of a JSON file. Its `str` has the digits that the file has."""
+    """A number with a point or an exponent, of a JSON file. Its `str` has the digits that the file
+    has."""
 
     def __new__(cls, text: str):
         number = super().__new__(cls, text)
@@ -40,18 +44,23 @@ class WrittenNumber(float):
 
 
 def read_rows(file: Path, *texts: str) -> list[tuple[str, dict]]:
-    """The rows of a .csv, .tsv or .parquet file, a .json file of one list or an object a line, or any other file, of JSON lines.
-    Raises `UserError` with file and line for a file that is not there or, unless `texts` are given, empty, and for a row without
-    those texts, or with two values of one name."""
+    """The rows of a .csv, .tsv or .parquet file, a .json file of one list or an object a line, or
+    any other file, of JSON lines. Raises `UserError` with file and line for a file that is not
+    there or, unless `texts` are given, empty, and for a row without those texts, or with two values
+    of one name."""
+    if file.is_dir():
+        raise UserError(f"{file} is a folder: name a file in it")
     if not file.is_file():
-        raise UserError(f"{file} is a folder: name a file in it" if file.is_dir() else f"{file} does not exist")
-    readers = {".csv": csv_rows, ".tsv": partial(csv_rows, delimiter="\t"), ".parquet": parquet_rows, ".json": json_rows}
-    rows = list(readers.get(file.suffix.lower(), json_lines)(file))
+        raise UserError(f"{file} does not exist")
+    reader = READERS.get(file.suffix.lower(), json_lines)
+    rows = list(reader(file))
     if not rows and not texts:
         raise UserError(f"{file} holds no row")
+    wanted = " with the texts " + " and ".join(texts) if texts else ""
     for place, row in rows:
-        if not isinstance(row, dict) or not all(isinstance(row.get(column), str) for column in texts):
-            raise UserError(f"{place}: not a JSON object{' with the texts ' * bool(texts)}{' and '.join(texts)}")
+        whole = isinstance(row, dict) and all(isinstance(row.get(column), str) for column in texts)
+        if not whole:
+            raise UserError(f"{place}: not a JSON object{wanted}")
     return rows
 
 
@@ -61,11 +70,15 @@ def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
 
 
 def cell_text(place: str, row: Mapping[str, object], column: str, remedy: str = "") -> str:
-    """A cell's text, or its number as text. Raises `UserError`, with place, the row's columns and `remedy`, for any other."""
+    """A cell's text, or its number as text. Raises `UserError`, with place, the row's columns and
+    `remedy`, for any other."""
     value = row.get(column)
     text = value if isinstance(value, str) else _number_text(value)
-    if not text.strip() or text.encode(errors="ignore").decode() != text:  # half of a surrogate pair is no text
-        raise UserError(f'{place}: "{column}" must hold text or a number; the row has {", ".join(map(str, row))}{remedy}')
+    is_text = text.encode(errors="ignore").decode() == text  # half of a surrogate pair is none
+    if not text.strip() or not is_text:
+        columns = ", ".join(map(str, row))
+        fault = f'"{column}" must hold text or a number; the row has {columns}'
+        raise UserError(f"{place}: {fault}{remedy}")
     return text
 
 
@@ -78,7 +91,7 @@ def _number_text(value: object) -> str:
     return ""
 
 
-# --- JSON -----------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def json_rows(file: Path) -> Rows:
@@ -148,17 +161,22 @@ def _parsed(file: Path, number: int, text: str) -> object:
     except json.JSONDecodeError as error:
         place = f"{file}:{number + error.lineno - 1}"
         remedy = r"; a backslash is written \\" if "escape" in error.msg else ""
-        raise UserError(f"{place}: not a JSON object ({error.msg} at column {error.colno}){remedy}") from None
+        raise UserError(
+            f"{place}: not a JSON object ({error.msg} at column {error.colno}){remedy}"
+        ) from None
     except (ValueError, RecursionError) as error:  # a number too long, or lists nested too deeply
         raise UserError(f"{file}:{number}: cannot be read ({error})") from None
 
 
-# --- CSV and Parquet ------------------------------------------------------------------------------------------------------
+# --- CSV and Parquet ------------------------------------------------------------------------------
 
 
 def csv_rows(file: Path, delimiter: str = ",") -> Rows:
-    """The rows of a CSV file, all cells as text. A row may have several lines, and is named by its last."""
-    reader = csv.DictReader(io.StringIO(read_text(file)), restval="", strict=True, delimiter=delimiter)
+    """The rows of a CSV file, all cells as text. A row may have several lines, and is named by its
+    last."""
+    reader = csv.DictReader(
+        io.StringIO(read_text(file)), restval="", strict=True, delimiter=delimiter
+    )
     try:
         _refuse_repeated_columns(f"{file}:1", reader.fieldnames or [])
         for row in reader:
@@ -172,7 +190,9 @@ def csv_rows(file: Path, delimiter: str = ",") -> Rows:
 def parquet_rows(file: Path) -> Rows:
     """The rows of a Parquet file. Raises `UserError` where it cannot be read as such."""
     if not find_spec("pyarrow"):
-        raise UserError(f"{file}: reading Parquet needs pyarrow: run with `uv run --extra parquet ...`")
+        raise UserError(
+            f"{file}: reading Parquet needs pyarrow: run with `uv run --extra parquet ...`"
+        )
     from pyarrow import ArrowException, parquet
 
     try:
@@ -181,6 +201,14 @@ def parquet_rows(file: Path) -> Rows:
         return numbered(file, list(table_rows(table)))
     except (ArrowException, OSError, ValueError, OverflowError) as error:
         raise UserError(f"{file}: cannot be read as Parquet ({error})") from None
+
+
+READERS = {
+    ".csv": csv_rows,
+    ".tsv": partial(csv_rows, delimiter="\t"),
+    ".parquet": parquet_rows,
+    ".json": json_rows,
+}
 
 
 def _refuse_repeated_columns(place: str, names: Iterable[str]) -> None:
@@ -202,8 +230,8 @@ def _exact_values(column) -> list:
 
 
 def _as_written(value: object, kind: object) -> object:
-    """An Arrow value of a type, where a number of 16 or 32 bits is the shortest decimal that rounds to it: 0.1 as float32 is
-    0.100000001490116 to a float of 64 bits."""
+    """An Arrow value of a type, where a number of 16 or 32 bits is the shortest decimal that rounds
+    to it: 0.1 as float32 is 0.100000001490116 to a float of 64 bits."""
     import numpy
     from pyarrow import types
 
@@ -220,26 +248,42 @@ def _as_written(value: object, kind: object) -> object:
     return value
 
 
-# --- data sets, through the library `datasets` ----------------------------------------------------------------------------
+# --- data sets, through the library `datasets` ----------------------------------------------------
 
 
-def hub_splits(flag: str, local: str, name: str, *subset: str, **options: str) -> Mapping[str, Iterable[dict]]:
-    """The splits of a data set of the hub, or of a folder of files, that `flag` asks for. Raises `UserError` where the library
-    `datasets` is not installed or cannot load it, and at once where the hub does not answer: then give a `local` folder."""
+def hub_splits(
+    flag: str, local: str, name: str, *subset: str, **options: str
+) -> Mapping[str, Iterable[dict]]:
+    """The splits of a data set of the hub, or of a folder of files, that `flag` asks for. Raises
+    `UserError` where the library `datasets` is not installed or cannot load it, and at once where
+    the hub does not answer: then give a `local` folder."""
     if not find_spec("datasets"):
-        raise UserError(f"{flag} needs the library datasets: run with `uv run --extra datasets ...`")
+        raise UserError(
+            f"{flag} needs the library datasets: run with `uv run --extra datasets ...`"
+        )
     from huggingface_hub import constants
 
-    remedy = "" if Path(name).exists() else f"; without the hub, give {local}, or HF_HUB_OFFLINE=1 for what is in its cache"
+    remedy = (
+        ""
+        if Path(name).exists()
+        else f"; without the hub, give {local}, or HF_HUB_OFFLINE=1 for what is in its cache"
+    )
     offline = constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE")
     try:
-        # `datasets` asks a silent hub for half a minute. Looking up its name obeys no timeout; any answer will do.
+        # `datasets` asks a silent hub for half a minute. Looking up its name obeys no timeout;
+        # any answer will do.
         if remedy and not offline:
-            start_in_background(lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)).result(5)
+            start_in_background(
+                lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)
+            ).result(5)
         return _splits(_downloaded(name) if remedy and offline else name, *subset, **options)
-    except Exception as error:  # of the network, of the files, or of a missing subset: each of another class
+    except (
+        Exception
+    ) as error:  # of the network, of the files, or of a missing subset: each of another class
         reason = " ".join(str(error.__cause__ or error).split())[:300] or "no answer"
-        raise UserError(f"{flag}: cannot be loaded ({type(error).__name__}: {reason}){remedy}") from None
+        raise UserError(
+            f"{flag}: cannot be loaded ({type(error).__name__}: {reason}){remedy}"
+        ) from None
 
 
 def _downloaded(name: str) -> str:
@@ -254,20 +298,28 @@ def _downloaded(name: str) -> str:
 
 
 def _splits(name: str, *subset: str, **options: str) -> Mapping[str, Iterable[dict]]:
-    """Each split's rows, from its files where these are CSV, JSON or Parquet; from the library's tables where not."""
+    """Each split's rows, from its files where these are CSV, JSON or Parquet; from the library's
+    tables where not."""
     import datasets
 
     builder = datasets.load_dataset_builder(name, *subset, **options)
-    kind, config = builder.name, builder.config
-    readers = {"csv": partial(csv_rows, delimiter=getattr(config, "sep", ",")), "json": json_rows, "parquet": parquet_rows}
-    if kind not in readers or _says_more(config):
+    config = builder.config
+    separator = getattr(config, "sep", ",")
+    readers = {
+        "csv": partial(csv_rows, delimiter=separator),
+        "json": json_rows,
+        "parquet": parquet_rows,
+    }
+    if builder.name not in readers or _says_more(config) or len(separator) != 1:
         loaded = datasets.load_dataset(name, *subset, **options)
-        return {split: list(table_rows(part.with_format("arrow")[:])) for split, part in loaded.items()}
+        return {
+            split: list(table_rows(part.with_format("arrow")[:])) for split, part in loaded.items()
+        }
     manager = datasets.DownloadManager(dataset_name=builder.dataset_name, record_checksums=False)
     splits = {}
     for split, paths in config.data_files.items():
         files = manager.iter_files(manager.download_and_extract(list(paths)))
-        splits[str(split)] = _RowsOfFiles([Path(file) for file in files], readers[kind])
+        splits[str(split)] = _RowsOfFiles([Path(file) for file in files], readers[builder.name])
     return splits
 
 
@@ -287,7 +339,8 @@ class _RowsOfFiles:
 
 
 def _says_more(config: object) -> bool:
-    """Whether a data set's description says of its files what our readers do not know, such as other names of columns."""
+    """Whether a data set's description says of its files what our readers do not know, such as
+    other names of columns."""
     usual = type(config)()
     names = {field.name for field in dataclasses.fields(config)} - UNDERSTOOD
-    return any(getattr(config, name) != getattr(usual, name) for name in names) or len(getattr(config, "sep", ",")) != 1
+    return any(getattr(config, name) != getattr(usual, name) for name in names)

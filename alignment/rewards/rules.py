@@ -150,8 +150,8 @@ def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -
 
 
 def refuse_unknown_reward(name: str) -> None:
-    """Raise `UserError`, with the nearest name, where --reward names a part or rule that is in no table. A function of the
-    user's own, package.module:function, is not imported yet."""
+    """Raise `UserError`, with the nearest name, where --reward names a part or rule that is in no
+    table. A function of the user's own, package.module:function, is not imported yet."""
     table = {**RULES, **CONTROLS, **PARTS}
     for part, _ in named_parts(name):
         if ":" not in part:
@@ -159,8 +159,9 @@ def refuse_unknown_reward(name: str) -> None:
 
 
 def check_reward(name: str, rules: Sequence[str], seconds: float | None = None) -> None:
-    """Raise `UserError` where --reward names what there is not, or a function that cannot be imported. A rule or part that does
-    not fit a task with these `rules` will do: evaluations grade by the task's own."""
+    """Raise `UserError` where --reward names what there is not, or a function that cannot be
+    imported. A rule or part that does not fit a task with these `rules` will do: evaluations grade
+    by the task's own."""
     if name in (*rules, *RULES):
         return
     for part, _ in named_parts(name):

@@ -64,14 +64,20 @@ def say_once(text: str) -> None:
 
 
 CONTROL_NAMES = {
-    "\a": "bell", "\b": "backspace", "\t": "tab", "\n": "line break", "\v": "vertical tab", "\f": "form feed",
+    "\a": "bell",
+    "\b": "backspace",
+    "\t": "tab",
+    "\n": "line break",
+    "\v": "vertical tab",
+    "\f": "form feed",
     "\r": "carriage return",
-}  # fmt: skip
+}
 
 
 def printable(text: str, line_breaks: bool = True) -> str:
-    """The text, safe for a terminal. A control character is written out as what it is, a tab as <tab> and an escape as \\x1b, so
-    that none looks like a backslash and a letter. Line breaks stay, unless without `line_breaks`."""
+    """The text, safe for a terminal. A control character is written out as what it is, a tab as
+    <tab> and an escape as \\x1b, so that none looks like a backslash and a letter. Line breaks
+    stay, unless without `line_breaks`."""
     return "".join(_printable_character(character, line_breaks) for character in text)
 
 

@@ -80,7 +80,8 @@ def test_sft_tells_trained_tokens_from_those_that_are_not(preview, tmp_path):
 
 
 def test_a_lost_backslash_and_an_answer_that_is_none_look_like_what_they_are(preview, tmp_path, capsys):
-    """The author wrote \\frac and \\times with one backslash; the response that holds this text is paid all the same."""
+    """The author wrote \\frac and \\times with one backslash; the response that holds this text is
+    paid all the same."""
     golds = [r"\frac{22}{7}", r"3 \times x", "notfound"]
     lines = [f'{{"question": "{number}?", "answer": "{gold}"}}' for number, gold in enumerate(golds)]
     (tmp_path / "test.jsonl").write_text("\n".join(lines))

@@ -1,4 +1,5 @@
-r"""What is said of rows that look wrong: one line a kind, with the first place. JSON reads "\frac" as a form feed and "rac"."""
+r"""What is said of rows that look wrong: one line a kind, with the first place. JSON reads "\frac"
+as a form feed and "rac"."""
 
 import json
 
@@ -65,7 +66,11 @@ def test_white_space_is_stripped_but_not_what_stands_for_a_backslash():
 
 
 def test_one_line_for_a_file_names_its_first_row(tmp_path, capsys):
-    lines = [r'{"question": "a", "answer": "5"}', r'{"question": "b", "answer": "\frac{22}{7}"}', r'{"question": "c \times", "answer": "\frac{1}{7}"}']
+    lines = [
+        r'{"question": "a", "answer": "5"}',
+        r'{"question": "b", "answer": "\frac{22}{7}"}',
+        r'{"question": "c \times", "answer": "\frac{1}{7}"}',
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     pairs = worked_problems(read_rows(tmp_path / "a.jsonl"), DataConfig())
     assert [problem.ground_truth for problem, _ in pairs] == ["5", "\frac{22}{7}", "\frac{1}{7}"]
@@ -81,7 +86,9 @@ def test_demonstrations_are_looked_at_too(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(text + '\n{"prompt": "P", "completion": " \\times"}\n')
     read_demonstrations(str(tmp_path / "a.jsonl"))
     said = capsys.readouterr().err
-    assert said.startswith(rf'warning: {tmp_path}/a.jsonl:1: "content" has a backspace before "oxed", where \boxed was')
+    assert said.startswith(
+        rf'warning: {tmp_path}/a.jsonl:1: "content" has a backspace before "oxed", where \boxed was'
+    )
     assert said.endswith("2 rows of this kind\n") and said.count("\n") == 1
 
 
@@ -91,14 +98,28 @@ def problem(number: int, question: str, answer: str) -> Problem:
 
 def test_answers_that_are_none_are_counted(capsys):
     answers = ["22", "proof", "notfound", " Proof", "N/A", "no solution", "proof that", "0"]
-    warn_of_answers([problem(number, f"{number}?", answer) for number, answer in enumerate(answers)])
+    warn_of_answers(
+        [problem(number, f"{number}?", answer) for number, answer in enumerate(answers)]
+    )
     said = capsys.readouterr().err
-    assert said.startswith("warning: 4 of 8 answers say that there is none (proof 1, notfound 1,  Proof 1, N/A 1), the first at f:1: ")
+    assert said.startswith(
+        "warning: 4 of 8 answers say that there is none (proof 1, notfound 1,  Proof 1, N/A 1), the first at f:1: "
+    )
     assert said.count("\n") == 1
 
 
 def test_a_question_with_two_answers_is_named(capsys):
-    rows = [("a?", "22"), ("A ?", "1"), ("b?", "1"), ("a?", "22"), (" A? ", "23"), ("a?", "24"), ("b?", " 1"), ("A ?", "X"), ("A ?", "x")]
+    rows = [
+        ("a?", "22"),
+        ("A ?", "1"),
+        ("b?", "1"),
+        ("a?", "22"),
+        (" A? ", "23"),
+        ("a?", "24"),
+        ("b?", " 1"),
+        ("A ?", "X"),
+        ("A ?", "x"),
+    ]
     problems = [problem(number, *row) for number, row in enumerate(rows)]
     assert {key: (first.id, other.id) for key, (first, other) in conflicting(problems).items()} == {
         "a?": ("f:0", "f:4"),
@@ -114,5 +135,8 @@ def test_a_question_with_two_answers_is_named(capsys):
 
 def test_control_characters_are_written_out_as_what_they_are():
     """A tab must not look like a backslash and a t."""
-    assert printable("\times \frac\n\boxed\r\x1b\v") == "<tab>imes <form feed>rac\n<backspace>oxed<carriage return>\\x1b<vertical tab>"
+    assert (
+        printable("\times \frac\n\boxed\r\x1b\v")
+        == "<tab>imes <form feed>rac\n<backspace>oxed<carriage return>\\x1b<vertical tab>"
+    )
     assert printable("a\nb\\t", line_breaks=False) == "a<line break>b\\t"

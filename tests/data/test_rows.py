@@ -1,4 +1,5 @@
-"""Every source of rows gives the same text: what a cell says, with all its digits, whichever file or library brings it."""
+"""Every source of rows gives the same text: what a cell says, with all its digits, whichever file
+or library brings it."""
 
 import decimal
 import gzip
@@ -42,7 +43,9 @@ def write_text(file: Path, rows: list[dict]) -> Path:
     else:
         separator = {".csv": ",", ".tsv": "\t"}[file.suffix]
         quoted = ['"' + row["answer"].replace('"', '""') + '"' for row in rows]
-        lines = [f"{row['question']}{separator}{cell}" for row, cell in zip(rows, quoted, strict=True)]
+        lines = [
+            f"{row['question']}{separator}{cell}" for row, cell in zip(rows, quoted, strict=True)
+        ]
         file.write_text("\n".join([f"question{separator}answer", *lines]) + "\n")
     return file
 
@@ -66,7 +69,9 @@ def test_a_right_answer_of_many_digits_is_paid_by_hf_and_a_wrong_one_is_not(tmp_
     problem, _ = find_task(f"hf:{tmp_path}").problems("test", "")
     assert problem.ground_truth == "9007199254740993"
     paid = {
-        answer: find_rule("r1_zero")(f" </think> <answer> {answer} </answer>", problem.ground_truth)["reward"]
+        answer: find_rule("r1_zero")(
+            f" </think> <answer> {answer} </answer>", problem.ground_truth
+        )["reward"]
         for answer in ("9007199254740993", "9007199254740992", "9007199254740992.0")
     }
     assert paid == {"9007199254740993": 1, "9007199254740992": 0, "9007199254740992.0": 0}
@@ -85,7 +90,9 @@ def test_numbers_of_json_keep_their_digits(name, tmp_path):
     (tmp_path / name).write_text(f"[{','.join(rows)}]" if name == "a.json" else "\n".join(rows))
     assert golds(tmp_path / name) == list(JSON_NUMBERS.values())
     problem, _ = worked_problems(read_rows(tmp_path / name), DataConfig())[2]
-    assert problem.columns["answer"] == 0.1 and type(problem.columns["answer"]) is float  # a plain number for functions
+    assert (
+        problem.columns["answer"] == 0.1 and type(problem.columns["answer"]) is float
+    )  # a plain number for functions
 
 
 @pytest.mark.parametrize(
@@ -108,13 +115,17 @@ def test_numbers_of_json_keep_their_digits(name, tmp_path):
 )  # fmt: skip
 def test_numbers_of_parquet_are_read_as_they_were_meant(column, expected, tmp_path):
     questions = [f"Q{number}?" for number in range(len(column))]
-    parquet.write_table(pyarrow.table({"question": questions, "answer": column}), tmp_path / "train.parquet")
+    parquet.write_table(
+        pyarrow.table({"question": questions, "answer": column}), tmp_path / "train.parquet"
+    )
     assert golds(tmp_path / "train.parquet") == expected
 
 
 def test_short_floats_inside_lists_and_structs_are_short_too(tmp_path):
     kind = pyarrow.struct({"all": pyarrow.list_(pyarrow.float32())})
-    table = pyarrow.table({"question": ["Q?"], "answer": ["1"], "more": pyarrow.array([{"all": [0.1, None]}], kind)})
+    table = pyarrow.table(
+        {"question": ["Q?"], "answer": ["1"], "more": pyarrow.array([{"all": [0.1, None]}], kind)}
+    )
     parquet.write_table(table, tmp_path / "a.parquet")
     [(_, row)] = read_rows(tmp_path / "a.parquet")
     assert row["more"] == {"all": [0.1, None]}
@@ -133,13 +144,17 @@ def test_short_floats_inside_lists_and_structs_are_short_too(tmp_path):
     ids=lambda value: str(value.type) if hasattr(value, "type") else "",
 )
 def test_cells_that_are_no_answer_are_refused_with_their_place(column, message, tmp_path):
-    parquet.write_table(pyarrow.table({"question": ["Q?"], "answer": column}), tmp_path / "a.parquet")
+    parquet.write_table(
+        pyarrow.table({"question": ["Q?"], "answer": column}), tmp_path / "a.parquet"
+    )
     with pytest.raises(UserError, match=message):
         golds(tmp_path / "a.parquet")
 
 
 def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["question", "answer", "answer"])
+    table = pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"])] * 3, names=["question", "answer", "answer"]
+    )
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(UserError, match='a.parquet: has two columns "answer": which one counts?'):
         read_rows(tmp_path / "a.parquet")
@@ -148,7 +163,10 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
 def test_marks_and_line_ends_of_windows_and_unnamed_columns_are_no_text(tmp_path):
     file = tmp_path / "a.csv"
     file.write_bytes(b'\xef\xbb\xbfquestion,answer,,\r\n"a\r\nb",22,0,\r\nc,None,1,\r\n')
-    assert [(p.id, p.question, p.ground_truth) for p, _ in worked_problems(read_rows(file), DataConfig())] == [
+    assert [
+        (p.id, p.question, p.ground_truth)
+        for p, _ in worked_problems(read_rows(file), DataConfig())
+    ] == [
         (f"{file}:3", "a\nb", "22"),
         (f"{file}:4", "c", "None"),
     ]
@@ -181,7 +199,9 @@ def test_a_folder_of_compressed_files_is_read_likewise(kind, tmp_path):
     plain = write_text(tmp_path / f"train.{kind}", rows_of(TEXTS))
     (tmp_path / "data").mkdir()
     (tmp_path / f"data/train.{kind}.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    assert [row["answer"] for row in hub_splits("--task", "", str(tmp_path / "data"))["train"]] == TEXTS
+    assert [
+        row["answer"] for row in hub_splits("--task", "", str(tmp_path / "data"))["train"]
+    ] == TEXTS
 
 
 @pytest.mark.parametrize(
@@ -215,5 +235,8 @@ def test_a_data_set_in_the_hubs_cache_is_read_from_its_files(tmp_path, monkeypat
     (tmp_path / "datasets--owner--name/refs/main").write_text(commit)
     write_text(snapshot / "test.csv", rows_of(TEXTS))
     assert [row["answer"] for row in hub_splits("--task", "", "owner/name")["test"]] == TEXTS
-    with pytest.raises(UserError, match=r"^--task: cannot be loaded .*; without the hub, give FOLDER, or HF_HUB_OFFLINE=1"):
+    with pytest.raises(
+        UserError,
+        match=r"^--task: cannot be loaded .*; without the hub, give FOLDER, or HF_HUB_OFFLINE=1",
+    ):
         hub_splits("--task", "FOLDER", "owner/other")

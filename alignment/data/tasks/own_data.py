@@ -1,8 +1,10 @@
-"""Problems and demonstrations from rows of the user's own, in files or in data sets that the library `datasets` finds.
+"""Problems and demonstrations from rows of the user's own, in files or in data sets that the
+library `datasets` finds.
 
-A problem is a question and an answer, in the columns that `DataConfig` names. A demonstration is a "question", which goes into
-the run's prompt template, or a whole "prompt", with a "response" or "completion"; or a question and its response as "messages".
-Longer "messages", and a "prompt" and "completion" of messages, are conversations, for the tokenizer's chat template:
+A problem is a question and an answer, in the columns that `DataConfig` names. A demonstration is a
+"question", which goes into the run's prompt template, or a whole "prompt", with a "response" or
+"completion"; or a question and its response as "messages". Longer "messages", and a "prompt" and
+"completion" of messages, are conversations, for the tokenizer's chat template:
 
     {"question": "What is 2 + 3?", "response": " 2 + 3 = 5 </think> <answer> 5 </answer>"}
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]}"""
@@ -28,7 +30,8 @@ MARKER = re.compile("#{4,}")  # GSM8K's, before the final answer
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # of GSM8K's calculator
 VALIDATION_SHARE = 20  # one question in 20 belongs to the test split of demonstrations, for the validation loss
 Demonstration = tuple[Problem, str]  # a problem and a response to it; a problem without a question has its prompt already
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys under which messages hold what comes before their "content"
+# Keys under which messages hold what comes before their "content".
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 UNTRAINABLE = ("tool_calls", "function_call")
 
 
@@ -71,15 +74,19 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
     by_split = {split: [p for p in pairs if split_of(question_text(p[0])) == split] for split in ("train", "test")}
     if not all(by_split.values()):
         questions = len({question_text(problem) for problem, _ in pairs})
-        asking = "" if questions == len(pairs) else f" that ask {questions} question{'s' * (questions > 1)}"
-        raise UserError(f"--task {name}: {len(pairs)} rows{asking} are too few to hold some out for tests; name --test_split")
+        rows = f"{len(pairs)} rows"
+        if questions < len(pairs):
+            rows += f" that ask {questions} question{'s' * (questions > 1)}"
+        fault = f"{rows} are too few to hold some out for tests"
+        raise UserError(f"--task {name}: {fault}; name --test_split")
     return by_split
 
 
 def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
-    """Each row's problem, with the response that its worked solution teaches: what stands before the answer in its cell, else
-    the column "solution"; "" where there is none. Says what of text and answers looks wrong. Raises `UserError`, naming the
-    row, where question or answer is not there."""
+    """Each row's problem, with the response that its worked solution teaches: what stands before
+    the answer in its cell, else the column "solution"; "" where there is none. Says what of text
+    and answers looks wrong. Raises `UserError`, naming the row, where question or answer is not
+    there."""
     pattern = _with_group(data.answer_pattern) if data.answer_pattern else None
     rows = list(rows)
     names = dict.fromkeys(name for _, row in rows for name in row)  # a row has None where it lacks what others have
@@ -90,7 +97,9 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
         question, cell = (stripped(cell_text(place, row, column, remedy)) for column in columns)
         before, answer = split_answer(cell, pattern)
         if not answer:
-            where = f"where --answer_pattern {pattern.pattern} looks" if pattern else "after its last ####"
+            where = "after its last ####"
+            if pattern:
+                where = f"where --answer_pattern {pattern.pattern} looks"
             raise UserError(f'{place}: "{data.answer_column}" holds no answer {where}')
         steps = ANNOTATION.sub("", before or str(row.get("solution") or "")).strip()
         response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
@@ -102,9 +111,10 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
 
 
 def split_answer(cell: str, pattern: re.Pattern | None = None) -> tuple[str, str]:
-    """What stands before a cell's final answer, and the answer, "" where there is none. The answer is the line of the last
-    #### (the next line, where nothing else is on its own), and the whole cell where there is no such mark; by a pattern, the
-    first group of its last match in which that is not blank."""
+    """What stands before a cell's final answer, and the answer, "" where there is none. The answer
+    is the line of the last #### (the next line, where nothing else is on its own), and the whole
+    cell where there is no such mark; by a pattern, the first group of its last match in which that
+    is not blank."""
     if pattern is None:
         marks = list(MARKER.finditer(cell))
         if not marks:
@@ -145,8 +155,8 @@ def of_split(rows: list[Demonstration], split: str, seed: int, key: Key = questi
 
 
 def read_demonstrations(*files: str) -> list[Demonstration]:
-    """The demonstrations of the files. Says what text looks wrong, and how many messages of weight 0 are left out. Raises
-    `UserError`, naming file and line, for a malformed row."""
+    """The demonstrations of the files. Says what text looks wrong, and how many messages of weight
+    0 are left out. Raises `UserError`, naming file and line, for a malformed row."""
     shown: list[Demonstration] = []
     for file in files:
         rows = read_rows(Path(file))
@@ -156,7 +166,8 @@ def read_demonstrations(*files: str) -> list[Demonstration]:
             shown += kept
             weightless += left_out
         if weightless:
-            say_once(f"{file}: {weightless} message{'s' * (weightless > 1)} of weight 0 are context only, and not trained")
+            messages = "1 message" if weightless == 1 else f"{weightless} messages"
+            say_once(f"{file}: {messages} of weight 0: context only, not trained")
         texts = (text for place, row in rows for text in _demonstrated_texts(place, row))
         warn_of_misread_latex(texts)
     return shown
@@ -170,21 +181,25 @@ def _demonstrated_texts(place: str, row: Mapping[str, object]) -> Iterator[tuple
 
 
 def _demonstrations(place: str, row: Mapping[str, object]) -> tuple[list[Demonstration], int]:
-    """A row's demonstration, and the number of messages of weight 0, which are not trained. Of a conversation one for each turn
-    of the assistant after those that are a "prompt"."""
+    """A row's demonstration, and the number of messages of weight 0, which are not trained. Of a
+    conversation one for each turn of the assistant after those that are a "prompt"."""
     given, shown = ([], row["messages"]) if "messages" in row else (row.get("prompt"), row.get("completion"))
     if isinstance(given, list) and isinstance(shown, list) and shown:
         return _conversation(place, given + shown, len(given))
     return [_plain_demonstration(place, row)], 0
 
 
-def _conversation(place: str, messages: Sequence[object], given: int) -> tuple[list[Demonstration], int]:
-    """The demonstrations of messages, of which so many are `given` as the prompt, and the number of those of weight 0. One
-    question and its answer go into the run's template, like a row of these; unless the answer has thoughts, which only the
-    tokenizer's chat template can place. Problems have the `messages` as their columns."""
+def _conversation(
+    place: str, messages: Sequence[object], given: int
+) -> tuple[list[Demonstration], int]:
+    """The demonstrations of messages, of which so many are `given` as the prompt, and the number of
+    those of weight 0. One question and its answer go into the run's template, like a row of these;
+    unless the answer has thoughts, which only the tokenizer's chat template can place. Problems
+    have the `messages` as their columns."""
     roles = [str(isinstance(message, dict) and message.get("role")) for message in messages]
     if not re.fullmatch("(system,)?(user,assistant,)+", "".join(f"{role}," for role in roles)):
-        raise UserError(f"{place}: turns must be of user and assistant in turn, after one of system or none, not {roles}")
+        wanted = "turns must be of user and assistant in turn, after one of system or none"
+        raise UserError(f"{place}: {wanted}, not {roles}")
     kept = [_message(place, message) for message in messages]
     turns = tuple((message["role"], message["content"]) for message in kept)
     answers = [number for number in range(given, len(turns)) if roles[number] == "assistant"]
@@ -195,21 +210,29 @@ def _conversation(place: str, messages: Sequence[object], given: int) -> tuple[l
         row = {"question": turns[0][1], "response": turns[1][1]}
         return [_plain_demonstration(place, row) for _ in trained], weightless
     columns = {"messages": kept}
-    problems = [Problem(place, turns[i - 1][1], "", "", turns[:i], columns) for i in trained]
-    return [(problem, turns[i][1]) for problem, i in zip(problems, trained, strict=True)], weightless
+    shown = []
+    for number in trained:
+        question = turns[number - 1][1]
+        problem = Problem(place, question, "", "", turns[:number], columns)
+        shown.append((problem, turns[number][1]))
+    return shown, weightless
 
 
 def _message(place: str, message: Mapping[str, object]) -> dict[str, str]:
-    """The role and the texts of a message, as a chat template takes them. Raises `UserError` for what would be lost."""
+    """The role and the texts of a message, as a chat template takes them. Raises `UserError` for
+    what would be lost."""
     kept = {"role": message["role"], "content": cell_text(place, message, "content")}
     for name in UNTRAINABLE:
         if message.get(name):
-            raise UserError(f'{place}: a message has "{name}", which is not trained: leave the row out, or write it in "content"')
+            remedy = 'leave the row out, or write it in "content"'
+            raise UserError(f'{place}: a message has "{name}", which is not trained: {remedy}')
     for name in THOUGHTS:
         if message.get(name):
             kept[name] = cell_text(place, message, name)
             if message["role"] != "assistant":
-                raise UserError(f'{place}: a message of the {message["role"]} has "{name}": only the assistant thinks')
+                role = message["role"]
+                fault = f'a message of the {role} has "{name}"'
+                raise UserError(f"{place}: {fault}: only the assistant thinks")
     return kept
 
 
@@ -219,13 +242,15 @@ def _is_trained(place: str, message: Mapping[str, object]) -> bool:
     if weight is None:
         return True
     if isinstance(weight, str) or weight not in (0, 1):
-        raise UserError(f'{place}: "weight" must be 0 (the message is not trained) or 1, not {weight!r}')
+        wanted = "0 (the message is not trained) or 1"
+        raise UserError(f'{place}: "weight" must be {wanted}, not {weight!r}')
     return bool(weight)
 
 
 def _plain_demonstration(place: str, row: Mapping[str, object]) -> Demonstration:
     """A question for the run's template, or a whole prompt, with its response."""
-    remedy = '; a demonstration has a "question" or "prompt" and a "response" or "completion", or "messages"'
+    pairs = 'a "question" or "prompt" and a "response" or "completion"'
+    remedy = f'; a demonstration has {pairs}, or "messages"'
     response = cell_text(place, row, "completion" if "completion" in row else "response", remedy)
     if row.get("question"):
         return Problem(place, cell_text(place, row, "question", remedy), "", ""), response
