@@ -23,7 +23,12 @@ from alignment.core.records import SamplingConfig
 from alignment.data.tasks import DataConfig, find_task
 from alignment.data.tasks.published import PUBLISHED
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.rewards.rules import CONTROLS, RULES, evaluation_rule  # noqa: F401, sweeps and pipelines take them from here
+from alignment.rewards.rules import (
+    CONTROLS,  # noqa: F401, sweeps take it from here
+    RULES,  # noqa: F401, pipelines take it from here
+    evaluation_rule,
+    refuse_unknown_reward,
+)
 from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
 from alignment.runs.trackers import TRACKERS
 from alignment.system.errors import UserError
@@ -74,7 +79,7 @@ class Args:
     dataset_path: str = ""  # Folder of the task's files, or of one for each of --eval_tasks; empty: where `download` puts them.
     question_column: str = "question"  # Column of your rows' questions.
     answer_column: str = "answer"  # Column of your rows' answers.
-    answer_pattern: str = ""  # Regular expression whose group is the final answer there; empty: what follows `#### `, else all.
+    answer_pattern: str = ""  # Regular expression whose group is the final answer there; empty: the last `####` line, else all.
     test_split: str = ""  # File, or split of hf: data, of the test problems; empty: the split test, or one question in 8.
     model: str = "tiny"  # Base model: "tiny", "tiny_student" or "smollm2" (built here), a Hugging Face folder, or a hub name.
     sft_base: str = "checkpoints/tiny_sft"  # Folder of the warm start: `sft` writes, `train_rl` reads it; empty: --model.
@@ -110,6 +115,7 @@ class Args:
 
     def __post_init__(self) -> None:
         _check_values(self)
+        refuse_unknown_reward(self.reward)
         for name, (package, extra, *values) in FLAGS["needs"].items():
             value = getattr(self, name, None)
             if value and value in (values or [value]) and not find_spec(package):

@@ -15,9 +15,9 @@ from alignment.data.prompts import chat_turns, read_template
 from alignment.data.tasks import Task, find_task, own_data
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import POLICIES, RANKED
-from alignment.rewards.rules import find_reward, try_reward
+from alignment.rewards.rules import check_reward, find_reward, try_reward
 from alignment.runs.run import RunConfig
-from alignment.runs.run_folder import refuse_taken_name, resumed_run_name
+from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
 from alignment.system.errors import UserError
 from alignment.system.files import MANIFEST, damage
@@ -29,8 +29,10 @@ EMBEDDED = ("tiny", "tiny_student", "smollm2")  # which `alignment.data.embedded
 
 
 def check(args: Args) -> Task:
-    """The task that --task names. Raises `UserError` for a task, template, sampler, output folder or policy that cannot be."""
+    """The task that --task names. Raises `UserError` for a task, reward, template, sampler, output
+    folder or policy that cannot be."""
     task = find_task(args.task, args.data)
+    check_reward(args.reward, task.rules, args.reward_timeout)
     read_template(args.prompt or task.prompt)
     if args.sampler == "vllm_server":
         raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
@@ -121,7 +123,7 @@ def resumed_if_restarted(args: RLArgs) -> RLArgs:
 
 def default_run_name(args: RLArgs) -> str:
     """What a run's folder is called where --run_name is empty."""
-    return f"{args.preset}_{args.loss_type.replace(':', '.')}_seed{args.seed}"
+    return plain_name(f"{args.preset}_{args.loss_type}_seed{args.seed}")
 
 
 def run_config(args: RLArgs) -> RunConfig:

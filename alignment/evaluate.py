@@ -60,7 +60,7 @@ def main() -> None:
             preview_problems(of_task, models[0])
         return
     names = ["compare" if args.compare else "evaluate", *map(label, args.compare or (args.model,))]
-    default = "_".join([*names, *tasks]).replace(":", ".")[:150]
+    default = "_".join([*names, *tasks])
     run, rows, groups = None, [], []
     for model, task, evaluation in evaluate_models(args, models, tasks, console):
         if run is None:  # there is something to write; evaluations of several tasks make no curve for trackers

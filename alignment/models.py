@@ -16,7 +16,7 @@ from alignment.args import Args, RLArgs, SFTArgs, as_command, configuration, ref
 from alignment.checks import check_processes, check_sft, devices_of_ranks, engines_on_shared_gpu, resolve_model, roles_of
 from alignment.core.records import Endless, Group, Problem, SampledStep, SamplingConfig
 from alignment.core.tokens import pad_token_id
-from alignment.data.prompts import prompted
+from alignment.data.prompts import prompted, trained_response, without_repeated_tag
 from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
 from alignment.policy.frozen import FrozenModel, ReferenceProcess
@@ -37,7 +37,7 @@ from alignment.sampling.sampler import (
 )  # fmt: skip
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_jsonl, write_json
-from alignment.system.terminal import count_parts
+from alignment.system.terminal import count_parts, say_once
 from alignment.system.torchrun import PROCESSES
 from alignment.training.sft import Example, SFTConfig, SFTData, fine_tune, tokenise
 from alignment.training.update import References, sampler_mismatch
@@ -204,10 +204,21 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
 
 
 def examples(args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]], tokenizer, context: int) -> list[Example]:
-    """The demonstrations' prompts and responses as token ids."""
+    """The demonstrations' prompts and responses as token ids. A tag that ends a prompt and begins
+    its response is trained once, which is said."""
     problems, responses = zip(*demonstrations, strict=True)
-    prompts = [p.prompt for p in prompted(problems, args.prompt or find_task(args.task, args.data).prompt, tokenizer)]
-    return tokenise(list(zip(prompts, responses, strict=True)), tokenizer, context)
+    problems = prompted(problems, args.prompt or find_task(args.task, args.data).prompt, tokenizer)
+    pairs = []
+    repeated = 0
+    for problem, response in zip(problems, responses, strict=True):
+        trained = trained_response(problem, response, tokenizer)
+        repeated += without_repeated_tag(problem.prompt, response) != response
+        pairs.append((problem.prompt, trained))
+    if repeated:
+        number = f"{repeated} of {len(pairs)} demonstrations"
+        repetition = "begin with the tag that their prompt ends with"
+        say_once(f"{number} {repetition}: it is not trained again")
+    return tokenise(pairs, tokenizer, context)
 
 
 def encode_demonstrations(

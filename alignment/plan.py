@@ -9,8 +9,10 @@ from pathlib import Path
 
 from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
 from alignment.checks import check_processes, roles_of
+from alignment.data.tasks import find_task
 from alignment.policy.placement import place
 from alignment.policy.speed import Hardware, hardware_of
+from alignment.rewards.rules import find_reward
 from alignment.system.errors import run_command
 from alignment.system.files import fill_template, write_json
 from alignment.system.terminal import make_console, make_table
@@ -18,6 +20,7 @@ from alignment.system.terminal import make_console, make_table
 
 def main() -> None:
     args = parse(PlanArgs)
+    find_reward(args.reward, find_task(args.task, args.data).rules)
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     roles_of(args, hardware.gpus)

@@ -6,6 +6,7 @@ from alignment.args import EvaluateArgs, RLArgs, SFTArgs
 from alignment.checks import resolve_model
 from alignment.core.records import Completion, Problem
 from alignment.core.text import ResponseReader, response_token_ids
+from alignment.data.row_warnings import is_placeholder
 from alignment.data.tasks import find_task
 from alignment.models import encode_demonstrations, encode_problems, evaluation
 from alignment.policy.loading import load_end_ids, load_tokenizer
@@ -32,11 +33,13 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
     for problem, ids in zip(problems, encoded, strict=True):
         print(f"{problem.id}: the prompt, {len(ids)} tokens:", printable(tokenizer.decode(ids)), sep="\n")
         print("the gold answer:", printable(problem.ground_truth))
+        if is_placeholder(problem.ground_truth):
+            print("  warning: it says that there is none, and a response that says so is paid: leave the row out")
         said = [shape.format(answer) for shape in shapes for answer in (problem.ground_truth, "")]
         texts = [responses.text(token_ids, stop) for token_ids in response_token_ids(tokenizer, said)]
         [group] = reward.score([problem], [[Completion((), (), (), text, "stop", 0) for text in texts]])
         for text, score in zip(texts[::2], group.scores[::2], strict=True):
-            print(f"  {text!r} gets", ", ".join(f"{name} {value:g}" for name, value in score.items()))
+            print(f"  '{printable(text, line_breaks=False)}' gets", ", ".join(f"{name} {value:g}" for name, value in score.items()))
         if not any(gold["reward"] > empty["reward"] for gold, empty in zip(group.scores[::2], group.scores[1::2], strict=True)):
             print("  warning: none is paid more than without the answer: is this --reward, column or --answer_pattern right?")
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from alignment.args import RejectionArgs, parse
 from alignment.checks import check, check_model_path, check_training_split, resolve_model, roles_of
 from alignment.core.records import Completion, Group, Problem
-from alignment.data.prompts import prompted
+from alignment.data.prompts import prompted, without_repeated_tag
 from alignment.data.tasks import find_task
 from alignment.data.tasks.own_data import read_demonstrations
 from alignment.rewards.rules import find_rule, language_consistency, score_groups
@@ -88,7 +88,9 @@ def read_examples(file: str) -> Demonstrations:
 def with_examples(problems: Sequence[Problem], examples: Demonstrations, template: str, tokenizer) -> list[Problem]:
     """The problems with worked examples before their prompts."""
     prompts = prompted([problem for problem, _ in examples], template, tokenizer)
-    before = "".join(f"{problem.prompt}{response}\n\n" for problem, (_, response) in zip(prompts, examples, strict=True))
+    before = ""
+    for problem, (_, response) in zip(prompts, examples, strict=True):
+        before += f"{problem.prompt}{without_repeated_tag(problem.prompt, response)}\n\n"
     return [dataclasses.replace(problem, prompt=before + problem.prompt) for problem in problems]
 
 

@@ -16,6 +16,7 @@ from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse, 
 from alignment.data.tasks import find_task
 from alignment.policy.speed import hardware_of
 from alignment.rewards.rules import find_reward
+from alignment.runs.run_folder import plain_name
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import LOCK
 from alignment.system.terminal import make_console, make_table
@@ -46,7 +47,7 @@ def make_design(args: SweepOptions) -> Design:
     arms = with_controls(arms) if args.controls else arms
     varied = [name for name, several in values.items() if len(several) > 1] or ["seeds"]
     default = "_".join(["sweep", args.preset, *([Path(args.sweep_file).stem] if args.sweep_file else varied)])
-    folder = Path(args.output_dir) / (args.run_name or default)
+    folder = Path(args.output_dir) / (args.run_name or plain_name(default))
     arms = {name: dataclasses.replace(arm, output_dir=str(folder), trackers=args.trackers) for name, arm in arms.items()}
     seeds = tuple(dict.fromkeys(args.seed)) or (0,)
     for arm in arms.values():

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import parse
-from alignment.data.tasks.own_data import read_rows
+from alignment.data.rows import read_rows
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_jsonl
 from alignment.system.terminal import count_parts, make_console, make_table, printable

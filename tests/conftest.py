@@ -12,7 +12,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 import alignment  # noqa: F401
-from alignment.system import signals
+from alignment.system import signals, terminal
 
 # Tests start some hundred interpreters; where none may keep what it has compiled, half of each start is compiling torch again.
 sys.dont_write_bytecode = False
@@ -45,6 +45,12 @@ settings.load_profile("no deadline")
 def no_signal_of_an_earlier_test():
     """A command that a signal has ended remembers it for its exit code; the tests of one process are many commands."""
     signals._state.deferred, signals._state.received = False, None
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_by_an_earlier_test():
+    """A command says some things once a process; the tests of one process are many commands."""
+    terminal.say_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from alignment.core.records import Problem
+from alignment.data.rows import hub_splits, numbered
 from alignment.data.tasks import Task
-from alignment.data.tasks.own_data import DataConfig, hub_splits, numbered, worked_problems
+from alignment.data.tasks.own_data import DataConfig, worked_problems
 from alignment.data.tasks.published import svamp_row
 from alignment.rewards.grading.boxes import boxed_answer
 from alignment.system.errors import UserError

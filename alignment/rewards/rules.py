@@ -142,11 +142,35 @@ def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -
     if name in RULES:
         raise UserError(f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}")
     rule = find_rule(rules[0], seconds)
-    weights = [_name_and_weight(item.strip()) for item in name.split(",")]
+    weights = named_parts(name)
     parts = tuple((part.replace(":", "."), weight, _find_part(part, rules, seconds)) for part, weight in weights)
     if len({part for part, _, _ in parts}) < len(parts):
         raise UserError(f"--reward {name}: a part is named twice")
     return Reward(rule, parts)
+
+
+def refuse_unknown_reward(name: str) -> None:
+    """Raise `UserError`, with the nearest name, where --reward names a part or rule that is in no
+    table. A function of the user's own, package.module:function, is not imported yet."""
+    table = {**RULES, **CONTROLS, **PARTS}
+    for part, _ in named_parts(name):
+        if ":" not in part:
+            find("--reward", part, table)
+
+
+def check_reward(name: str, rules: Sequence[str], seconds: float | None = None) -> None:
+    """Raise `UserError` where --reward names what there is not, or a function that cannot be
+    imported. A rule or part that does not fit a task with these `rules` will do: evaluations grade
+    by the task's own."""
+    if name in (*rules, *RULES):
+        return
+    for part, _ in named_parts(name):
+        _find_part(part, (), seconds)
+
+
+def named_parts(reward: str) -> list[tuple[str, float]]:
+    """The parts that --reward names, with their weights."""
+    return [_name_and_weight(item.strip()) for item in reward.split(",")]
 
 
 def _name_and_weight(item: str) -> tuple[str, float]:

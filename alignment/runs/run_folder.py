@@ -29,6 +29,7 @@ Record = Mapping[str, object]
 LOGS = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # log file -> prefix of its numbers in trackers
 TRAINER = "trainer"  # not in the top folder, where loaders take every *.safetensors file for weights
 ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
+MOST_BYTES = 150  # of a folder's name that is made here; file systems take 255, with suffixes
 ARGUMENTS = files.read_toml(Path(__file__).with_name("arguments.toml"), "--resume")  # what kinds of arguments a run has
 
 
@@ -138,9 +139,20 @@ def _is_taken(path: Path) -> bool:
     return path.is_dir() and any(path.iterdir())
 
 
+def plain_name(text: str) -> str:
+    """A text as the name of one folder: what is neither a letter, a digit nor one of . _ = + -
+    becomes "-", and a colon "."; at most 150 bytes, without a dot or dash in front. A plain name
+    stays as it is."""
+    # "file:/a/b.csv" becomes "file-a-b.csv", "hf:owner/name:main" "hf.owner-name.main".
+    dashed = re.sub(r"[.:]*[^\w.:=+-][^\w=+-]*", "-", text).replace(":", ".")
+    return dashed.lstrip(".-").encode()[:MOST_BYTES].decode(errors="ignore") or "run"
+
+
 def claim_run_folder(output_dir: str, run_name: str, default: str, arguments: Record, seeds: Mapping[str, int]) -> Path:
-    """Make a folder named `run_name`, or `default` with the first free number, that has an args.json (`write_args`). Two
-    commands never get the same folder. Raises `UserError` where `run_name` is taken."""
+    """Make a folder named `run_name`, or `default` as a `plain_name` with the first free number,
+    that has an args.json (`write_args`). Two commands never get the same folder. Raises `UserError`
+    where `run_name` is taken."""
+    default = plain_name(default)
     numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
     for name in [run_name] if run_name else numbered:
         path = Path(output_dir) / name
@@ -174,8 +186,10 @@ def reproducibility(run: Path) -> str:
 
 
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
-    """`run_name`, or the newest run with the `default` name. Raises `UserError` where there is no such run."""
+    """`run_name`, or the newest run with the `default` name, as a `plain_name`. Raises `UserError`
+    where there is no such run."""
     output = Path(output_dir)
+    default = plain_name(default)
     numbered = [path.name for path in output.glob(f"{default}-*") if path.name.removeprefix(f"{default}-").isdigit()]
     names = [run_name] if run_name else [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
     if not (existing := [name for name in names if (output / name / "args.json").exists()]):

@@ -63,6 +63,27 @@ def say_once(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def printable(text: str) -> str:
-    """The text, safe for a terminal: unprintable characters but line breaks are written out, an escape as \\x1b."""
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+CONTROL_NAMES = {
+    "\a": "bell",
+    "\b": "backspace",
+    "\t": "tab",
+    "\n": "line break",
+    "\v": "vertical tab",
+    "\f": "form feed",
+    "\r": "carriage return",
+}
+
+
+def printable(text: str, line_breaks: bool = True) -> str:
+    """The text, safe for a terminal. A control character is written out as what it is, a tab as
+    <tab> and an escape as \\x1b, so that none looks like a backslash and a letter. Line breaks
+    stay, unless without `line_breaks`."""
+    return "".join(_printable_character(character, line_breaks) for character in text)
+
+
+def _printable_character(character: str, line_breaks: bool) -> str:
+    if character.isprintable() or character == "\n" and line_breaks:
+        return character
+    if character in CONTROL_NAMES and character != "\a":
+        return f"<{CONTROL_NAMES[character]}>"
+    return repr(character)[1:-1]

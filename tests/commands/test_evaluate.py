@@ -186,3 +186,21 @@ def test_prompts_of_all_benchmarks_are_previewed(run, tiny_folder, data, monkeyp
 def test_mistakes_are_one_line(flags, message, run):
     with pytest.raises(UserError, match=message):
         run(*flags)
+
+
+def test_a_reward_that_is_not_the_tasks_grades_by_the_tasks_own_and_says_so(run, tiny_folder):
+    """A part of a training reward is known, but an evaluation is graded by a rule."""
+    printed, folder = run("--model", tiny_folder, "--max_problems", 2, "--reward", "format:0.5,accuracy")
+    assert "--reward format:0.5,accuracy is a training reward: this grades by r1_zero" in printed
+    assert folder.name == f"evaluate_{tiny_folder.parent.name}_model_arithmetic"
+
+
+@pytest.mark.parametrize("kind", ["file:", "hf:"])
+def test_an_evaluation_of_rows_by_their_path_makes_one_folder(kind, run, tiny_folder, tmp_path):
+    rows = [{"question": f"What is {number} + 2?", "answer": str(number + 2)} for number in range(20)]
+    (tmp_path / "my rows").mkdir()
+    (tmp_path / "my rows/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = "my rows/train.jsonl" if kind == "file:" else "my rows"
+    _, folder = run("--model", tiny_folder, "--max_problems", 1, "--task", f"{kind}{tmp_path}/{name}")
+    assert (folder / "evals.jsonl").is_file() and len(folder.name.encode()) <= 150
+    assert folder.name.startswith(f"evaluate_{tiny_folder.parent.name}_model_{kind.strip(':')}-")

@@ -77,3 +77,17 @@ def test_sft_tells_trained_tokens_from_those_that_are_not(preview, tmp_path):
     )
     assert len(shown) == 2 and all(question == answer for _, question, _, answer in shown)
     assert {(prompt, response) for prompt, _, response, _ in shown} == {("13", "19")}
+
+
+def test_a_lost_backslash_and_an_answer_that_is_none_look_like_what_they_are(preview, tmp_path, capsys):
+    """The author wrote \\frac and \\times with one backslash; the response that holds this text is
+    paid all the same."""
+    golds = [r"\frac{22}{7}", r"3 \times x", "notfound"]
+    lines = [f'{{"question": "{number}?", "answer": "{gold}"}}' for number, gold in enumerate(golds)]
+    (tmp_path / "test.jsonl").write_text("\n".join(lines))
+    task = write_rows(tmp_path / "train.jsonl", a="1", b="2")
+    printed = preview(evaluate, "--task", task, "--test_split", "test.jsonl", "--prompt", "tiny", "--preview", "3")
+    assert "the gold answer: <form feed>rac{22}{7}\n" in printed
+    assert "' </think> <answer> <form feed>rac{22}{7} </answer>' gets" in printed
+    assert "the gold answer: 3 <tab>imes x\n" in printed
+    assert "the gold answer: notfound\n  warning: it says that there is none, and a response that says so is paid" in printed

@@ -14,8 +14,9 @@ from alignment.checks import check_sft, check_test_split, check_training_split
 from alignment.core.records import Problem
 from alignment.data.prompts import prompted, read_template
 from alignment.data.questions import split_of
+from alignment.data.rows import read_rows
 from alignment.data.tasks import DataConfig, find_task, published
-from alignment.data.tasks.own_data import of_split, read_demonstrations, read_rows, worked_problems
+from alignment.data.tasks.own_data import of_split, read_demonstrations, worked_problems
 from alignment.system.errors import UserError
 
 REAL = Path(__file__).parents[3] / "shared" / "dataset"
@@ -80,10 +81,12 @@ def test_two_files_or_the_splits_of_a_folder_are_taken_as_they_are(tmp_path):
 
 def test_what_datasets_cannot_load_is_one_line(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
-    (tmp_path / "train.jsonl").write_text('{"question": "a"}\n{"question": ')
-    with pytest.raises(UserError, match=rf"^--task hf:{tmp_path}: cannot be loaded \(DatasetGenerationError: "):
+    with pytest.raises(UserError, match=rf"^--task hf:{tmp_path}: cannot be loaded \(EmptyDatasetError: "):
         find_task(f"hf:{tmp_path}").problems("train", "")
-    monkeypatch.setattr("alignment.data.tasks.own_data.find_spec", lambda name: None)
+    (tmp_path / "train.jsonl").write_text('{"question": "a"}\n{"question": ')
+    with pytest.raises(UserError, match=rf"^{tmp_path}/train.jsonl:2: not a JSON object \(Expecting value at column 14\)$"):
+        find_task(f"hf:{tmp_path}").problems("train", "")
+    monkeypatch.setattr("alignment.data.rows.find_spec", lambda name: None)
     with pytest.raises(UserError, match="^--task hf:a/b needs the library datasets: run with `uv run --extra datasets ...`$"):
         find_task("hf:a/b").problems("test", "")
 
@@ -93,7 +96,16 @@ CELLS = [
     (7.5, "", "7.5", ""),
     ("It is so.\n#### 1,000 ", "", "1,000", "It is so."),
     ("2 + 3 = <<2+3=5>>5\n#### 5", "", "5", "2 + 3 = 5"),
-    ("Is #1 it?\n#### 7\n#### 8", "", "7\n#### 8", "Is #1 it?"),
+    ("Is #1 it?\n#### 7\n#### 8", "", "8", "Is #1 it?\n#### 7"),
+    ("#### Step 1\nAdd.\n#### Step 2\nSo 22.\n#### 22", "", "22", "#### Step 1\nAdd.\n#### Step 2\nSo 22."),
+    ("Add the numbers, 22.\n####22", "", "22", "Add the numbers, 22."),
+    ("Add them.\n#### 22\nI hope this helps.", "", "22", "Add them."),
+    ("Add them. ####\n\n 22 \nBye.", "", "22", "Add them."),
+    ("So.\n##### 7 eggs \r", "", "7 eggs", "So."),
+    ("#### 5\n#### ", "#### (.*)", "5", ""),
+    ("#### Step 1\n#### 22\nBye.", "#### (.*)", "22", "#### Step 1"),
+    ("####\t-3", "", "-3", ""),
+    ("Item #3 of ### is 4", "", "Item #3 of ### is 4", ""),
     ("#### 5", "", "5", ""),
     ("x\ny", "", "x\ny", ""),
     ("A: 3. A: 4", r"A: (\d)$", "4", "A: 3."),
@@ -134,7 +146,17 @@ BAD = [  # (file, text, flags, message)
     ("c.jsonl", GOOD, {"question_column": "Q"}, 'c.jsonl:1: "Q" must hold .* the row has question, answer'),
     ("d.jsonl", GOOD + '{"question": "b", "final_answer": "1"}', {}, 'd.jsonl:2: "answer" must hold'),
     ("j.json", '[{"question": "a",\n"answer" "1"}]', {}, "j.json:2: not a JSON object .Expecting ':'"),
-    ("o.json", GOOD + GOOD, {}, "o.json:2: not a JSON object .Extra data at column 1"),
+    ("o.json", GOOD + "5 6", {}, "o.json:2: not a JSON object .Extra data at column 3"),
+    ("o2.json", GOOD.strip() + " 5", {}, "o2.json:1: not a JSON object .Extra data at column 34"),
+    ("k.jsonl", GOOD + '{"question": "a", "answer": "1", "answer": "2"}', {}, 'k.jsonl:2: has the key "answer" twice'),
+    ("k.json", '[{"question": "a", "answer": "1"}, {"a": [{"b": 1, "b": 1}]}]', {}, 'k.json: row 2: has the key "b" twice'),
+    ("k.csv", '"question",answer,answer\na,1,2\n', {}, 'k.csv:1: has two columns "answer"'),
+    ("k.tsv", "question\tanswer\tquestion\na\t1\tb\n", {}, 'k.tsv:1: has two columns "question"'),
+    ("f.jsonl", '{"question": "a", "answer": "Yes.\\n####  "}', {}, 'f.jsonl:1: "answer" holds no answer after its last ####$'),
+    ("b2.jsonl", '{"question": "a", "answer": "\\sqrt{2}"}', {}, r"b2.jsonl:1: not a JSON object .*; a backslash is written \\\\$"),
+    ("a.jsonl", '{"question": "a", "answer": NaN}', {}, 'a.jsonl:1: "answer" must hold'),
+    ("a2.jsonl", '{"question": "a", "answer": [["1"], "2"]}', {}, 'a2.jsonl:1: "answer" must hold'),
+    ("a3.jsonl", '{"question": "a", "answer": -1e400}', {}, 'a3.jsonl:1: "answer" must hold'),
     ("n.jsonl", '{"question": ["a"], "answer": "1"}', {}, 'n.jsonl:1: "question" must hold text or a number'),
     ("t.jsonl", '{"question": "a", "answer": true}', {}, 't.jsonl:1: "answer" must hold'),
     ("u.jsonl", '{"question": "a", "answer": null}', {}, 'u.jsonl:1: "answer" must hold'),

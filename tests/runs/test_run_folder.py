@@ -1,14 +1,18 @@
 """Completions in the folder of a run."""
 
 import dataclasses
+from pathlib import Path
 
+import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.core.tokens import collate
-from alignment.runs.run_folder import RunFolder
+from alignment.runs.run_folder import RunFolder, claim_run_folder, plain_name, resumed_run_name
 
 
 def test_tensorboard_has_one_sample_of_each_evaluation_as_text(tmp_path):
@@ -36,3 +40,41 @@ def test_a_bad_batch_whose_mask_is_a_view_is_saved(tmp_path):
     run.close()
     saved = load_file(tmp_path / "bad_batches" / "step_000003_1.safetensors")
     assert saved["response_mask"].tolist() == batch.response_mask.tolist() and saved["labels"].tolist() == batch.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("evaluate_tiny_file:/a/b.jsonl", "evaluate_tiny_file-a-b.jsonl"),
+        ("evaluate_tiny_hf:owner/name:main", "evaluate_tiny_hf.owner-name.main"),
+        ("evaluate_tiny_file:../my rows.csv", "evaluate_tiny_file-my-rows.csv"),
+        ("tiny_my.module:loss_seed0", "tiny_my.module.loss_seed0"),
+        ("evaluate_x_arithmetic", "evaluate_x_arithmetic"),
+        ("größe=1+2_ü", "größe=1+2_ü"),
+        ("C:\\x\\y", "C-x-y"),
+        ("..", "run"),
+        ("/", "run"),
+        ("", "run"),
+        (".hidden", "hidden"),
+    ],
+)
+def test_a_default_name_is_one_plain_folder(text, name):
+    assert plain_name(text) == name
+
+
+@given(st.text(max_size=300))
+@example("a/" * 200)
+@example("../..")
+@example("ü" * 200)
+def test_any_text_becomes_one_folder_of_a_length_that_file_systems_take(text):
+    name = plain_name(text)
+    assert Path(name).name == name and not name.startswith(".") and 0 < len(name.encode()) <= 150
+    assert plain_name(name) == name
+
+
+def test_a_run_is_found_again_by_the_default_name_that_it_got(tmp_path):
+    for number in ("", "-2"):
+        path = claim_run_folder(str(tmp_path), "", "tiny_file:/a/b_seed0", {}, {})
+        assert path == tmp_path / f"tiny_file-a-b_seed0{number}"
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "tiny_file-a-b_seed0", tmp_path / "tiny_file-a-b_seed0-2"]
+    assert resumed_run_name(str(tmp_path), "", "tiny_file:/a/b_seed0") == "tiny_file-a-b_seed0-2"

@@ -4,13 +4,16 @@ A chat has `### system`, `### user` and `### assistant`: the model's chat templa
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from alignment.core.records import Endless, Problem
 from alignment.core.text import added_ids
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
+from alignment.system.terminal import say_once
+
+Messages = Sequence[Mapping[str, str]]  # with "role" and "content", as a chat template takes them
 
 _files = lambda kind: sorted(Path(__file__).parent.glob(f"*.{kind}"))
 PROMPTS, CHATS = ({file.stem: file.read_text(encoding="utf-8") for file in _files(kind)} for kind in ("prompt", "chat"))
@@ -34,13 +37,16 @@ def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Prob
     question have theirs. Raises `UserError` for an unknown template, or a chat if the tokenizer has no chat template."""
     if name in CHATS:
         *turns, (_, beginning) = chat_turns(name)
-        template = _chat_text(f"--prompt {name}", turns, tokenizer, f"; choose one of {', '.join(PROMPTS)}") + beginning
+        messages = [{"role": role, "content": text} for role, text in turns]
+        remedy = f"; choose one of {', '.join(PROMPTS)}"
+        template = _chat_text(f"--prompt {name}", messages, tokenizer, remedy) + beginning
     else:
         template = read_template(name)
 
     def fill(problem: Problem) -> Problem:
         if problem.turns:
-            return dataclasses.replace(problem, prompt=_chat_text(problem.id, problem.turns, tokenizer))
+            prompt = _chat_text(problem.id, _messages(problem), tokenizer)
+            return dataclasses.replace(problem, prompt=prompt)
         if not problem.question:
             return problem
         prompt, turns = template.replace("{question}", problem.question), chat_turns(name, problem.question)
@@ -61,13 +67,91 @@ def chat_turns(name: str, question: str = "{question}") -> tuple[tuple[str, str]
     return tuple(zip(parts[::2], texts, strict=True))
 
 
-def _chat_text(place: str, turns: Iterable[tuple[str, str]], tokenizer, remedy: str = "") -> str:
-    """The turns as one text, up to where the assistant's next one begins. Errors name the `place`, and one the `remedy`."""
+def trained_response(problem: Problem, response: str, tokenizer) -> str:
+    """What follows the problem's prompt where a demonstration gives this response: without an
+    opening tag that the prompt ends with already; and with the thoughts that the response's own
+    message holds apart from its content, as the chat template renders them. Raises `UserError`
+    where it renders them elsewhere or not at all."""
+    messages = problem.columns.get("messages", ()) if problem.turns else ()
+    message = messages[len(problem.turns)] if len(messages) > len(problem.turns) else {}
+    thoughts = [name for name in message if name not in ("role", "content")]
+    if thoughts:
+        response = _rendered_response(problem, thoughts, tokenizer)
+    return without_repeated_tag(problem.prompt, response)
+
+
+def without_repeated_tag(prompt: str, response: str) -> str:
+    """The response, without the opening tag that it begins with where the prompt ends with the same
+    one, such as <think>."""
+    ending = re.search(r"(<\w+>|\[\w+\])(\s*)$", prompt)
+    if not ending or not response.lstrip().startswith(ending[1]):
+        return response
+    return response.lstrip().removeprefix(ending[1]).removeprefix(ending[2])
+
+
+def _rendered_response(problem: Problem, thoughts: Sequence[str], tokenizer) -> str:
+    """The message after the problem's prompt as the chat template renders it, up to the end of its
+    content."""
+    messages = problem.columns["messages"][: len(problem.turns) + 1]
+    text = _rendered(problem.id, messages, tokenizer, add_generation_prompt=False)
+    rendered = text.removeprefix(problem.prompt)
+    content = messages[-1]["content"].strip()
+    whole = all(messages[-1][name].strip() in rendered for name in thoughts) and content in rendered
+    if rendered == text or not whole:
+        where = "after its own generation prompt" if whole else "at all"
+        fault = f'the chat template of this model does not render "{thoughts[0]}" {where}'
+        remedy = 'write it into "content", as the model is to say it'
+        raise UserError(f"{problem.id}: {fault}: {remedy}")
+    return rendered[: rendered.rindex(content) + len(content)]
+
+
+def _messages(problem: Problem) -> list[dict[str, str]]:
+    """The messages of a conversation up to the one that is asked for; with thoughts, where a row
+    has them."""
+    if "messages" in problem.columns:
+        return problem.columns["messages"][: len(problem.turns)]
+    return [{"role": role, "content": text} for role, text in problem.turns]
+
+
+def _chat_text(place: str, messages: Messages, tokenizer, remedy: str = "") -> str:
+    """The messages as one text, up to where the assistant's next one begins. Errors name the
+    `place`, and one the `remedy`."""
+    text = _rendered(place, messages, tokenizer, add_generation_prompt=True, remedy=remedy)
+    if text == _rendered(place, messages, tokenizer, add_generation_prompt=False):
+        text += _header_of_answers(place, messages, text, tokenizer)
+    return text
+
+
+def _header_of_answers(place: str, messages: Messages, text: str, tokenizer) -> str:
+    """What the chat template puts between these messages, rendered as `text`, and an answer to
+    them; "" where this is nothing but white space, as after [/INST]. A template without a
+    generation prompt leaves it out, and a prompt must end with it. Raises `UserError` where it
+    cannot be told."""
+    answer = "An answer, 4711."
+    with_answer = [*messages, {"role": "assistant", "content": answer}]
+    answered = _rendered(place, with_answer, tokenizer, add_generation_prompt=False)
+    header, found, _ = answered.removeprefix(text).partition(answer)
+    if not found or not answered.startswith(text):
+        fault = "the chat template of this model has no generation prompt"
+        remedy = "what begins an answer cannot be told from its answers: give it one"
+        raise UserError(f"{place}: {fault}, and {remedy}, for add_generation_prompt")
+    if not header.strip():
+        return ""
+    fault = "the chat template of this model has no generation prompt"
+    say_once(f"{fault}: prompts end with {header!r}, as its answers begin")
+    return header
+
+
+def _rendered(
+    place: str, messages: Messages, tokenizer, *, add_generation_prompt: bool, remedy: str = ""
+) -> str:
+    """The messages as the chat template writes them, less a BOS token that encoding adds again."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{place}: it is a chat, and the tokenizer of this model has no chat template{remedy}")
-    messages = [{"role": role, "content": text} for role, text in turns]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except Exception as error:  # the model's template may refuse a system turn
         raise UserError(f"{place}: the chat template of this model refuses it ({error})") from None
     prefix, _ = added_ids(tokenizer)  # such as BOS, which encoding the prompt adds again

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import distinct, question_text, split_of
-from alignment.data.tasks.own_data import parquet_rows
+from alignment.data.rows import parquet_rows
 from alignment.system.errors import UserError
 
 TEST_PROBLEMS = 1024  # at most, from the first `TEST_DRAWS` draws: those of the small size have 212 distinct questions

@@ -1,40 +1,38 @@
-"""Problems and demonstrations from rows of the user's own, in files or in data sets that the library `datasets` loads.
+"""Problems and demonstrations from rows of the user's own, in files or in data sets that the
+library `datasets` finds.
 
-A problem is a question and an answer, in the columns that `DataConfig` names. A demonstration is a "question", which goes into
-the run's prompt template, or a whole "prompt", with a "response" or "completion"; or a question and its response as "messages".
-Longer "messages", and a "prompt" and "completion" of messages, are conversations, for the tokenizer's chat template:
+A problem is a question and an answer, in the columns that `DataConfig` names. A demonstration is a
+"question", which goes into the run's prompt template, or a whole "prompt", with a "response" or
+"completion"; or a question and its response as "messages". Longer "messages", and a "prompt" and
+"completion" of messages, are conversations, for the tokenizer's chat template:
 
     {"question": "What is 2 + 3?", "response": " 2 + 3 = 5 </think> <answer> 5 </answer>"}
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]}"""
 
-import csv
-import io
 import json
-import math
-import os
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
-
-import httpx
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import Key, question_text, split_of
-from alignment.system.clock import start_in_background
+from alignment.data.row_warnings import stripped, warn_of_answers, warn_of_misread_latex
+from alignment.data.rows import Rows, cell_text, hub_splits, numbered, read_rows
 from alignment.system.errors import UserError
-from alignment.system.files import read_text
+from alignment.system.terminal import say_once
 
-FINAL_ANSWER = "(?s)(?:#### |^(?!.*#### ))(.*)"  # what follows GSM8K's mark, or the whole cell where there is none
+MARKER = re.compile("#{4,}")  # GSM8K's, before the final answer
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # of GSM8K's calculator
 VALIDATION_SHARE = 20  # one question in 20 belongs to the test split of demonstrations, for the validation loss
 Demonstration = tuple[Problem, str]  # a problem and a response to it; a problem without a question has its prompt already
-Rows = Iterable[tuple[str, dict]]  # ("file:line", row), or ("file: row number", row) where rows have no lines
+# Keys under which messages hold what comes before their "content".
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+UNTRAINABLE = ("tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
@@ -75,26 +73,66 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
         return {"train": pairs, "test": worked_problems(test, data)}
     by_split = {split: [p for p in pairs if split_of(question_text(p[0])) == split] for split in ("train", "test")}
     if not all(by_split.values()):
-        raise UserError(f"--task {name}: {len(pairs)} rows are too few to hold some out for tests; name --test_split")
+        questions = len({question_text(problem) for problem, _ in pairs})
+        rows = f"{len(pairs)} rows"
+        if questions < len(pairs):
+            rows += f" that ask {questions} question{'s' * (questions > 1)}"
+        fault = f"{rows} are too few to hold some out for tests"
+        raise UserError(f"--task {name}: {fault}; name --test_split")
     return by_split
 
 
 def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
-    """Each row's problem, with the response that its worked solution teaches: what stands before the answer in its cell, else
-    the column "solution"; "" where there is none. Raises `UserError`, naming the row, where question or answer is not there."""
-    pattern, pairs, rows = _with_group(data.answer_pattern or FINAL_ANSWER), [], list(rows)
+    """Each row's problem, with the response that its worked solution teaches: what stands before
+    the answer in its cell, else the column "solution"; "" where there is none. Says what of text
+    and answers looks wrong. Raises `UserError`, naming the row, where question or answer is not
+    there."""
+    pattern = _with_group(data.answer_pattern) if data.answer_pattern else None
+    rows = list(rows)
     names = dict.fromkeys(name for _, row in rows for name in row)  # a row has None where it lacks what others have
+    pairs = []
     for place, row in rows:
         columns = (data.question_column, data.answer_column)
-        question, cell = (cell_text(place, row, c, ": name --question_column and --answer_column").strip() for c in columns)
-        match = pattern.search(cell)
-        if not match or not (answer := (match[1] or "").strip()):
-            raise UserError(f'{place}: "{data.answer_column}" holds no answer where --answer_pattern {pattern.pattern} looks')
-        steps = ANNOTATION.sub("", cell[: match.start()] or str(row.get("solution") or "")).strip()
+        remedy = ": name --question_column and --answer_column"
+        question, cell = (stripped(cell_text(place, row, column, remedy)) for column in columns)
+        before, answer = split_answer(cell, pattern)
+        if not answer:
+            where = "after its last ####"
+            if pattern:
+                where = f"where --answer_pattern {pattern.pattern} looks"
+            raise UserError(f'{place}: "{data.answer_column}" holds no answer {where}')
+        steps = ANNOTATION.sub("", before or str(row.get("solution") or "")).strip()
         response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
         columns = json.loads(json.dumps(dict.fromkeys(names) | row, default=str))  # dates as text: checkpoints are JSON
         pairs.append((Problem(place, question, fill_prompt("r1_zero", question), answer, columns=columns), response))
+    warn_of_misread_latex(_texts(rows, (data.question_column, data.answer_column, "solution")))
+    warn_of_answers([problem for problem, _ in pairs])
     return pairs
+
+
+def split_answer(cell: str, pattern: re.Pattern | None = None) -> tuple[str, str]:
+    """What stands before a cell's final answer, and the answer, "" where there is none. The answer
+    is the line of the last #### (the next line, where nothing else is on its own), and the whole
+    cell where there is no such mark; by a pattern, the first group of its last match in which that
+    is not blank."""
+    if pattern is None:
+        marks = list(MARKER.finditer(cell))
+        if not marks:
+            return "", cell
+        lines = (stripped(line) for line in cell[marks[-1].end() :].split("\n"))
+        return cell[: marks[-1].start()], next(filter(None, lines), "")
+    matches = [match for match in pattern.finditer(cell) if (match[1] or "").strip()]
+    if not matches:
+        return "", ""
+    return cell[: matches[-1].start()], stripped(matches[-1][1])
+
+
+def _texts(rows: Rows, columns: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Place, column and text of the rows' cells of text in some columns."""
+    for place, row in rows:
+        for column in columns:
+            if isinstance(row.get(column), str):
+                yield place, column, row[column]
 
 
 def _with_group(pattern: str) -> re.Pattern:
@@ -117,114 +155,103 @@ def of_split(rows: list[Demonstration], split: str, seed: int, key: Key = questi
 
 
 def read_demonstrations(*files: str) -> list[Demonstration]:
-    """The demonstrations of the files. Raises `UserError`, naming file and line, for a malformed row."""
-    return [shown for file in files for place, row in read_rows(Path(file)) for shown in _demonstrations(place, row)]
+    """The demonstrations of the files. Says what text looks wrong, and how many messages of weight
+    0 are left out. Raises `UserError`, naming file and line, for a malformed row."""
+    shown: list[Demonstration] = []
+    for file in files:
+        rows = read_rows(Path(file))
+        weightless = 0
+        for place, row in rows:
+            kept, left_out = _demonstrations(place, row)
+            shown += kept
+            weightless += left_out
+        if weightless:
+            messages = "1 message" if weightless == 1 else f"{weightless} messages"
+            say_once(f"{file}: {messages} of weight 0: context only, not trained")
+        texts = (text for place, row in rows for text in _demonstrated_texts(place, row))
+        warn_of_misread_latex(texts)
+    return shown
 
 
-def _demonstrations(place: str, row: Mapping[str, object]) -> list[Demonstration]:
-    """A row's demonstration; of a conversation one for each turn of the assistant after those that are a "prompt"."""
-    remedy = '; a demonstration has a "question" or "prompt" and a "response" or "completion", or "messages"'
+def _demonstrated_texts(place: str, row: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
+    yield from _texts([(place, row)], ("question", "prompt", "response", "completion"))
+    for column in ("messages", "prompt", "completion"):
+        for message in row[column] if isinstance(row.get(column), list) else ():
+            yield from _texts([(place, message)], ("content", *THOUGHTS))
+
+
+def _demonstrations(place: str, row: Mapping[str, object]) -> tuple[list[Demonstration], int]:
+    """A row's demonstration, and the number of messages of weight 0, which are not trained. Of a
+    conversation one for each turn of the assistant after those that are a "prompt"."""
     given, shown = ([], row["messages"]) if "messages" in row else (row.get("prompt"), row.get("completion"))
     if isinstance(given, list) and isinstance(shown, list) and shown:
-        roles = [str(isinstance(turn, dict) and turn.get("role")) for turn in given + shown]
-        if not re.fullmatch("(system,)?(user,assistant,)+", "".join(f"{role}," for role in roles)):
-            raise UserError(f"{place}: turns must be of user and assistant in turn, after one of system or none, not {roles}")
-        turns = tuple((role, cell_text(place, turn, "content")) for role, turn in zip(roles, given + shown, strict=True))
-        if given or len(turns) > 2:
-            answers = [i for i in range(len(given), len(turns)) if roles[i] == "assistant"]
-            return [(Problem(place, turns[i - 1][1], "", "", turns[:i]), turns[i][1]) for i in answers]
+        return _conversation(place, given + shown, len(given))
+    return [_plain_demonstration(place, row)], 0
+
+
+def _conversation(
+    place: str, messages: Sequence[object], given: int
+) -> tuple[list[Demonstration], int]:
+    """The demonstrations of messages, of which so many are `given` as the prompt, and the number of
+    those of weight 0. One question and its answer go into the run's template, like a row of these;
+    unless the answer has thoughts, which only the tokenizer's chat template can place. Problems
+    have the `messages` as their columns."""
+    roles = [str(isinstance(message, dict) and message.get("role")) for message in messages]
+    if not re.fullmatch("(system,)?(user,assistant,)+", "".join(f"{role}," for role in roles)):
+        wanted = "turns must be of user and assistant in turn, after one of system or none"
+        raise UserError(f"{place}: {wanted}, not {roles}")
+    kept = [_message(place, message) for message in messages]
+    turns = tuple((message["role"], message["content"]) for message in kept)
+    answers = [number for number in range(given, len(turns)) if roles[number] == "assistant"]
+    trained = [number for number in answers if _is_trained(place, messages[number])]
+    weightless = len(answers) - len(trained)
+    thoughtful = any(len(message) > len(("role", "content")) for message in kept)
+    if not (given or len(turns) > 2 or thoughtful):
         row = {"question": turns[0][1], "response": turns[1][1]}
+        return [_plain_demonstration(place, row) for _ in trained], weightless
+    columns = {"messages": kept}
+    shown = []
+    for number in trained:
+        question = turns[number - 1][1]
+        problem = Problem(place, question, "", "", turns[:number], columns)
+        shown.append((problem, turns[number][1]))
+    return shown, weightless
+
+
+def _message(place: str, message: Mapping[str, object]) -> dict[str, str]:
+    """The role and the texts of a message, as a chat template takes them. Raises `UserError` for
+    what would be lost."""
+    kept = {"role": message["role"], "content": cell_text(place, message, "content")}
+    for name in UNTRAINABLE:
+        if message.get(name):
+            remedy = 'leave the row out, or write it in "content"'
+            raise UserError(f'{place}: a message has "{name}", which is not trained: {remedy}')
+    for name in THOUGHTS:
+        if message.get(name):
+            kept[name] = cell_text(place, message, name)
+            if message["role"] != "assistant":
+                role = message["role"]
+                fault = f'a message of the {role} has "{name}"'
+                raise UserError(f"{place}: {fault}: only the assistant thinks")
+    return kept
+
+
+def _is_trained(place: str, message: Mapping[str, object]) -> bool:
+    """Whether a message of the assistant is trained: by its "weight", 0 or 1, where it has one."""
+    weight = message.get("weight")
+    if weight is None:
+        return True
+    if isinstance(weight, str) or weight not in (0, 1):
+        wanted = "0 (the message is not trained) or 1"
+        raise UserError(f'{place}: "weight" must be {wanted}, not {weight!r}')
+    return bool(weight)
+
+
+def _plain_demonstration(place: str, row: Mapping[str, object]) -> Demonstration:
+    """A question for the run's template, or a whole prompt, with its response."""
+    pairs = 'a "question" or "prompt" and a "response" or "completion"'
+    remedy = f'; a demonstration has {pairs}, or "messages"'
     response = cell_text(place, row, "completion" if "completion" in row else "response", remedy)
     if row.get("question"):
-        return [(Problem(place, cell_text(place, row, "question", remedy), "", ""), response)]
-    return [(Problem(place, "", cell_text(place, row, "prompt", remedy), ""), response)]
-
-
-def read_rows(file: Path, *texts: str) -> list[tuple[str, dict]]:
-    """The rows of a .csv file, a .parquet file, a .json file of one list, or any other file, of JSON lines. Raises `UserError`
-    with file and line for a file that is not there or, unless `texts` are given, empty, and a row without those texts."""
-    if not file.is_file():
-        raise UserError(f"{file} is a folder: name a file in it" if file.is_dir() else f"{file} does not exist")
-    rows = list({".csv": _csv_rows, ".parquet": parquet_rows}.get(file.suffix.lower(), _json_rows)(file))
-    if not rows and not texts:
-        raise UserError(f"{file} holds no row")
-    for place, row in rows:
-        if not isinstance(row, dict) or not all(isinstance(row.get(column), str) for column in texts):
-            raise UserError(f"{place}: not a JSON object{' with the texts ' * bool(texts)}{' and '.join(texts)}")
-    return rows
-
-
-def _json_rows(file: Path) -> Rows:
-    text = read_text(file)
-    if file.suffix.lower() == ".json":
-        return numbered(file, rows if isinstance(rows := _parsed(file, 1, text), list) else [rows])
-    lines = enumerate(text.split("\n"), start=1)
-    return ((f"{file}:{number}", _parsed(file, number, line)) for number, line in lines if line.strip())
-
-
-def _parsed(file: Path, number: int, text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"{file}:{number + error.lineno - 1}"
-        raise UserError(f"{place}: not a JSON object ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:  # a number too long, or lists nested too deeply
-        raise UserError(f"{file}:{number}: cannot be read ({error})") from None
-
-
-def _csv_rows(file: Path) -> Rows:
-    """A row may have several lines, and is named by its last."""
-    reader = csv.DictReader(io.StringIO(read_text(file)), restval="", strict=True)
-    try:
-        for row in reader:
-            if None in row:
-                raise UserError(f"{file}:{reader.line_num}: has more cells than the heading")
-            yield f"{file}:{reader.line_num}", row
-    except csv.Error as error:
-        raise UserError(f"{file}:{reader.line_num + 1}: not CSV ({error})") from None
-
-
-def parquet_rows(file: Path) -> Rows:
-    """The rows of a Parquet file. Raises `UserError` where it cannot be read as such."""
-    if not find_spec("pyarrow"):
-        raise UserError(f"{file}: reading Parquet needs pyarrow: run with `uv run --extra parquet ...`")
-    from pyarrow import ArrowException, parquet
-
-    try:
-        return numbered(file, parquet.read_table(file).to_pylist())
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{file}: cannot be read as Parquet ({error})") from None
-
-
-def hub_splits(flag: str, local: str, name: str, *subset: str, **options: str) -> Mapping[str, Iterable[dict]]:
-    """The splits of a data set of the hub, or of a folder of files, that `flag` asks for. Raises `UserError` where the library
-    `datasets` is not installed or cannot load it, and at once where the hub does not answer: then give a `local` folder."""
-    if not find_spec("datasets"):
-        raise UserError(f"{flag} needs the library datasets: run with `uv run --extra datasets ...`")
-    from huggingface_hub import constants
-
-    remedy = "" if Path(name).exists() else f"; without the hub, give {local}, or HF_HUB_OFFLINE=1 for what is in its cache"
-    try:
-        # `datasets` asks a silent hub for half a minute. Looking up its name obeys no timeout; any answer will do.
-        if remedy and not (constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE")):
-            start_in_background(lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)).result(5)
-        import datasets
-
-        return datasets.load_dataset(name, *subset, **options)
-    except Exception as error:  # of the network, of the files, or of a missing subset: each of another class
-        reason = " ".join(str(error.__cause__ or error).split())[:300] or "no answer"
-        raise UserError(f"{flag}: cannot be loaded ({type(error).__name__}: {reason}){remedy}") from None
-
-
-def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
-    """Rows without lines, named by their numbers."""
-    return ((f"{place}: row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def cell_text(place: str, row: Mapping[str, object], column: str, remedy: str = "") -> str:
-    """A cell's text, or its number as text. Raises `UserError`, with place, the row's columns and `remedy`, for any other."""
-    value = row.get(column)
-    text = str(value) if type(value) in (str, int) or isinstance(value, float) and math.isfinite(value) else ""
-    if not text.strip() or text.encode(errors="ignore").decode() != text:  # half of a surrogate pair is no text
-        raise UserError(f'{place}: "{column}" must hold text or a number; the row has {", ".join(map(str, row))}{remedy}')
-    return text
+        return Problem(place, cell_text(place, row, "question", remedy), "", ""), response
+    return Problem(place, "", cell_text(place, row, "prompt", remedy), ""), response

@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 
 from alignment.core.records import Problem
+from alignment.data.rows import cell_text, read_rows
 from alignment.data.tasks.countdown import OPERATIONS
-from alignment.data.tasks.own_data import DataConfig, cell_text, read_rows, worked_problems
+from alignment.data.tasks.own_data import DataConfig, worked_problems
 from alignment.system.errors import UserError, os_error
 from alignment.system.files import read_toml, sha256
 from alignment.system.terminal import make_console, progress_line

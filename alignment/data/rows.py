@@ -1,0 +1,346 @@
+"""Rows of the user's own files and data sets. One reader for all of them: text stays text, and
+numbers keep their digits.
+
+A CSV cell `None` is the text None and `9007199254740993` has all its digits, in a file as in a
+folder for the library `datasets`, which finds and downloads the files of a data set and would
+otherwise guess types for their cells."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+
+from alignment.system.clock import start_in_background
+from alignment.system.errors import UserError
+from alignment.system.files import read_text
+
+# ("file:line", row), or ("file: row number", row) where rows have no lines
+Rows = Iterable[tuple[str, dict]]
+# What a data set's description may say of its files; where it says more, the library reads them.
+UNDERSTOOD = set("name version data_dir data_files description features sep delimiter".split())
+
+
+class WrittenNumber(float):
+    """A number with a point or an exponent, of a JSON file. Its `str` has the digits that the file
+    has."""
+
+    def __new__(cls, text: str):
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def read_rows(file: Path, *texts: str) -> list[tuple[str, dict]]:
+    """The rows of a .csv, .tsv or .parquet file, a .json file of one list or an object a line, or
+    any other file, of JSON lines. Raises `UserError` with file and line for a file that is not
+    there or, unless `texts` are given, empty, and for a row without those texts, or with two values
+    of one name."""
+    if file.is_dir():
+        raise UserError(f"{file} is a folder: name a file in it")
+    if not file.is_file():
+        raise UserError(f"{file} does not exist")
+    reader = READERS.get(file.suffix.lower(), json_lines)
+    rows = list(reader(file))
+    if not rows and not texts:
+        raise UserError(f"{file} holds no row")
+    wanted = " with the texts " + " and ".join(texts) if texts else ""
+    for place, row in rows:
+        whole = isinstance(row, dict) and all(isinstance(row.get(column), str) for column in texts)
+        if not whole:
+            raise UserError(f"{place}: not a JSON object{wanted}")
+    return rows
+
+
+def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
+    """Rows without lines, named by their numbers."""
+    return ((f"{place}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def cell_text(place: str, row: Mapping[str, object], column: str, remedy: str = "") -> str:
+    """A cell's text, or its number as text. Raises `UserError`, with place, the row's columns and
+    `remedy`, for any other."""
+    value = row.get(column)
+    text = value if isinstance(value, str) else _number_text(value)
+    is_text = text.encode(errors="ignore").decode() == text  # half of a surrogate pair is none
+    if not text.strip() or not is_text:
+        columns = ", ".join(map(str, row))
+        fault = f'"{column}" must hold text or a number; the row has {columns}'
+        raise UserError(f"{place}: {fault}{remedy}")
+    return text
+
+
+def _number_text(value: object) -> str:
+    """The digits of a finite number; "" for anything else, such as a truth value."""
+    if isinstance(value, Decimal) and value.is_finite():
+        return f"{value:f}"
+    if type(value) is int or isinstance(value, float) and math.isfinite(value):
+        return str(value)
+    return ""
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def json_rows(file: Path) -> Rows:
+    """The rows of a list, of one object, or of an object a line."""
+    text = read_text(file)
+    if _has_an_object_a_line(text):
+        yield from json_lines(file)
+        return
+    value = _parsed(file, 1, text)
+    for place, row in numbered(file, value if isinstance(value, list) else [value]):
+        _refuse_repeated_keys(place, row)
+        yield place, row
+
+
+def _has_an_object_a_line(text: str) -> bool:
+    first, _, rest = text.strip().partition("\n")
+    if not first.startswith("{") or not rest.strip():
+        return False
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def json_lines(file: Path) -> Rows:
+    """The value of each line that is not blank."""
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
+        if line.strip():
+            place, row = f"{file}:{number}", _parsed(file, number, line)
+            _refuse_repeated_keys(place, row)
+            yield place, row
+
+
+class _Ambiguous(dict):
+    """An object whose text has two values of one `key`."""
+
+    key: str = ""
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    row = dict(pairs)
+    if len(row) == len(pairs):
+        return row
+    names = [name for name, _ in pairs]
+    ambiguous = _Ambiguous(row)
+    ambiguous.key = next(name for name in names if names.count(name) > 1)
+    return ambiguous
+
+
+def _refuse_repeated_keys(place: str, row: object) -> None:
+    values = [row]
+    while values:
+        value = values.pop()
+        if isinstance(value, _Ambiguous):
+            raise UserError(f'{place}: has the key "{value.key}" twice: which one counts?')
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+
+
+def _parsed(file: Path, number: int, text: str) -> object:
+    """The value of a JSON text that begins at a line of a file."""
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_float=WrittenNumber)
+    except json.JSONDecodeError as error:
+        place = f"{file}:{number + error.lineno - 1}"
+        remedy = r"; a backslash is written \\" if "escape" in error.msg else ""
+        raise UserError(
+            f"{place}: not a JSON object ({error.msg} at column {error.colno}){remedy}"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number too long, or lists nested too deeply
+        raise UserError(f"{file}:{number}: cannot be read ({error})") from None
+
+
+# --- CSV and Parquet ------------------------------------------------------------------------------
+
+
+def csv_rows(file: Path, delimiter: str = ",") -> Rows:
+    """The rows of a CSV file, all cells as text. A row may have several lines, and is named by its
+    last."""
+    reader = csv.DictReader(
+        io.StringIO(read_text(file)), restval="", strict=True, delimiter=delimiter
+    )
+    try:
+        _refuse_repeated_columns(f"{file}:1", reader.fieldnames or [])
+        for row in reader:
+            if None in row:
+                raise UserError(f"{file}:{reader.line_num}: has more cells than the heading")
+            yield f"{file}:{reader.line_num}", row
+    except csv.Error as error:
+        raise UserError(f"{file}:{reader.line_num + 1}: not CSV ({error})") from None
+
+
+def parquet_rows(file: Path) -> Rows:
+    """The rows of a Parquet file. Raises `UserError` where it cannot be read as such."""
+    if not find_spec("pyarrow"):
+        raise UserError(
+            f"{file}: reading Parquet needs pyarrow: run with `uv run --extra parquet ...`"
+        )
+    from pyarrow import ArrowException, parquet
+
+    try:
+        table = parquet.ParquetFile(file).read()
+        _refuse_repeated_columns(str(file), table.column_names)
+        return numbered(file, list(table_rows(table)))
+    except (ArrowException, OSError, ValueError, OverflowError) as error:
+        raise UserError(f"{file}: cannot be read as Parquet ({error})") from None
+
+
+READERS = {
+    ".csv": csv_rows,
+    ".tsv": partial(csv_rows, delimiter="\t"),
+    ".parquet": parquet_rows,
+    ".json": json_rows,
+}
+
+
+def _refuse_repeated_columns(place: str, names: Iterable[str]) -> None:
+    names = [name for name in names if name]  # a table's index may have no name
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f'{place}: has two columns "{name}": which one counts?')
+
+
+def table_rows(table) -> Iterator[dict]:
+    """The rows of an Arrow table."""
+    columns = [_exact_values(column) for column in table.columns]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(table.column_names, values, strict=True))
+
+
+def _exact_values(column) -> list:
+    return [_as_written(value, column.type) for value in column.to_pylist()]
+
+
+def _as_written(value: object, kind: object) -> object:
+    """An Arrow value of a type, where a number of 16 or 32 bits is the shortest decimal that rounds
+    to it: 0.1 as float32 is 0.100000001490116 to a float of 64 bits."""
+    import numpy
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_float32(kind):
+        return float(str(numpy.float32(value)))
+    if types.is_float16(kind):
+        return float(str(numpy.float16(value)))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_as_written(item, kind.value_type) for item in value]
+    if types.is_struct(kind):
+        return {field.name: _as_written(value[field.name], field.type) for field in kind}
+    return value
+
+
+# --- data sets, through the library `datasets` ----------------------------------------------------
+
+
+def hub_splits(
+    flag: str, local: str, name: str, *subset: str, **options: str
+) -> Mapping[str, Iterable[dict]]:
+    """The splits of a data set of the hub, or of a folder of files, that `flag` asks for. Raises
+    `UserError` where the library `datasets` is not installed or cannot load it, and at once where
+    the hub does not answer: then give a `local` folder."""
+    if not find_spec("datasets"):
+        raise UserError(
+            f"{flag} needs the library datasets: run with `uv run --extra datasets ...`"
+        )
+    from huggingface_hub import constants
+
+    remedy = (
+        ""
+        if Path(name).exists()
+        else f"; without the hub, give {local}, or HF_HUB_OFFLINE=1 for what is in its cache"
+    )
+    offline = constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE")
+    try:
+        # `datasets` asks a silent hub for half a minute. Looking up its name obeys no timeout;
+        # any answer will do.
+        if remedy and not offline:
+            start_in_background(
+                lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)
+            ).result(5)
+        return _splits(_downloaded(name) if remedy and offline else name, *subset, **options)
+    except (
+        Exception
+    ) as error:  # of the network, of the files, or of a missing subset: each of another class
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or "no answer"
+        raise UserError(
+            f"{flag}: cannot be loaded ({type(error).__name__}: {reason}){remedy}"
+        ) from None
+
+
+def _downloaded(name: str) -> str:
+    """The folder of a data set's files in the hub's cache; the name itself where there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except LocalEntryNotFoundError:
+        return name
+
+
+def _splits(name: str, *subset: str, **options: str) -> Mapping[str, Iterable[dict]]:
+    """Each split's rows, from its files where these are CSV, JSON or Parquet; from the library's
+    tables where not."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(name, *subset, **options)
+    config = builder.config
+    separator = getattr(config, "sep", ",")
+    readers = {
+        "csv": partial(csv_rows, delimiter=separator),
+        "json": json_rows,
+        "parquet": parquet_rows,
+    }
+    if builder.name not in readers or _says_more(config) or len(separator) != 1:
+        loaded = datasets.load_dataset(name, *subset, **options)
+        return {
+            split: list(table_rows(part.with_format("arrow")[:])) for split, part in loaded.items()
+        }
+    manager = datasets.DownloadManager(dataset_name=builder.dataset_name, record_checksums=False)
+    splits = {}
+    for split, paths in config.data_files.items():
+        files = manager.iter_files(manager.download_and_extract(list(paths)))
+        splits[str(split)] = _RowsOfFiles([Path(file) for file in files], readers[builder.name])
+    return splits
+
+
+@dataclass(frozen=True)
+class _RowsOfFiles:
+    """The rows of several files, read whenever they are gone through."""
+
+    files: Sequence[Path]
+    reader: Callable[[Path], Rows]
+
+    def __iter__(self) -> Iterator[dict]:
+        for file in self.files:
+            for place, row in self.reader(file):
+                if not isinstance(row, dict):
+                    raise UserError(f"{place}: not a JSON object")
+                yield row
+
+
+def _says_more(config: object) -> bool:
+    """Whether a data set's description says of its files what our readers do not know, such as
+    other names of columns."""
+    usual = type(config)()
+    names = {field.name for field in dataclasses.fields(config)} - UNDERSTOOD
+    return any(getattr(config, name) != getattr(usual, name) for name in names)
