@@ -82,6 +82,12 @@ def _null_ratios(seeds: int) -> np.ndarray:
     return np.sort(_gap_ratios(y_NS, 0.0).max(axis=1))
 
 
+def unseen_share(seeds: int, chance: float) -> float:
+    """The largest share of an arm's runs that may end elsewhere than so many seeds have shown, with a probability of `chance` or
+    more: (1 - share)^S = chance."""
+    return 1 - chance ** (1 / seeds)
+
+
 def hidden_shift(rooms_A: Sequence[float], seeds: int, chance: float) -> float:
     """The largest shift of a mean difference by places that none of so many seeds has shown, with a probability of `chance` or
     more. An arm whose runs end elsewhere with probability p shifts it by p times its room, the furthest that a run can move it,

@@ -94,14 +94,12 @@ def pairs(arms: Sequence[str]) -> list[Contrast]:
 def compare(
     arms: Mapping[str, Scores], tie: float, contrasts: Sequence[Contrast] | None = None, alpha: float = ALPHA,
     groups: Sequence[Hashable] | None = None, bends: Mapping[str, tuple[float, float]] | None = None,
-    bounds: tuple[float, float] | None = None,
 ) -> list[Comparison]:  # fmt: skip
     """A comparison for every contrast (by default every pair of arms), paired by seed and question. The chance that any
     verdict is false is at most `alpha`, and that of a false tie at most half of it, of runs like those seen. `groups` labels
     every question; those of one label count as one observation. `bends` has by arm the least and the largest amount by which its
-    mean may lie above what was given (0 by default), for scores that stand between evaluations. `bounds` are the least and the
-    largest score; by default 0 and 1 where all scores are, else there are none. Raises ValueError where two arms have different
-    questions.
+    mean may lie above what was given (0 by default), for scores that stand between evaluations. Raises ValueError where two arms
+    have different questions.
 
     The interval is the paired t interval: from the standard deviation of the contrast's own differences by seed, and the
     variance that the choice of questions adds (`_moments`). A single verdict rests on its t test. One of several needs two:
@@ -127,7 +125,7 @@ def compare(
         alpha /= 2
     p = _p_values(known, [abs(e.mean) for e in known], family)
     p_tie = _p_values(known, [tie - abs(e.mean) for e in known], family)
-    rule = _rule(arms, tie, alpha, family, bends or {}, bounds)
+    rule = _rule(arms, tie, alpha, family, bends or {})
     settled = (_verdict(e, *p_values, rule) for e, *p_values in zip(known, p, p_tie, strict=True))
     return [next(settled) if isinstance(e, _Estimate) else e for e in estimates]
 
@@ -269,15 +267,16 @@ def half_width(variance: float, dof: int, questions: float, level: float = 0.05)
 
 
 def _rule(
-    arms: Mapping[str, Scores], tie: float, alpha: float, family: int, bends: Mapping[str, tuple[float, float]],
-    bounds: tuple[float, float] | None,
-) -> _Rule:  # fmt: skip
-    """What verdicts on these arms are held against."""
+    arms: Mapping[str, Scores], tie: float, alpha: float, family: int, bends: Mapping[str, tuple[float, float]]
+) -> _Rule:
+    """What verdicts on these arms are held against. Scores of questions that are all from 0 to 1 are taken for shares, whose means
+    stay there; other scores, and a measure of a whole run, which is the same for every question, have no bounds."""
     present = {arm: by_seed for arm, by_seed in arms.items() if by_seed}
     means = {arm: [float(scores.mean()) for scores in by_seed.values()] for arm, by_seed in present.items()}
-    if bounds is None:
-        shares = all(scores.min() >= 0 and scores.max() <= 1 for by_seed in present.values() for scores in by_seed.values())
-        bounds = (0.0, 1.0) if shares else (-math.inf, math.inf)
+    every = [scores for by_seed in present.values() for scores in by_seed.values()]
+    are_shares = all(scores.min() >= 0 and scores.max() <= 1 for scores in every)
+    of_questions = any(scores.min() < scores.max() for scores in every)
+    bounds = (0.0, 1.0) if are_shares and of_questions else (-math.inf, math.inf)
     floors = {arm: _sampling_variance(by_seed) for arm, by_seed in present.items()}
     places = arms_in_two_places(means, floors, tie)
     below = {arm: float(np.mean(of_arm)) - bounds[0] for arm, of_arm in means.items()}
@@ -348,7 +347,7 @@ def _objection(e: _Estimate, rule: _Rule, kind: str, interval: tuple[float, floa
     bend_low = sum(min(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
     bend_high = sum(max(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
     if not _stands(kind, low + bend_low, high + bend_high, limit):
-        return f"evaluate more often: a bend of the learning curves between evaluations may shift it by {_span(bend_low, bend_high)}"
+        return f"evaluate more often, on more questions: a bend of the learning curves between evaluations may shift it by {_span(bend_low, bend_high)}"
     if len(rule.places) > 1:
         gap = max(places.gap for places in rule.places.values())
         down, up = (_hidden(e, rule, sign, gap) for sign in (-1, 1))
