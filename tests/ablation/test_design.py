@@ -238,7 +238,7 @@ def test_too_few_evaluations_for_equal_amounts_are_refused_before_training(every
     for match in ("steps", "samples"):  # equal steps of equal responses: all last evaluations come at equal amounts
         assert make_design(sweep(*flags, "--match", match)).warnings == ()
     with pytest.raises(UserError, match="--match samples"):
-        make_design(sweep(*flags, "--match", "samples", "--max_refills", "0", "2"))
+        make_design(sweep(*flags, "--match", "samples", "--loss_type", "grpo_clip", "--max_refills", "0", "2"))
 
 
 def test_evaluations_far_apart_are_warned_of_where_arms_are_compared_between_them():
