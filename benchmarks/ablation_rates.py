@@ -57,9 +57,10 @@ class Setting:
     """--max_seeds of --until_decided; 0: one look."""
     clusters_known: bool = False
     outcomes: tuple[tuple[tuple[float, float], ...], ...] = ()
-    """For each arm of the first ones the probabilities of outcomes, such as not learning, and what each adds to the accuracy; the
-    rest of the probability is that of no change. Arms fail apart, but for `shared_outcomes`: there a seed's outcome, drawn from the
-    first arm's, strikes all arms."""
+    """For each arm of the first ones the probabilities of outcomes, such as not learning, and what
+    each adds to the accuracy; the rest of the probability is that of no change. Arms fail apart,
+    but for `shared_outcomes`: there a seed's outcome, drawn from the first arm's, strikes all
+    arms."""
     shared_outcomes: bool = False
 
 
@@ -105,8 +106,9 @@ def outcome_shifts(setting: Setting) -> np.ndarray:
 
 
 def sample(rng: np.random.Generator, setting: Setting, outcomes_AS: np.ndarray | None = None) -> dict:
-    """Answers by arm and seed, with these outcomes of runs or with drawn ones. Right or wrong: questions differ in difficulty, arms in which questions they are good at, seeds in luck that
-    all arms share and in luck of one run; each answer is a Bernoulli draw."""
+    """Answers by arm and seed, with these outcomes of runs or with drawn ones. Right or wrong:
+    questions differ in difficulty, arms in which questions they are good at, seeds in luck that all
+    arms share and in luck of one run; each answer is a Bernoulli draw."""
     outcomes_AS = sample_outcomes(rng, setting) if outcomes_AS is None else outcomes_AS
     arms, seeds = len(setting.accuracies), setting.last_seeds or setting.seeds
     groups = -(-setting.questions // setting.cluster)
@@ -236,8 +238,9 @@ def false_verdict(c: Comparison, true: float) -> str:
 COLUMNS = ("false tables", "with a false tie", "coverage", "coverage, noisy arm", "decided", "unstable", "seeds",
            "Welch + Holm: false tables", "decided", "bootstrap: coverage", "false tables",
            "false of all runs", "the same, firm", "two places")  # fmt: skip
-"""False tables have a verdict that is false as it stands: one in runs like these of the outcomes that were seen, another of all
-runs. False of all runs are those with a verdict that is false of all runs, whatever its words."""
+"""False tables have a verdict that is false as it stands: one in runs like these of the outcomes
+that were seen, another of all runs. False of all runs are those with a verdict that is false of all
+runs, whatever its words."""
 
 
 def rates(setting: Setting, tables: int, seed: int) -> list[float]:
@@ -361,20 +364,28 @@ def outcome_settings() -> Iterator[Setting]:
         yield Setting(name, (0.5,) * 2, first, (2 * BASE,) * 2, outcomes=(COIN,), last_seeds=last)
     for seeds in (5, 8, 10, 16, 60):
         quiet = (0.004,) * 2
-        yield Setting(f"places: .3 lost in 1 of 10, 2 arms, {seeds} seeds", (0.5,) * 2, seeds, quiet, outcomes=(RARE,), questions=2048)
+        yield Setting(
+            f"places: .3 lost in 1 of 10, 2 arms, {seeds} seeds", (0.5,) * 2, seeds, quiet, outcomes=(RARE,), questions=2048
+        )
     for seeds in (5, 10):
         three = ((1 / 3, -0.35), (1 / 3, 0.35))
         yield Setting(f"places: three, 2 arms, {seeds} seeds", (0.5,) * 2, seeds, (2 * BASE,) * 2, outcomes=(three,))
         uneven = (((0.05, -0.3),), ((0.15, -0.3),), ((0.3, -0.3),), ())
         base = (0.515, 0.545, 0.59, 0.5)
-        yield Setting(f"places: loss rates differ, equal means, 4 arms, {seeds} seeds", base, seeds, (2 * BASE,) * 4, outcomes=uneven)
+        yield Setting(
+            f"places: loss rates differ, equal means, 4 arms, {seeds} seeds", base, seeds, (2 * BASE,) * 4, outcomes=uneven
+        )
         shared = Setting(f"places: bad seeds that all arms share, 4 arms, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4)
         yield replace(shared, outcomes=(RARE,), shared_outcomes=True)
         gain = ((0.1, 0.5),)
         yield Setting(f"places: 1 of 10 learns, 2 arms, {seeds} seeds", (0.2, 0.25), seeds, (2 * BASE,) * 2, outcomes=(gain,))
-        unequal = Setting(f"places: coin, unequal seeds, 4 arms, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4, unequal=True)
+        unequal = Setting(
+            f"places: coin, unequal seeds, 4 arms, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4, unequal=True
+        )
         yield replace(unequal, outcomes=(COIN,))
-        yield Setting(f"places: grid 2 x 2, one coin, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4, outcomes=(COIN,), grid=(2, 2))
+        yield Setting(
+            f"places: grid 2 x 2, one coin, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4, outcomes=(COIN,), grid=(2, 2)
+        )
         near = ((0.5, -0.05), (0.5, 0.05))
         yield Setting(f"places: .1 apart, 2 arms, {seeds} seeds", (0.5,) * 2, seeds, (BASE,) * 2, outcomes=(near,))
         for shape in ("heavy tails", "skew", "drift"):

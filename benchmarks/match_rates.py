@@ -1,10 +1,11 @@
-"""How often `--match` calls two arms different, or a tie, that are equal at every amount, by simulation.
+"""How often `--match` calls two arms different, or a tie, that are equal at every amount, by
+simulation.
 
 uv run -m benchmarks.match_rates --tables 1000
 
-Both arms follow one learning curve in tokens, of which arm "b" takes more a step, so that its evaluations come at other amounts.
-A verdict at equal tokens is false where it says that they differ.
-"""
+Both arms follow one learning curve in tokens, of which arm "b" takes more a step, so that its
+evaluations come at other amounts. A verdict at equal tokens is false where it says that they
+differ."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,14 +49,32 @@ def settings() -> list[MatchSetting]:
     return [MatchSetting(curve, 1.5, interval) for curve in CURVES for interval in (40, 20, 10, 5)]
 
 
-def make_run(rng: np.random.Generator, setting: MatchSetting, arm: str, seed: int, luck: float, easy_Q: np.ndarray) -> Run:
+def make_run(
+    rng: np.random.Generator,
+    setting: MatchSetting,
+    arm: str,
+    seed: int,
+    luck: float,
+    easy_Q: np.ndarray,
+) -> Run:
     """A run with evaluations of right and wrong answers along the curve, lifted by its `luck`."""
     ratio = setting.ratio if arm == "b" else 1.0
     tokens = ratio * TOKENS * (1 + 0.03 * rng.normal(size=STEPS))
-    metrics = tuple({"step": step, "tokens_asked": taken} for step, taken in enumerate(tokens, start=1))
+    metrics = tuple(
+        {"step": step, "tokens_asked": taken} for step, taken in enumerate(tokens, start=1)
+    )
     steps = tuple(sorted({*range(0, STEPS + 1, setting.interval), STEPS}))
     args = {"seed": seed, "task": "", "group_size": 1}
-    run = Run(Path(f"{arm}{seed}"), args, (), {}, metrics, tuple({"step": step} for step in steps), True, "")
+    run = Run(
+        Path(f"{arm}{seed}"),
+        args,
+        (),
+        {},
+        metrics,
+        tuple({"step": step} for step in steps),
+        True,
+        "",
+    )
     amounts_E = run.spent("tokens", run.evals) / (TOKENS * STEPS)
     level_E = CURVES[setting.curve](amounts_E) + luck + (setting.gain if arm == "b" else 0.0)
     room_E = 2 * np.minimum(level_E, 1 - level_E)
@@ -77,7 +96,9 @@ def compare_once(rng: np.random.Generator, setting: MatchSetting) -> Comparison:
         }
         for arm in "ab"
     }
-    study = Study(arms, {"a": {"arm": "a"}, "b": {"arm": "b"}}, (), 0.03, "", (), "", match="tokens")
+    study = Study(
+        arms, {"a": {"arm": "a"}, "b": {"arm": "b"}}, (), 0.03, "", (), "", match="tokens"
+    )
     (comparison,) = decide(study)
     return comparison
 
@@ -88,7 +109,14 @@ def match_rates(setting: MatchSetting, tables: int, seed: int = 0) -> dict[str, 
     found = [compare_once(rng, setting) for _ in range(tables)]
     right = [c.kind == "greater" and setting.gain > 0 and c.difference < 0 for c in found]
     return {
-        "false": float(np.mean([c.kind == "greater" and not is_right for c, is_right in zip(found, right, strict=True)])),
+        "false": float(
+            np.mean(
+                [
+                    c.kind == "greater" and not is_right
+                    for c, is_right in zip(found, right, strict=True)
+                ]
+            )
+        ),
         "right": float(np.mean(right)),
         "tie": float(np.mean([c.kind == "tie" for c in found])),
         "evaluate more often": float(np.mean(["evaluate more often" in c.verdict for c in found])),
@@ -97,11 +125,14 @@ def match_rates(setting: MatchSetting, tables: int, seed: int = 0) -> dict[str, 
 
 def main(tables: int = 1000, seed: int = 0, gain: float = 0.0) -> None:
     """Print the rates of all settings as Markdown."""
-    print("| curve | steps between evaluations | different, falsely | rightly | tie | evaluate more often |\n|---|---|---|---|---|---|")
+    columns = ("curve", "steps between evaluations", "false", "right", "tie", "evaluate more often")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for setting in settings():
         setting = MatchSetting(setting.curve, setting.ratio, setting.interval, setting.seeds, gain)
         cells = [f"{100 * rate:.1f} %" for rate in match_rates(setting, tables, seed).values()]
-        print(f"| {setting.curve} | {setting.interval} of {STEPS} | {' | '.join(cells)} |", flush=True)
+        print(
+            f"| {setting.curve} | {setting.interval} of {STEPS} | {' | '.join(cells)} |", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -149,8 +149,8 @@ def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[str]:
 
 FEWEST_INTERVALS = 3  # between evaluations, so that one of them has a neighbour on both sides
 ENOUGH_INTERVALS = 8
-"""A curve 1 - exp(-4 x), which has made nine tenths of its way by x = 0.6, lies above a straight line by less than (4 / 8)^2 / 8 of
-that way between 9 evaluations."""
+"""A curve 1 - exp(-4 x), which has made nine tenths of its way by x = 0.6, lies above a straight
+line by less than (4 / 8)^2 / 8 of that way between 9 evaluations."""
 
 
 def refuse_rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> None:

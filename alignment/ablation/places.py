@@ -1,15 +1,17 @@
-"""Runs that end in two places, such as runs that learn or do not: arms in which this is seen, and how much of it so few seeds may
-hide. Arrays: A arms, N draws, S seeds, K cuts. Nothing here reads a file."""
+"""Runs that end in two places, such as runs that learn or do not: arms in which this is seen, and
+how much of it so few seeds may hide. Arrays: A arms, N draws, S seeds, K cuts. Nothing here reads a
+file."""
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.01  # chance that a table of arms with normal noise has an arm that is said to end in two places, by each of two tests
+LEVEL = 0.01
+"""The chance, by each of two tests, that an arm of a table with normal noise is said to end in two places."""
 SHOWN_LEVEL = 0.1  # an arm's own p value below which it is named where all arms together reject
 DRAWS = 20_000  # of normal samples, from which p values are counted
 FEWEST = 3  # seeds whose gaps can be compared
@@ -17,8 +19,9 @@ FEWEST = 3  # seeds whose gaps can be compared
 
 @dataclass(frozen=True)
 class Places:
-    """The best cut of an arm's runs into two places: the number of runs in the lower one, of all, both places' mean scores, and
-    the probability that a gap stands out as much in as many runs with normal noise."""
+    """The best cut of an arm's runs into two places: the number of runs in the lower one, of all,
+    both places' mean scores, and the probability that a gap stands out as much in as many runs with
+    normal noise."""
 
     runs_low: int
     runs: int
@@ -31,12 +34,16 @@ class Places:
         return self.high - self.low
 
     def __str__(self) -> str:
-        return f"{self.runs_low} of {self.runs} near {self.low:.3g}, {self.runs - self.runs_low} near {self.high:.3g}"
+        runs_high = self.runs - self.runs_low
+        return (
+            f"{self.runs_low} of {self.runs} near {self.low:.3g}, {runs_high} near {self.high:.3g}"
+        )
 
 
 def cut(means_S: Sequence[float], floor: float) -> Places:
-    """The cut of runs with these mean scores. The gap between neighbours is divided by the standard deviation within the places,
-    of variance `floor` or more; the cut with the largest ratio is taken. With fewer than FEWEST runs, or equal ones, p is 1."""
+    """The cut of runs with these mean scores. The gap between neighbours is divided by the standard
+    deviation within the places, of variance `floor` or more; the cut with the largest ratio is
+    taken. With fewer than FEWEST runs, or equal ones, p is 1."""
     y_S = np.sort(np.asarray(means_S, dtype=float))
     if len(y_S) < FEWEST or y_S[0] == y_S[-1]:
         return Places(0, len(y_S), float(y_S.mean()), float(y_S.mean()), 1.0)
@@ -51,13 +58,16 @@ def cut(means_S: Sequence[float], floor: float) -> Places:
 def arms_in_two_places(
     means: Mapping[str, Sequence[float]], floors: Mapping[str, float], least_gap: float
 ) -> dict[str, Places]:
-    """The arms whose runs end in two places, with these. Two tests of LEVEL each: by arm, with Bonferroni's correction; and of all
-    arms together, by Fisher's sum of log p values (1932), which then names the arms of a p value below SHOWN_LEVEL. Places that
-    are `least_gap` or less apart are one."""
+    """The arms whose runs end in two places, with these. Two tests of LEVEL each: by arm, with
+    Bonferroni's correction; and of all arms together, by Fisher's sum of log p values (1932), which
+    then names the arms of a p value below SHOWN_LEVEL. Places that are `least_gap` or less apart
+    are one."""
     cuts = {arm: cut(of_arm, floors[arm]) for arm, of_arm in means.items() if len(of_arm) >= FEWEST}
-    cuts = {arm: found if found.gap > least_gap else Places(0, found.runs, found.low, found.high, 1.0) for arm, found in cuts.items()}
     if not cuts:
         return {}
+    for arm, found in cuts.items():
+        if found.gap <= least_gap:
+            cuts[arm] = replace(found, p=1.0)
     together = stats.chi2.sf(-2 * sum(math.log(found.p) for found in cuts.values()), 2 * len(cuts))
     level = SHOWN_LEVEL if together < LEVEL else LEVEL / len(cuts)
     return {arm: found for arm, found in cuts.items() if found.p < level}
@@ -71,7 +81,9 @@ def _gap_ratios(y_NS: np.ndarray, floor: float) -> np.ndarray:
     sum_below_NK = centred_NS.cumsum(axis=1)[:, :-1]
     # With a mean of 0 the part above sums to minus the part below: between = sum^2 / k + sum^2 / (S - k).
     between_NK = sum_below_NK**2 * (1 / below_K + 1 / (seeds - below_K))
-    within_NK = np.maximum(0.0, (centred_NS**2).sum(axis=1, keepdims=True) - between_NK) / (seeds - 2)
+    within_NK = np.maximum(0.0, (centred_NS**2).sum(axis=1, keepdims=True) - between_NK) / (
+        seeds - 2
+    )
     return np.diff(y_NS, axis=1) / np.sqrt(np.maximum(within_NK, max(floor, 1e-18)))
 
 
@@ -83,16 +95,17 @@ def _null_ratios(seeds: int) -> np.ndarray:
 
 
 def unseen_share(seeds: int, chance: float) -> float:
-    """The largest share of an arm's runs that may end elsewhere than so many seeds have shown, with a probability of `chance` or
-    more: (1 - share)^S = chance."""
+    """The largest share of an arm's runs that may end elsewhere than so many seeds have shown, with
+    a probability of `chance` or more: (1 - share)^S = chance."""
     return 1 - chance ** (1 / seeds)
 
 
 def hidden_shift(rooms_A: Sequence[float], seeds: int, chance: float) -> float:
-    """The largest shift of a mean difference by places that none of so many seeds has shown, with a probability of `chance` or
-    more. An arm whose runs end elsewhere with probability p shifts it by p times its room, the furthest that a run can move it,
-    and goes unseen with probability (1 - p)^S; arms fail apart. So the maximum of sum(p room) where sum(S log(1 - p)) is
-    log(chance): 1 - p is the smaller of 1 and level / room (the derivatives are equal), for one level."""
+    """The largest shift of a mean difference by places that none of so many seeds has shown, with a
+    probability of `chance` or more. An arm whose runs end elsewhere with probability p shifts it by
+    p times its room, the furthest that a run can move it, and goes unseen with probability (1 -
+    p)^S; arms fail apart. So the maximum of sum(p room) where sum(S log(1 - p)) is log(chance): 1 -
+    p is the smaller of 1 and level / room (the derivatives are equal), for one level."""
     rooms = np.sort([room for room in rooms_A if room > 0])[::-1]
     if not len(rooms) or np.isinf(rooms[0]):
         return float(rooms[0]) if len(rooms) else 0.0

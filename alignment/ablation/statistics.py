@@ -29,12 +29,14 @@ Contrast = NamedTuple("Contrast", [("a", str), ("b", str), ("weights", Mapping[s
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference a - b with its 95 % interval, NaN without a second seed, and its verdict. `kind`: "greater" (one side is),
-    "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of comparisons. `more_seeds` estimates
-    the further seeds that would settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms.
-    `detectable` is about the smallest difference that so many seeds and questions find with a chance of CHANCE, by variances
-    that were measured between seeds and between questions (Cohen 1988); NaN without a second seed. `hidden` is the largest shift
-    of the difference that so few seeds may hide (`hidden_shift`): where it could undo the verdict, this is one of runs like
+    """The difference a - b with its 95 % interval, NaN without a second seed, and its verdict.
+    `kind`: "greater" (one side is), "tie", or "undecided". `p` is the p value of no difference,
+    adjusted for the number of comparisons. `more_seeds` estimates the further seeds that would
+    settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms.
+    `detectable` is about the smallest difference that so many seeds and questions find with a
+    chance of CHANCE, by variances that were measured between seeds and between questions (Cohen
+    1988); NaN without a second seed. `hidden` is the largest shift of the difference that so few
+    seeds may hide (`hidden_shift`): where it could undo the verdict, this is one of runs like
     these, `firm` is False, and the verdict's words say so."""
 
     a: str
@@ -69,8 +71,9 @@ class _Estimate:
 
 @dataclass(frozen=True)
 class _Rule:
-    """What a verdict is held against: the width of a tie, the chance of a false one, the number of contrasts, by arm the places
-    of those whose runs end in two, how far a run's score can fall and rise, and the bend of the learning curves."""
+    """What a verdict is held against: the width of a tie, the chance of a false one, the number of
+    contrasts, by arm the places of those whose runs end in two, how far a run's score can fall and
+    rise, and the bend of the learning curves."""
 
     tie: float
     alpha: float
@@ -95,11 +98,12 @@ def compare(
     arms: Mapping[str, Scores], tie: float, contrasts: Sequence[Contrast] | None = None, alpha: float = ALPHA,
     groups: Sequence[Hashable] | None = None, bends: Mapping[str, tuple[float, float]] | None = None,
 ) -> list[Comparison]:  # fmt: skip
-    """A comparison for every contrast (by default every pair of arms), paired by seed and question. The chance that any
-    verdict is false is at most `alpha`, and that of a false tie at most half of it, of runs like those seen. `groups` labels
-    every question; those of one label count as one observation. `bends` has by arm the least and the largest amount by which its
-    mean may lie above what was given (0 by default), for scores that stand between evaluations. Raises ValueError where two arms
-    have different questions.
+    """A comparison for every contrast (by default every pair of arms), paired by seed and question.
+    The chance that any verdict is false is at most `alpha`, and that of a false tie at most half of
+    it, of runs like those seen. `groups` labels every question; those of one label count as one
+    observation. `bends` has by arm the least and the largest amount by which its mean may lie above
+    what was given (0 by default), for scores that stand between evaluations. Raises ValueError
+    where two arms have different questions.
 
     The interval is the paired t interval: from the standard deviation of the contrast's own differences by seed, and the
     variance that the choice of questions adds (`_moments`). A single verdict rests on its t test. One of several needs two:
@@ -108,14 +112,16 @@ def compare(
     Neither side's variance then counts for less than all arms' common one, nor for less than its own seeds say, so a verdict
     never contradicts its interval. Unstable arms are left out of the common one; comparisons with and without share `alpha`.
 
-    Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences of `tie` or more (two
-    one-sided tests, Schuirmann 1987), else "undecided". A difference of zero makes no tie false, and one of `tie` makes no
-    winner false but the wrong one, so differences are tested at `alpha` and each side of a tie at half of it.
+    Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences
+    of `tie` or more (two one-sided tests, Schuirmann 1987), else "undecided". A difference of zero
+    makes no tie false, and one of `tie` makes no winner false but the wrong one, so differences are
+    tested at `alpha` and each side of a tie at half of it.
 
-    Runs may end in two places: they learn or they do not. Where an arm's do (`arms_in_two_places`), its comparisons are
-    undecided, and where those of two arms do, so is every comparison that a place as far away, unseen, could undo. What no seed
-    has shown is bounded by `hidden_shift`: a verdict that this could undo is one "in runs like these". A verdict that the bend of
-    a curve could undo is undecided."""
+    Runs may end in two places: they learn or they do not. Where an arm's do (`arms_in_two_places`),
+    its comparisons are undecided, and where those of two arms do, so is every comparison that a
+    place as far away, unseen, could undo. What no seed has shown is bounded by `hidden_shift`: a
+    verdict that this could undo is one "in runs like these". A verdict that the bend of a curve
+    could undo is undecided."""
     if len(questions := {len(scores) for arm in arms.values() for scores in arm.values()}) > 1:
         raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
     contrasts = pairs(list(arms)) if contrasts is None else contrasts
@@ -266,11 +272,10 @@ def half_width(variance: float, dof: int, questions: float, level: float = 0.05)
     return float(optimize.brentq(excess, 0.0, 2 * longest, xtol=1e-6 * longest)) if longest else 0.0
 
 
-def _rule(
-    arms: Mapping[str, Scores], tie: float, alpha: float, family: int, bends: Mapping[str, tuple[float, float]]
-) -> _Rule:
-    """What verdicts on these arms are held against. Scores of questions that are all from 0 to 1 are taken for shares, whose means
-    stay there; other scores, and a measure of a whole run, which is the same for every question, have no bounds."""
+def _rule(arms: Mapping[str, Scores], tie: float, alpha: float, family: int, bends: Mapping[str, tuple[float, float]]) -> _Rule:
+    """What verdicts on these arms are held against. Scores of questions that are all from 0 to 1
+    are taken for shares, whose means stay there; other scores, and a measure of a whole run, which
+    is the same for every question, have no bounds."""
     present = {arm: by_seed for arm, by_seed in arms.items() if by_seed}
     means = {arm: [float(scores.mean()) for scores in by_seed.values()] for arm, by_seed in present.items()}
     every = [scores for by_seed in present.values() for scores in by_seed.values()]
@@ -285,8 +290,8 @@ def _rule(
 
 
 def _sampling_variance(by_seed: Scores) -> float:
-    """The variance of a run's mean that the sampling of its answers explains, by the spread of answers to a question; and that of
-    rounding, as in `_moments`."""
+    """The variance of a run's mean that the sampling of its answers explains, by the spread of
+    answers to a question; and that of rounding, as in `_moments`."""
     y_SQ = np.array(list(by_seed.values()), dtype=float)
     seeds, questions = y_SQ.shape
     rounding = 1 / (24 * questions**2)
@@ -325,8 +330,9 @@ def _verdict(e: _Estimate, p: float, p_tie: float, rule: _Rule) -> Comparison:
 
 
 def _hidden(e: _Estimate, rule: _Rule, sign: int, most: float = math.inf) -> float:
-    """How far places that no seed has shown may shift the contrast down (`sign` -1) or up (1): arms of a positive weight then
-    fall or rise, the others move the other way, none by more than `most`."""
+    """How far places that no seed has shown may shift the contrast down (`sign` -1) or up (1): arms
+    of a positive weight then fall or rise, the others move the other way, none by more than
+    `most`."""
     rooms = []
     for arm, weight in e.contrast.weights.items():
         room = rule.room_above if weight * sign > 0 else rule.room_below
@@ -347,12 +353,15 @@ def _objection(e: _Estimate, rule: _Rule, kind: str, interval: tuple[float, floa
     bend_low = sum(min(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
     bend_high = sum(max(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
     if not _stands(kind, low + bend_low, high + bend_high, limit):
-        return f"evaluate more often, on more questions: a bend of the learning curves between evaluations may shift it by {_span(bend_low, bend_high)}"
+        shift = _span(bend_low, bend_high)
+        reason = f"a bend of the learning curves between evaluations may shift it by {shift}"
+        return f"evaluate more often, on more questions: {reason}"
     if len(rule.places) > 1:
         gap = max(places.gap for places in rule.places.values())
         down, up = (_hidden(e, rule, sign, gap) for sign in (-1, 1))
         if not _stands(kind, low - down, high + up, limit):
-            return f"runs of {' and '.join(rule.places)} end in two places, and {e.seeds} seeds may have missed those of others"
+            reason = f"{e.seeds} seeds may have missed those of others"
+            return f"runs of {' and '.join(rule.places)} end in two places, and {reason}"
     return ""
 
 

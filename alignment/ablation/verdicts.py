@@ -46,9 +46,10 @@ AREA_POINTS = (np.arange(64) + 0.5) / 64  # of a curve, at which an area's bend 
 
 
 def chord_bends(amounts_E: np.ndarray, values_E: np.ndarray, at_X: np.ndarray) -> np.ndarray:
-    """How far the straight lines of the intervals before and after lie above that of the interval with each point, [2, X]: 0 at an
-    evaluation, infinite where there is none on one side. A curve that bends one way lies between an interval's straight line and
-    those of its neighbours, drawn on into it. Before the first evaluation and after the last one the curve is taken for flat."""
+    """How far the straight lines of the intervals before and after lie above that of the interval
+    with each point, [2, X]: 0 at an evaluation, infinite where there is none on one side. A curve
+    that bends one way lies between an interval's straight line and those of its neighbours, drawn
+    on into it. Before the first evaluation and after the last one the curve is taken for flat."""
     amounts_E, first_E = np.unique(amounts_E, return_index=True)
     values_E = values_E[first_E]
     slopes_I = np.concatenate([[0.0], np.diff(values_E) / np.diff(amounts_E), [0.0]])
@@ -67,9 +68,10 @@ def chord_bends(amounts_E: np.ndarray, values_E: np.ndarray, at_X: np.ndarray) -
 
 
 def arm_bend(runs: Sequence[Run], match: str, most: float, shares_X: np.ndarray) -> tuple[float, float]:
-    """The least and the largest amount by which an arm's learning curve lies above the straight lines between its evaluations,
-    averaged over the points at these shares of what its runs had taken: from the mean over runs of `chord_bends`. Where both
-    neighbours say that the curve bends the same way, the smaller one bounds it; where they differ, each bounds one side."""
+    """The least and the largest amount by which an arm's learning curve lies above the straight
+    lines between its evaluations, averaged over the points at these shares of what its runs had
+    taken: from the mean over runs of `chord_bends`. Where both neighbours say that the curve bends
+    the same way, the smaller one bounds it; where they differ, each bounds one side."""
     above = []
     for run in runs:
         amounts_E = run.spent(match, run.evals)
@@ -85,8 +87,8 @@ def arm_bend(runs: Sequence[Run], match: str, most: float, shares_X: np.ndarray)
 
 
 def bends(study: Study, whole_curve: bool = False) -> dict[str, tuple[float, float]]:
-    """For each arm with runs the bounds of `arm_bend` at the budget, or of the area under the curve up to it; {} for steps, where
-    the last evaluations themselves are compared."""
+    """For each arm with runs the bounds of `arm_bend` at the budget, or of the area under the curve
+    up to it; {} for steps, where the last evaluations themselves are compared."""
     if study.match == "steps":
         return {}
     shares_X = AREA_POINTS if whole_curve else np.ones(1)
@@ -108,8 +110,8 @@ def areas(study: Study) -> dict[str, Scores]:
 
 
 def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
-    """A comparison for each pair of arms of a task: of final scores, or of the areas under whole learning curves. Raises
-    `UserError` if questions differ."""
+    """A comparison for each pair of arms of a task: of final scores, or of the areas under whole
+    learning curves. Raises `UserError` if questions differ."""
     scores = areas(study) if whole_curve else final_scores(study)
     of_curves = bends(study, whole_curve)
     tasks = {arm: str(study.varied[arm].get("task", "")) for arm in study.arms}

@@ -28,8 +28,9 @@ def test_the_cut_is_where_the_gap_is_largest_beside_the_spread_within():
 
 
 def test_three_runs_have_the_p_value_of_their_two_gaps():
-    # Of three normal values in order, x < y < z, the ratio of (z - y) to (y - x) is r or more, or 1 / r or less, with a chance of
-    # 6 / pi * atan(sqrt(3) / (2 r + 1)): the angle of a circle of which each order of three has a sixth.
+    # Of three normal values in order, x < y < z, the ratio of (z - y) to (y - x) is r or more, or
+    # 1 / r or less, with a chance of 6 / pi * atan(sqrt(3) / (2 r + 1)): the angle of a circle of
+    # which each order of three has a sixth.
     for r in (2.0, 10.0, 30.0):
         exact = 6 / math.pi * math.atan(math.sqrt(3) / (2 * r + 1))
         assert cut([0.0, 0.1, 0.1 + 0.1 * r], floor=0.0).p == pytest.approx(exact, rel=0.1)
@@ -51,7 +52,9 @@ def test_normal_noise_seldom_ends_in_two_places():
     for seeds in (3, 5, 10):
         named = 0
         for _ in range(tables):
-            means = {str(arm): rng.normal(0.5, 10.0**-arm, seeds) for arm in range(4)}  # arms of very different noise
+            means = {
+                str(arm): rng.normal(0.5, 10.0**-arm, seeds) for arm in range(4)
+            }  # arms of very different noise
             named += bool(arms_in_two_places(means, dict.fromkeys(means, 0.0), 0.0))
         assert named / tables < 0.02 + 2.5 * math.sqrt(0.02 * 0.98 / tables)
 
@@ -79,7 +82,9 @@ def test_an_arm_in_two_places_gets_neither_winner_nor_tie(other):
     steady = scores(*(other + 0.01 * (seed % 3) for seed in range(9)))
     (c,) = compare({"falling": falling, "steady": steady}, tie=0.5)
     assert (c.kind, c.more_seeds, c.firm) == ("undecided", None, False)
-    assert c.verdict == "undecided: runs of falling end in two places, 2 of 9 near 0.155, 7 near 0.85"
+    assert (
+        c.verdict == "undecided: runs of falling end in two places, 2 of 9 near 0.155, 7 near 0.85"
+    )
     states = [State(arm, seed, "done") for arm in ("falling", "steady") for seed in range(9)]
     assert next_runs(states, [c], max_seeds=20) == []  # more seeds would not decide it
 
@@ -89,17 +94,22 @@ def test_where_two_arms_fall_apart_those_that_may_have_not_yet_are_undecided():
         return scores(*(level + 0.01 * (seed % 3) for seed in range(seeds)))
 
     apart = (0.15, 0.16, 0.85, 0.86, 0.84, 0.16)
-    steady = {name: lucky(0.85, 6) for name in ("c", "d", "e", "f", "g", "high")} | {"low": lucky(0.45, 6)}
+    steady = {name: lucky(0.85, 6) for name in ("c", "d", "e", "f", "g", "high")} | {
+        "low": lucky(0.45, 6)
+    }
     arms = {"a": scores(*apart), "b": scores(*apart[::-1])} | steady
     found = {(c.a, c.b): c for c in compare(arms, tie=0.03)}
-    assert found["high", "low"].verdict == "undecided: runs of a and b end in two places, and 6 seeds may have missed those of others"
+    reason = "runs of a and b end in two places, and 6 seeds may have missed those of others"
+    assert found["high", "low"].verdict == f"undecided: {reason}"
     (alone,) = (c for c in compare(steady, tie=0.03) if (c.a, c.b) == ("high", "low"))
     assert alone.verdict == "high > low" + LIKE_THESE
 
 
 def test_a_verdict_is_firm_where_enough_seeds_show_no_other_place():
     def of(seeds: int):
-        a, b = (scores(*(level + 0.002 * (seed % 3) for seed in range(seeds))) for level in (0.8, 0.3))
+        a, b = (
+            scores(*(level + 0.002 * (seed % 3) for seed in range(seeds))) for level in (0.8, 0.3)
+        )
         return compare({"a": a, "b": b}, tie=0.03)[0]
 
     few, many = of(3), of(12)
@@ -109,15 +119,24 @@ def test_a_verdict_is_firm_where_enough_seeds_show_no_other_place():
 
 def test_a_tie_is_firm_only_with_many_seeds():
     """Both at 0.5, where a run can lose or gain 0.5: of 300 seeds 1.2 % of runs go unseen, which shift it by less than 0.03."""
+
     def of(seeds: int):
-        a, b = (scores(*(0.5 + 0.002 * ((seed + first) % 3) for seed in range(seeds)), questions=20) for first in (0, 1))
+        a, b = (
+            scores(*(0.5 + 0.002 * ((seed + first) % 3) for seed in range(seeds)), questions=20)
+            for first in (0, 1)
+        )
         return compare({"a": a, "b": b}, tie=0.03)[0]
 
-    assert of(8).verdict == "tie within 0.03 in runs like these" and of(300).verdict == "tie within 0.03"
+    assert (
+        of(8).verdict == "tie within 0.03 in runs like these"
+        and of(300).verdict == "tie within 0.03"
+    )
 
 
 def test_a_measure_without_bounds_has_no_firm_verdict():
-    lengths = [{seed: np.full(10_000, mean + 0.01 * seed) for seed in range(40)} for mean in (3.0, 9.0)]
+    lengths = [
+        {seed: np.full(10_000, mean + 0.01 * seed) for seed in range(40)} for mean in (3.0, 9.0)
+    ]
     (c,) = compare({"short": lengths[0], "long": lengths[1]}, tie=1.0)
     assert c.verdict == "long > short in runs like these" and math.isinf(c.hidden)
 
@@ -126,7 +145,9 @@ def test_a_measure_without_bounds_has_no_firm_verdict():
 
 
 def test_the_share_that_goes_unseen():
-    assert unseen_share(5, 0.025) == pytest.approx(1 - 0.025**0.2) and unseen_share(1, 0.025) == pytest.approx(0.975)
+    assert unseen_share(5, 0.025) == pytest.approx(1 - 0.025**0.2) and unseen_share(
+        1, 0.025
+    ) == pytest.approx(0.975)
     rng = np.random.default_rng(0)
     share = unseen_share(4, 0.05)
     assert np.mean((rng.random((100_000, 4)) > share).all(axis=1)) == pytest.approx(0.05, abs=0.003)
@@ -150,7 +171,9 @@ NOISE = (0.02,) * 2
 SETTINGS = {
     "a coin, 3 seeds": Setting("", (0.5,) * 2, 3, NOISE, questions=256, outcomes=(COIN,)),
     "a coin, 8 seeds": Setting("", (0.5,) * 2, 8, NOISE, questions=256, outcomes=(COIN,)),
-    "a coin until decided": Setting("", (0.5,) * 2, 3, NOISE, questions=256, outcomes=(COIN,), last_seeds=6),
+    "a coin until decided": Setting(
+        "", (0.5,) * 2, 3, NOISE, questions=256, outcomes=(COIN,), last_seeds=6
+    ),
     "a rare loss": Setting("", (0.5,) * 2, 10, (0.004,) * 2, questions=1024, outcomes=(RARE,)),
 }
 

@@ -272,8 +272,8 @@ def test_arms_are_compared_at_equal_amounts(unequal, match, most, long, verdict)
 
 
 def test_a_verdict_that_a_bend_could_undo_is_undecided(unequal, tmp_path):
-    """"long" is evaluated at 0, 320 tokens and nothing between, where its curve may have had any way from 0.1 to 0.9: at 160 it may
-    have been above "short", which has 0.6 there."""
+    """ "long" is evaluated at 0, 320 tokens and nothing between, where its curve may have had any
+    way from 0.1 to 0.9: at 160 it may have been above "short", which has 0.6 there."""
     study = unequal("tokens")
     assert decide(study)[0].kind == "greater"
     for seed in range(3):
