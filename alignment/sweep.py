@@ -11,7 +11,17 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.ablation import schedule
-from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, refuse_incomparable_arms, with_controls
+from alignment.ablation.design import (
+    ALPHA,
+    Design,
+    grid,
+    lint,
+    named_arms,
+    rare_evaluations,
+    refuse_incomparable_arms,
+    refuse_rare_evaluations,
+    with_controls,
+)
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse, refuse_missing_warm_start, swept_values
 from alignment.data.tasks import find_task
 from alignment.policy.speed import hardware_of
@@ -56,7 +66,8 @@ def make_design(args: SweepOptions) -> Design:
         refuse_missing_warm_start(arm)
         find_reward(arm.reward, find_task(arm.task, arm.data).rules)
     refuse_incomparable_arms(arms)
-    warnings = tuple(lint(arms, seeds))
+    refuse_rare_evaluations(arms, args.match)
+    warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(warnings)}")
     design = Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings, args.match)

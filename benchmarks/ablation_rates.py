@@ -56,6 +56,12 @@ class Setting:
     last_seeds: int = 0
     """--max_seeds of --until_decided; 0: one look."""
     clusters_known: bool = False
+    outcomes: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """For each arm of the first ones the probabilities of outcomes, such as not learning, and what
+    each adds to the accuracy; the rest of the probability is that of no change. Arms fail apart,
+    but for `shared_outcomes`: there a seed's outcome, drawn from the first arm's, strikes all
+    arms."""
+    shared_outcomes: bool = False
 
 
 # --- the model --------------------------------------------------------------------------------------------------
@@ -67,20 +73,53 @@ def deviations(rng: np.random.Generator, shape: str, size: tuple[int, ...]) -> n
         return rng.standard_t(3, size) / np.sqrt(3)
     if shape == "skew":
         return 1 - rng.exponential(size=size)
+    if shape == "drift":  # the standard deviation grows from seed to seed, to five times the first one's
+        growth_S = np.linspace(1, 5, size[-1])
+        return growth_S * rng.normal(size=size) / np.sqrt((growth_S**2).mean())
     return rng.normal(size=size)
 
 
-def sample(rng: np.random.Generator, setting: Setting) -> dict[str, dict[int, np.ndarray]]:
-    """Answers, right or wrong: questions differ in difficulty, arms in which questions they are good at, seeds in luck that
-    all arms share and in luck of one run; each answer is a Bernoulli draw."""
+def sample_outcomes(rng: np.random.Generator, setting: Setting) -> np.ndarray:
+    """Which outcome each run has [A, S]: its place among its arm's `outcomes`, 0 for no change."""
+    seeds = setting.last_seeds or setting.seeds
+    outcomes_AS = np.zeros((len(setting.accuracies), seeds), dtype=int)
+    for arm, outcomes in enumerate(setting.outcomes):
+        chances = [probability for probability, _ in outcomes]
+        outcomes_AS[arm] = rng.choice(1 + len(outcomes), seeds, p=[max(0.0, 1 - sum(chances)), *chances])
+    return np.tile(outcomes_AS[:1], (len(outcomes_AS), 1)) if setting.shared_outcomes else outcomes_AS
+
+
+def outcome_table(setting: Setting) -> np.ndarray:
+    """For each arm its outcomes' probabilities and what they add to its accuracy, [2, A, K]; the first is no change."""
+    several = (setting.outcomes[:1] * len(setting.accuracies)) if setting.shared_outcomes else setting.outcomes
+    table = np.zeros((2, len(setting.accuracies), 1 + max(map(len, several), default=0)))
+    for arm, outcomes in enumerate(several):
+        for place, outcome in enumerate(outcomes, start=1):
+            table[:, arm, place] = outcome
+    table[0, :, 0] = 1 - table[0].sum(axis=1)
+    return table
+
+
+def outcome_shifts(setting: Setting) -> np.ndarray:
+    """What each arm's outcomes add to its accuracy [A, K]."""
+    return outcome_table(setting)[1]
+
+
+def sample(rng: np.random.Generator, setting: Setting, outcomes_AS: np.ndarray | None = None) -> dict:
+    """Answers by arm and seed, with these outcomes of runs or with drawn ones. Right or wrong:
+    questions differ in difficulty, arms in which questions they are good at, seeds in luck that all
+    arms share and in luck of one run; each answer is a Bernoulli draw."""
+    outcomes_AS = sample_outcomes(rng, setting) if outcomes_AS is None else outcomes_AS
     arms, seeds = len(setting.accuracies), setting.last_seeds or setting.seeds
     groups = -(-setting.questions // setting.cluster)
     accuracy_A = np.array(setting.accuracies)
-    room_A = 2 * np.minimum(accuracy_A, 1 - accuracy_A)[:, None]  # effects are smaller where little can change
+    reached_AK = np.clip(accuracy_A[:, None] + outcome_shifts(setting), 0, 1)
+    room_A = 2 * np.minimum(reached_AK, 1 - reached_AK).min(axis=1)[:, None]  # effects are smaller where little can change
     by_question_AQ = rng.uniform(-0.3, 0.3, groups) + np.sqrt(3) * setting.taste * rng.uniform(-1, 1, (arms, groups))
     by_question_AQ = np.repeat(room_A * by_question_AQ, setting.cluster, axis=1)[:, : setting.questions]
     run_AS = np.array(setting.noise)[:, None] * deviations(rng, setting.shape, (arms, seeds))
     run_AS = run_AS + room_A * setting.shared * rng.normal(size=seeds)
+    run_AS = run_AS + outcome_shifts(setting)[np.arange(arms)[:, None], outcomes_AS]
     p_ASQ = accuracy_A[:, None, None] + by_question_AQ[:, None, :] + run_AS[:, :, None]
     if "collapses" in setting.shape:
         share_A = np.where(np.arange(arms) == arms - 1, 0.1, 0.0 if setting.shape == "one arm collapses" else 0.1)
@@ -120,9 +159,19 @@ def contrasts(setting: Setting) -> list[Contrast]:
     ]
 
 
-def true_difference(setting: Setting, contrast: Contrast) -> float:
-    """The difference of expected accuracies, over seeds and questions."""
-    expected = np.array(setting.accuracies)
+def seen_outcomes(arms: Mapping[str, Scores], outcomes_AS: np.ndarray, seeds: int) -> list[set[int]]:
+    """For each arm the outcomes of its runs among the first seeds."""
+    return [{int(outcomes_AS[int(arm), seed]) for seed in by_seed if seed < seeds} for arm, by_seed in arms.items()]
+
+
+def true_difference(setting: Setting, contrast: Contrast, seen: Sequence[set[int]] | None = None) -> float:
+    """The difference of expected accuracies, over seeds and questions: of all runs, or of runs whose outcome was seen."""
+    chances_AK, shifts_AK = outcome_table(setting)
+    if seen is not None:
+        seen_AK = [[outcome in of_arm for outcome in range(chances_AK.shape[1])] for of_arm in seen]
+        chances_AK = np.where(seen_AK, chances_AK, 0.0)
+    total_A = np.maximum(chances_AK.sum(axis=1), 1e-300)  # 0 for an arm without a run, which gets no verdict
+    expected = np.array(setting.accuracies) + (chances_AK * shifts_AK).sum(axis=1) / total_A
     if setting.shape == "one arm collapses":
         expected[-1] *= 0.9 + 0.1 * 0.1
     value = sum(weight * expected[int(arm)] for arm, weight in contrast.weights.items())
@@ -181,13 +230,17 @@ def percentile(rng: np.random.Generator, arms, weights_CA: np.ndarray, resamples
 
 
 def false_verdict(c: Comparison, true: float) -> str:
-    """The kind of a verdict that is false, or "" for a true one or none."""
+    """By a true difference, the kind of a verdict that is false, or "" for a true one or none."""
     wrong = c.kind == "greater" and (true == 0 or (c.difference > 0) != (true > 0))
     return "greater" if wrong else "tie" if c.kind == "tie" and abs(true) >= TIE - 1e-9 else ""
 
 
 COLUMNS = ("false tables", "with a false tie", "coverage", "coverage, noisy arm", "decided", "unstable", "seeds",
-           "Welch + Holm: false tables", "decided", "bootstrap: coverage", "false tables")  # fmt: skip
+           "Welch + Holm: false tables", "decided", "bootstrap: coverage", "false tables",
+           "false of all runs", "the same, firm", "two places")  # fmt: skip
+"""False tables have a verdict that is false as it stands: one in runs like these of the outcomes
+that were seen, another of all runs. False of all runs are those with a verdict that is false of all
+runs, whatever its words."""
 
 
 def rates(setting: Setting, tables: int, seed: int) -> list[float]:
@@ -199,9 +252,13 @@ def rates(setting: Setting, tables: int, seed: int) -> list[float]:
     resamples = rng.multinomial(setting.questions, np.full(setting.questions, 1 / setting.questions), DRAWS) / setting.questions
     rows = []
     for _ in range(tables):
-        arms = sample(rng, setting)
+        outcomes_AS = sample_outcomes(rng, setting)
+        arms = sample(rng, setting, outcomes_AS)
         found, seeds = ours(arms, setting)
-        falsehoods = [false_verdict(c, t) for c, t in zip(found, true, strict=True)]
+        like_these = [true_difference(setting, c, seen_outcomes(arms, outcomes_AS, seeds)) for c in compared]
+        meant = [t if c.firm else seen for c, t, seen in zip(found, true, like_these, strict=True)]
+        falsehoods = [false_verdict(c, t) for c, t in zip(found, meant, strict=True)]
+        of_all = [false_verdict(c, t) for c, t in zip(found, true, strict=True)]
         held = [(c.low <= t <= c.high, noisy in c.arms) for c, t in zip(found, true, strict=True) if c.seeds > 1]
         rejected = welch(arms, weights := weights_of(compared, arms))
         low, high = percentile(rng, arms, weights, resamples)
@@ -218,6 +275,9 @@ def rates(setting: Setting, tables: int, seed: int) -> list[float]:
                 np.mean(rejected),
                 np.mean((low <= true) & (true <= high)),
                 any(t == 0 and not a <= 0 <= b for a, b, t in zip(low, high, true, strict=True)),
+                any(of_all),
+                any(false and c.firm for c, false in zip(found, of_all, strict=True)),
+                any("two places" in c.verdict for c in found),
             ]
         )
     values = np.array(rows, dtype=float)
@@ -282,9 +342,54 @@ def other_settings() -> Iterator[Setting]:
             yield Setting(name, (0.5,) * arms, first, spreads, shape, last_seeds=last)
         name = f"until decided, {arms} arms, {first} to {last} seeds, one 0.05 better"
         yield Setting(name, (0.5,) * (arms - 1) + (0.55,), first, (2 * BASE,) * arms, last_seeds=last)
+    yield from outcome_settings()
     for noise in (2 * BASE, 8 * BASE):  # of the arms that go on; the last one stops early
         name = f"until decided, 4 arms, 3 to 8 seeds, one 0.3 worse, noise {noise:g}"
         yield Setting(name, (0.5,) * 3 + (0.2,), 3, (noise,) * 3 + (2 * BASE,), last_seeds=8)
+
+
+COIN = ((0.5, -0.35), (0.5, 0.35))  # learns or does not, at the other arms' mean
+RARE = ((0.1, -0.3),)
+
+
+def outcome_settings() -> Iterator[Setting]:
+    """Settings in which runs end in several places."""
+    for seeds in (2, 3, 4, 5, 6, 8, 12):
+        yield Setting(f"places: coin, 2 arms, {seeds} seeds", (0.5,) * 2, seeds, (2 * BASE,) * 2, outcomes=(COIN,))
+    for seeds in (3, 6):
+        yield Setting(f"places: coin in one of 4 arms, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4, outcomes=(COIN,))
+        yield Setting(f"places: coin in 4 of 4 arms, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4, outcomes=(COIN,) * 4)
+    for first, last in ((2, 8), (3, 10)):
+        name = f"places: coin until decided, 2 arms, {first} to {last} seeds"
+        yield Setting(name, (0.5,) * 2, first, (2 * BASE,) * 2, outcomes=(COIN,), last_seeds=last)
+    for seeds in (5, 8, 10, 16, 60):
+        quiet = (0.004,) * 2
+        yield Setting(
+            f"places: .3 lost in 1 of 10, 2 arms, {seeds} seeds", (0.5,) * 2, seeds, quiet, outcomes=(RARE,), questions=2048
+        )
+    for seeds in (5, 10):
+        three = ((1 / 3, -0.35), (1 / 3, 0.35))
+        yield Setting(f"places: three, 2 arms, {seeds} seeds", (0.5,) * 2, seeds, (2 * BASE,) * 2, outcomes=(three,))
+        uneven = (((0.05, -0.3),), ((0.15, -0.3),), ((0.3, -0.3),), ())
+        base = (0.515, 0.545, 0.59, 0.5)
+        yield Setting(
+            f"places: loss rates differ, equal means, 4 arms, {seeds} seeds", base, seeds, (2 * BASE,) * 4, outcomes=uneven
+        )
+        shared = Setting(f"places: bad seeds that all arms share, 4 arms, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4)
+        yield replace(shared, outcomes=(RARE,), shared_outcomes=True)
+        gain = ((0.1, 0.5),)
+        yield Setting(f"places: 1 of 10 learns, 2 arms, {seeds} seeds", (0.2, 0.25), seeds, (2 * BASE,) * 2, outcomes=(gain,))
+        unequal = Setting(
+            f"places: coin, unequal seeds, 4 arms, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4, unequal=True
+        )
+        yield replace(unequal, outcomes=(COIN,))
+        yield Setting(
+            f"places: grid 2 x 2, one coin, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4, outcomes=(COIN,), grid=(2, 2)
+        )
+        near = ((0.5, -0.05), (0.5, 0.05))
+        yield Setting(f"places: .1 apart, 2 arms, {seeds} seeds", (0.5,) * 2, seeds, (BASE,) * 2, outcomes=(near,))
+        for shape in ("heavy tails", "skew", "drift"):
+            yield Setting(f"places: none, {shape}, 4 arms, {seeds} seeds", (0.5,) * 4, seeds, (2 * BASE,) * 4, shape)
 
 
 def printed_power() -> Iterator[tuple[str, Setting, float]]:

@@ -147,6 +147,43 @@ def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[str]:
     return [*_equivalent(arms), *_confounded(arms), *([reason] if len(seeds) < 2 else [])]
 
 
+FEWEST_INTERVALS = 3  # between evaluations, so that one of them has a neighbour on both sides
+ENOUGH_INTERVALS = 8
+"""A curve 1 - exp(-4 x), which has made nine tenths of its way by x = 0.6, lies above a straight
+line by less than (4 / 8)^2 / 8 of that way between 9 evaluations."""
+
+
+def refuse_rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> None:
+    """Raise `UserError` where arms are compared between evaluations that are too few to say how their curves bend there."""
+    for name, args in arms.items():
+        intervals = -(-args.num_steps // args.eval_interval)
+        if is_between_evaluations(arms, match) and intervals < FEWEST_INTERVALS:
+            need = f"--match {match} compares between evaluations, for which each arm needs {FEWEST_INTERVALS + 1} or more"
+            most = max(1, args.num_steps // ENOUGH_INTERVALS)
+            where = f"--eval_interval {args.eval_interval}: {name} is evaluated {intervals + 1} times in {args.num_steps} steps"
+            raise UserError(f"{where}, but {need}; give --eval_interval {most}")
+
+
+def rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> list[str]:
+    """A warning of arms that are compared between evaluations so far apart that a curve's bend may leave verdicts undecided."""
+    if not is_between_evaluations(arms, match):
+        return []
+    rare = {name: args for name, args in arms.items() if -(-args.num_steps // args.eval_interval) < ENOUGH_INTERVALS}
+    if not rare:
+        return []
+    most = max(1, min(args.num_steps for args in rare.values()) // ENOUGH_INTERVALS)
+    reason = f"--match {match} compares between evaluations, and a verdict that the bend of a learning curve could undo stays"
+    return [f"{', '.join(rare)}: {reason} undecided: --eval_interval {most} or less keeps it small"]
+
+
+def is_between_evaluations(arms: Mapping[str, RLArgs], match: str) -> bool:
+    """Whether arms may be compared between two evaluations: all but where the last ones come at equal amounts in every arm."""
+    if match == "steps":
+        return False
+    samples = {args.rollout_size * args.num_steps for args in arms.values()}
+    return match != "samples" or len(samples) > 1 or any(args.max_refills for args in arms.values())
+
+
 def canonical(args: RLArgs) -> dict[str, object]:
     """The arguments that decide what is computed, less those that have no effect beside the others. With one update a rollout,
     sampled by the current weights, the ratio to the old policy is 1, where every loss with a ratio, clipped or not, of tokens

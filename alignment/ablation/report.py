@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from alignment.ablation import verdicts
+from alignment.ablation.places import unseen_share
 from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
@@ -37,6 +38,8 @@ def report(study: Study, folder: Path, console: Console) -> None:
     for title, comparisons in (factors or {compared: pairs for pairs in [decide(study)] if pairs}).items():
         rows = map(cells, _ranked(comparisons))
         console.print(make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows))
+    if note := caution(study, [c for rows in factors.values() for c in rows] or decide(study)):
+        console.print(note, markup=False, soft_wrap=True)
     for warning in study.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if study.match != "steps":
@@ -69,7 +72,8 @@ def contents(study: Study) -> dict[str, object]:
     return {
         "study": study, "run": run, "question": question, "varied": varied or [], "compared": verdicts.outcome(study),
         "headline": headline(factors, pairs), "factors": factors,
-        "pairs": _ranked(pairs), "pairs_area": _ranked(decide(study, verdicts.areas(study))),
+        "caution": caution(study, [*pairs, *(c for rows in factors.values() for c in rows)]),
+        "pairs": _ranked(pairs), "pairs_area": _ranked(decide(study, whole_curve=True)),
         "over_tasks": verdicts.over_tasks(study),
         "completions": read_jsonl(run.path / "completions" / f"eval_{run.evals[-1]['step']:06d}.jsonl") if run else [],
         "fewest": min((len(runs) for runs in study.arms.values() if runs), default=0),
@@ -110,6 +114,21 @@ def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Compar
         rest = [f"{kinds[kind]} of {len(comparisons)} pairs {kind}" for kind in ("tie", "undecided") if kinds[kind]]
         lines.append(f"{name}: {'; '.join([*(shown or ['no difference shown']), *rest])}")
     return lines
+
+
+def caution(study: Study, comparisons: Sequence[Comparison]) -> str:
+    """What verdicts "in runs like these" leave open, by the fewest seeds of one; "" where every verdict is firm."""
+    open_ones = [c for c in comparisons if c.kind != "undecided" and not c.firm]
+    if not open_ones:
+        return ""
+    seeds = min(c.seeds for c in open_ones)
+    share = unseen_share(seeds, study.alpha / max(1, sum(bool(runs) for runs in study.arms.values())))
+    shift = max(c.hidden for c in open_ones)
+    size = f"up to {shift:.2g}" if math.isfinite(shift) else "any amount"
+    return (
+        f"in runs like these: {seeds} seeds cannot exclude that up to {share:.0%} of an arm's runs end elsewhere (they learn or "
+        f"they do not), which could shift a difference by {size}; a verdict without these words allows for that"
+    )
 
 
 def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:

@@ -13,12 +13,14 @@ from scipy import optimize, stats
 from scipy.special import nctdtrinc, ndtr, ndtri, stdtrit
 
 from alignment.ablation.design import ALPHA
+from alignment.ablation.places import Places, arms_in_two_places, hidden_shift
 from alignment.core.power import CHANCE
 
 Scores = Mapping[int, np.ndarray]
 """The scores of an arm: for each seed, one score a question [Q], in the same order for all arms."""
 
 MOST_SEEDS = 200  # the largest number of further seeds that is recommended
+LIKE_THESE = " in runs like these"  # the end of a verdict that runs which end elsewhere, unseen, could undo
 
 
 Contrast = NamedTuple("Contrast", [("a", str), ("b", str), ("weights", Mapping[str, float])])
@@ -27,11 +29,15 @@ Contrast = NamedTuple("Contrast", [("a", str), ("b", str), ("weights", Mapping[s
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference a - b with its 95 % interval, NaN without a second seed, and its verdict. `kind`: "greater" (one side is),
-    "tie", or "undecided". `p` is the p value of no difference, adjusted for the number of comparisons. `more_seeds` estimates
-    the further seeds that would settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms.
-    `detectable` is about the smallest difference that so many seeds and questions find with a chance of CHANCE, by variances
-    that were measured between seeds and between questions (Cohen 1988); NaN without a second seed."""
+    """The difference a - b with its 95 % interval, NaN without a second seed, and its verdict.
+    `kind`: "greater" (one side is), "tie", or "undecided". `p` is the p value of no difference,
+    adjusted for the number of comparisons. `more_seeds` estimates the further seeds that would
+    settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms.
+    `detectable` is about the smallest difference that so many seeds and questions find with a
+    chance of CHANCE, by variances that were measured between seeds and between questions (Cohen
+    1988); NaN without a second seed. `hidden` is the largest shift of the difference that so few
+    seeds may hide (`hidden_shift`): where it could undo the verdict, this is one of runs like
+    these, `firm` is False, and the verdict's words say so."""
 
     a: str
     b: str
@@ -45,6 +51,8 @@ class Comparison:
     more_seeds: int | None = None
     arms: tuple[str, ...] = ()
     detectable: float = math.nan
+    hidden: float = math.nan
+    firm: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,26 @@ class _Estimate:
     unstable: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """What a verdict is held against: the width of a tie, the chance of a false one, the number of
+    contrasts, by arm the places of those whose runs end in two, how far a run's score can fall and
+    rise, and the bend of the learning curves."""
+
+    tie: float
+    alpha: float
+    family: int
+    places: Mapping[str, Places]
+    room_below: Mapping[str, float]
+    room_above: Mapping[str, float]
+    bends: Mapping[str, tuple[float, float]]
+
+    @property
+    def unseen(self) -> float:
+        """The chance that an arm's place goes unseen: all arms share that of a false verdict."""
+        return self.alpha / len(self.room_below)
+
+
 def pairs(arms: Sequence[str]) -> list[Contrast]:
     """The contrast of every two arms."""
     return [Contrast(a, b, {a: 1.0, b: -1.0}) for a, b in combinations(arms, 2)]
@@ -68,11 +96,14 @@ def pairs(arms: Sequence[str]) -> list[Contrast]:
 
 def compare(
     arms: Mapping[str, Scores], tie: float, contrasts: Sequence[Contrast] | None = None, alpha: float = ALPHA,
-    groups: Sequence[Hashable] | None = None,
+    groups: Sequence[Hashable] | None = None, bends: Mapping[str, tuple[float, float]] | None = None,
 ) -> list[Comparison]:  # fmt: skip
-    """A comparison for every contrast (by default every pair of arms), paired by seed and question. The chance that any
-    verdict is false is at most `alpha`, and that of a false tie at most half of it. `groups` labels every question; those of
-    one label count as one observation. Raises ValueError where two arms have different questions.
+    """A comparison for every contrast (by default every pair of arms), paired by seed and question.
+    The chance that any verdict is false is at most `alpha`, and that of a false tie at most half of
+    it, of runs like those seen. `groups` labels every question; those of one label count as one
+    observation. `bends` has by arm the least and the largest amount by which its mean may lie above
+    what was given (0 by default), for scores that stand between evaluations. Raises ValueError
+    where two arms have different questions.
 
     The interval is the paired t interval: from the standard deviation of the contrast's own differences by seed, and the
     variance that the choice of questions adds (`_moments`). A single verdict rests on its t test. One of several needs two:
@@ -81,9 +112,16 @@ def compare(
     Neither side's variance then counts for less than all arms' common one, nor for less than its own seeds say, so a verdict
     never contradicts its interval. Unstable arms are left out of the common one; comparisons with and without share `alpha`.
 
-    Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences of `tie` or more (two
-    one-sided tests, Schuirmann 1987), else "undecided". A difference of zero makes no tie false, and one of `tie` makes no
-    winner false but the wrong one, so differences are tested at `alpha` and each side of a tie at half of it."""
+    Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences
+    of `tie` or more (two one-sided tests, Schuirmann 1987), else "undecided". A difference of zero
+    makes no tie false, and one of `tie` makes no winner false but the wrong one, so differences are
+    tested at `alpha` and each side of a tie at half of it.
+
+    Runs may end in two places: they learn or they do not. Where an arm's do (`arms_in_two_places`),
+    its comparisons are undecided, and where those of two arms do, so is every comparison that a
+    place as far away, unseen, could undo. What no seed has shown is bounded by `hidden_shift`: a
+    verdict that this could undo is one "in runs like these". A verdict that the bend of a curve
+    could undo is undecided."""
     if len(questions := {len(scores) for arm in arms.values() for scores in arm.values()}) > 1:
         raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
     contrasts = pairs(list(arms)) if contrasts is None else contrasts
@@ -93,7 +131,8 @@ def compare(
         alpha /= 2
     p = _p_values(known, [abs(e.mean) for e in known], family)
     p_tie = _p_values(known, [tie - abs(e.mean) for e in known], family)
-    settled = (_verdict(e, *p_values, tie, alpha, family) for e, *p_values in zip(known, p, p_tie, strict=True))
+    rule = _rule(arms, tie, alpha, family, bends or {})
+    settled = (_verdict(e, *p_values, rule) for e, *p_values in zip(known, p, p_tie, strict=True))
     return [next(settled) if isinstance(e, _Estimate) else e for e in estimates]
 
 
@@ -233,21 +272,110 @@ def half_width(variance: float, dof: int, questions: float, level: float = 0.05)
     return float(optimize.brentq(excess, 0.0, 2 * longest, xtol=1e-6 * longest)) if longest else 0.0
 
 
-def _verdict(e: _Estimate, p: float, p_tie: float, tie: float, alpha: float, family: int) -> Comparison:
+def _rule(arms: Mapping[str, Scores], tie: float, alpha: float, family: int, bends: Mapping[str, tuple[float, float]]) -> _Rule:
+    """What verdicts on these arms are held against. Scores of questions that are all from 0 to 1
+    are taken for shares, whose means stay there; other scores, and a measure of a whole run, which
+    is the same for every question, have no bounds."""
+    present = {arm: by_seed for arm, by_seed in arms.items() if by_seed}
+    means = {arm: [float(scores.mean()) for scores in by_seed.values()] for arm, by_seed in present.items()}
+    every = [scores for by_seed in present.values() for scores in by_seed.values()]
+    are_shares = all(scores.min() >= 0 and scores.max() <= 1 for scores in every)
+    of_questions = any(scores.min() < scores.max() for scores in every)
+    bounds = (0.0, 1.0) if are_shares and of_questions else (-math.inf, math.inf)
+    floors = {arm: _sampling_variance(by_seed) for arm, by_seed in present.items()}
+    places = arms_in_two_places(means, floors, tie)
+    below = {arm: float(np.mean(of_arm)) - bounds[0] for arm, of_arm in means.items()}
+    above = {arm: bounds[1] - float(np.mean(of_arm)) for arm, of_arm in means.items()}
+    return _Rule(tie, alpha, family, places, below, above, bends)
+
+
+def _sampling_variance(by_seed: Scores) -> float:
+    """The variance of a run's mean that the sampling of its answers explains, by the spread of
+    answers to a question; and that of rounding, as in `_moments`."""
+    y_SQ = np.array(list(by_seed.values()), dtype=float)
+    seeds, questions = y_SQ.shape
+    rounding = 1 / (24 * questions**2)
+    if seeds < 2 or questions < 2:
+        return rounding
+    residuals_SQ = y_SQ - y_SQ.mean(axis=1, keepdims=True) - y_SQ.mean(axis=0) + y_SQ.mean()
+    return float((residuals_SQ**2).sum()) / ((seeds - 1) * (questions - 1)) / questions + rounding
+
+
+def _verdict(e: _Estimate, p: float, p_tie: float, rule: _Rule) -> Comparison:
     """The comparison of an estimate, from its p-values: of no difference, of no tie."""
     a, b = e.contrast.a, e.contrast.b
-    more, kind = None, "undecided"
-    if p < alpha:
+    half = half_width(e.own / e.seeds, e.seeds - 1, e.questions)
+    low, high = e.mean - half, e.mean + half
+    down, up = (_hidden(e, rule, sign) for sign in (-1, 1))
+    more, kind, firm, hidden = None, "undecided", False, max(down, up)
+    if p < rule.alpha:
+        hidden = down if e.mean > 0 else up
         kind, verdict = "greater", f"{a} > {b}" if e.mean > 0 else f"{b} > {a}"
-    elif p_tie < alpha:
-        kind, verdict = "tie", f"tie within {tie:g}"
+        firm = low > down or high < -up
+    elif p_tie < rule.alpha:
+        kind, verdict = "tie", f"tie within {rule.tie:g}"
+        firm = low - down > -rule.tie and high + up < rule.tie
     else:
-        more, needs = _needs(e, tie, alpha, family)
+        more, needs = _needs(e, rule.tie, rule.alpha, rule.family)
         reason = f"{e.seeds} seeds cannot bear an arm as unstable as {' and '.join(sorted(e.unstable))}; " if e.unstable else ""
         verdict = f"undecided: {reason}{needs}"
-    half = half_width(e.own / e.seeds, e.seeds - 1, e.questions)
-    interval, found = (e.mean - half, e.mean + half), _would_find(e, alpha, family)
-    return Comparison(a, b, e.seeds, e.mean, *interval, p, kind, verdict, more, tuple(e.contrast.weights), found)
+    if objection := _objection(e, rule, kind, (low, high)):
+        more, kind, firm, verdict = None, "undecided", False, f"undecided: {objection}"
+    if kind != "undecided" and not firm:
+        verdict += LIKE_THESE
+    found = _would_find(e, rule.alpha, rule.family)
+    return Comparison(
+        a, b, e.seeds, e.mean, low, high, p, kind, verdict, more, tuple(e.contrast.weights), found, hidden, firm
+    )  # fmt: skip
+
+
+def _hidden(e: _Estimate, rule: _Rule, sign: int, most: float = math.inf) -> float:
+    """How far places that no seed has shown may shift the contrast down (`sign` -1) or up (1): arms
+    of a positive weight then fall or rise, the others move the other way, none by more than
+    `most`."""
+    rooms = []
+    for arm, weight in e.contrast.weights.items():
+        room = rule.room_above if weight * sign > 0 else rule.room_below
+        rooms.append(abs(weight) * min(most, room[arm]))
+    return hidden_shift(rooms, e.seeds, rule.unseen)
+
+
+def _objection(e: _Estimate, rule: _Rule, kind: str, interval: tuple[float, float]) -> str:
+    """Why a verdict of this kind cannot be, or an undecided comparison needs no more seeds; "" where nothing is against it."""
+    low, high = interval
+    apart = [arm for arm in e.contrast.weights if arm in rule.places]
+    if apart:
+        return "; ".join(f"runs of {arm} end in two places, {rule.places[arm]}" for arm in apart)
+    if kind == "undecided":
+        return ""
+    limit = rule.tie if kind == "tie" else 0.0
+    bends = [(weight, rule.bends.get(arm, (0.0, 0.0))) for arm, weight in e.contrast.weights.items()]
+    bend_low = sum(min(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
+    bend_high = sum(max(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
+    if not _stands(kind, low + bend_low, high + bend_high, limit):
+        shift = _span(bend_low, bend_high)
+        reason = f"a bend of the learning curves between evaluations may shift it by {shift}"
+        return f"evaluate more often, on more questions: {reason}"
+    if len(rule.places) > 1:
+        gap = max(places.gap for places in rule.places.values())
+        down, up = (_hidden(e, rule, sign, gap) for sign in (-1, 1))
+        if not _stands(kind, low - down, high + up, limit):
+            reason = f"{e.seeds} seeds may have missed those of others"
+            return f"runs of {' and '.join(rule.places)} end in two places, and {reason}"
+    return ""
+
+
+def _stands(kind: str, low: float, high: float, limit: float) -> bool:
+    """Whether a verdict of this kind is that of all differences between `low` and `high`."""
+    if kind == "greater":
+        return low > 0 or high < 0
+    return -limit < low and high < limit
+
+
+def _span(low: float, high: float) -> str:
+    """The larger of two shifts, in words."""
+    most = max(-low, high)
+    return f"up to {most:.2g}" if math.isfinite(most) else "an unknown amount"
 
 
 def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:

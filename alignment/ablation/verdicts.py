@@ -42,6 +42,60 @@ def curve(run: Run, match: str, most: float) -> tuple[np.ndarray, np.ndarray]:
     return np.append(amounts_E[before], end), np.vstack([rewards_EQ[before], weights_E @ rewards_EQ])
 
 
+AREA_POINTS = (np.arange(64) + 0.5) / 64  # of a curve, at which an area's bend is taken
+
+
+def chord_bends(amounts_E: np.ndarray, values_E: np.ndarray, at_X: np.ndarray) -> np.ndarray:
+    """How far the straight lines of the intervals before and after lie above that of the interval
+    with each point, [2, X]: 0 at an evaluation, infinite where there is none on one side. A curve
+    that bends one way lies between an interval's straight line and those of its neighbours, drawn
+    on into it. Before the first evaluation and after the last one the curve is taken for flat."""
+    amounts_E, first_E = np.unique(amounts_E, return_index=True)
+    values_E = values_E[first_E]
+    slopes_I = np.concatenate([[0.0], np.diff(values_E) / np.diff(amounts_E), [0.0]])
+    above_2X = np.zeros((2, len(at_X)))
+    for place, at in enumerate(at_X):
+        right = int(np.searchsorted(amounts_E, at))
+        if right < len(amounts_E) and np.isclose(at, amounts_E[right], rtol=1e-9):
+            continue
+        if right in (0, len(amounts_E)):
+            above_2X[:, place] = np.inf
+            continue
+        before, own, after = slopes_I[right - 1 : right + 2]
+        above_2X[0, place] = (before - own) * (at - amounts_E[right - 1])
+        above_2X[1, place] = (own - after) * (amounts_E[right] - at)
+    return above_2X
+
+
+def arm_bend(runs: Sequence[Run], match: str, most: float, shares_X: np.ndarray) -> tuple[float, float]:
+    """The least and the largest amount by which an arm's learning curve lies above the straight
+    lines between its evaluations, averaged over the points at these shares of what its runs had
+    taken: from the mean over runs of `chord_bends`. Where both neighbours say that the curve bends
+    the same way, the smaller one bounds it; where they differ, each bounds one side."""
+    above = []
+    for run in runs:
+        amounts_E = run.spent(match, run.evals)
+        end = min(most, float(amounts_E[-1]))
+        above.append(chord_bends(amounts_E, run.scores.rewards_EQ.mean(axis=1), end * shares_X))
+    mean_2X = np.mean(above, axis=0)
+    if np.isinf(mean_2X).any():
+        return -math.inf, math.inf
+    least_X, largest_X = mean_2X.min(axis=0), mean_2X.max(axis=0)
+    low_X = np.where(largest_X <= 0, largest_X, np.minimum(least_X, 0.0))
+    high_X = np.where(least_X >= 0, least_X, np.maximum(largest_X, 0.0))
+    return float(low_X.mean()), float(high_X.mean())
+
+
+def bends(study: Study, whole_curve: bool = False) -> dict[str, tuple[float, float]]:
+    """For each arm with runs the bounds of `arm_bend` at the budget, or of the area under the curve
+    up to it; {} for steps, where the last evaluations themselves are compared."""
+    if study.match == "steps":
+        return {}
+    shares_X = AREA_POINTS if whole_curve else np.ones(1)
+    most = budget(study)
+    return {arm: arm_bend(list(runs.values()), study.match, most, shares_X) for arm, runs in study.arms.items() if runs}
+
+
 def final_scores(study: Study) -> dict[str, Scores]:
     """For each arm and seed, the reward [Q] of every question where its curve ends: in the last evaluation, or at `budget`."""
     most, match = budget(study), study.match
@@ -55,16 +109,18 @@ def areas(study: Study) -> dict[str, Scores]:
     return {arm: {seed: area(run) for seed, run in runs.items()} for arm, runs in study.arms.items()}
 
 
-def decide(study: Study, scores: Mapping[str, Scores] | None = None) -> list[Comparison]:
-    """A comparison of `scores` (or the final ones) for each pair of arms of a task. Raises `UserError` if questions differ."""
-    scores = final_scores(study) if scores is None else scores
+def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
+    """A comparison for each pair of arms of a task: of final scores, or of the areas under whole
+    learning curves. Raises `UserError` if questions differ."""
+    scores = areas(study) if whole_curve else final_scores(study)
+    of_curves = bends(study, whole_curve)
     tasks = {arm: str(study.varied[arm].get("task", "")) for arm in study.arms}
     comparisons = []
     for task in dict.fromkeys(tasks.values()):
         arms = {arm: runs for arm, runs in study.arms.items() if tasks[arm] == task}
         groups = question_groups(run for runs in arms.values() for run in runs.values())
         alpha = study.alpha / len(set(tasks.values()))
-        comparisons += compare({arm: scores[arm] for arm in arms}, study.tie, alpha=alpha, groups=groups)
+        comparisons += compare({arm: scores[arm] for arm in arms}, study.tie, alpha=alpha, groups=groups, bends=of_curves)
     return comparisons
 
 
@@ -116,7 +172,8 @@ def decide_factors(study: Study) -> dict[str, list[Comparison]]:
     if not all(arms.values()) or not contrasts:
         return {}
     groups = question_groups(run for arm in arms for run in study.arms[arm].values())
-    return {name: compare(arms, study.tie, several, study.alpha, groups) for name, several in contrasts.items()}
+    of_curves = bends(study)
+    return {name: compare(arms, study.tie, several, study.alpha, groups, of_curves) for name, several in contrasts.items()}
 
 
 def decide_question(study: Study, question: Sequence[str]) -> list[Comparison]:

@@ -226,3 +226,30 @@ def test_a_sweep_goes_on_with_what_a_run_may_change_and_from_an_older_version():
     assert schedule._fixed(before) == schedule._fixed({name: value for name, value in before.items() if name != "match"})
     assert schedule._fixed(before) != schedule._fixed(facts("--match", "tokens"))
     assert schedule._fixed({}) != schedule._fixed(before)
+
+
+TWO_LOSSES = ("--loss_type", "no_baseline", "grpo_clip", "--sft_base", "", "--num_steps", "40", "--seed", "0", "1")
+
+
+@pytest.mark.parametrize(("every", "most"), [("40", 5), ("20", 5)])
+def test_too_few_evaluations_for_equal_amounts_are_refused_before_training(every, most):
+    """40 steps: an arm that is compared between evaluations needs four, one of whose intervals has
+    two neighbours."""
+    flags = (*TWO_LOSSES, "--eval_interval", every)
+    times = 1 + 40 // int(every)
+    reason = f"--eval_interval {every}: no_baseline is evaluated {times} times"
+    with pytest.raises(UserError, match=f"{reason} .*give --eval_interval {most}"):
+        make_design(sweep(*flags, "--match", "tokens"))
+    for match in ("steps", "samples"):  # equal steps of equal responses: all last evaluations come at equal amounts
+        assert make_design(sweep(*flags, "--match", match)).warnings == ()
+    with pytest.raises(UserError, match="--match samples"):
+        make_design(sweep(*flags, "--match", "samples", "--loss_type", "grpo_clip", "--max_refills", "0", "2"))
+
+
+def test_evaluations_far_apart_are_warned_of_where_arms_are_compared_between_them():
+    flags = (*TWO_LOSSES, "--match", "seconds")
+    (warning,) = make_design(sweep(*flags, "--eval_interval", "10")).warnings
+    assert warning.startswith("no_baseline, grpo_clip: --match seconds") and "--eval_interval 5 or less" in warning
+    assert make_design(sweep(*flags, "--eval_interval", "5")).warnings == ()
+    with pytest.raises(UserError, match="--strict: .*--eval_interval 5"):
+        make_design(sweep(*flags, "--eval_interval", "10", "--strict"))

@@ -8,6 +8,7 @@ import pytest
 from alignment.ablation.schedule import next_runs
 from alignment.ablation.statistics import half_width_of_mean
 from benchmarks.ablation_rates import Setting, found_pairs, ours, printed_power, rates, sample
+from benchmarks.match_rates import MatchSetting, match_rates
 
 QUIET, TABLES = 0.01, 400
 
@@ -75,3 +76,16 @@ def test_a_difference_at_the_margin_is_seldom_called_a_tie():
 def test_the_printed_power_is_the_power(index):
     _, at_smallest_difference, _ = list(printed_power())[index]
     assert abs(found_pairs(at_smallest_difference, TABLES, seed=3) - 0.8) <= 0.05 + 2 * math.sqrt(0.16 / TABLES)
+
+
+@pytest.mark.parametrize("curve", ["sigmoid", "straight, then flat"])
+@pytest.mark.parametrize("interval", [40, 20, 10])
+def test_arms_that_are_equal_at_equal_tokens_seldom_differ_however_far_apart_they_are_evaluated(curve, interval):
+    """On straight lines alone 75 to 100 % of these tables differ with two evaluations after the first."""
+    tables = 60
+    found = match_rates(MatchSetting(curve, 1.5, interval), tables)
+    assert found["false"] <= 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / tables)
+
+
+def test_a_difference_at_equal_tokens_is_found_where_curves_are_evaluated_often():
+    assert match_rates(MatchSetting("concave", 1.5, 5, gain=0.1), 30)["right"] > 0.9

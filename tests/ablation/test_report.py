@@ -21,6 +21,7 @@ from alignment.ablation.study import AMOUNTS, read_run, read_study, shell_comman
 from alignment.ablation.verdicts import (
     areas,
     budget,
+    chord_bends,
     decide,
     decide_factors,
     final_scores,
@@ -87,11 +88,11 @@ def test_the_choice_that_decides_is_named(grid):
     factors = decide_factors(study)
     assert list(factors) == ["loss_type", "group_size"]
     (loss,), (size,) = factors["loss_type"], factors["group_size"]
-    assert loss.verdict == "grpo_clip > no_baseline"
+    assert loss.verdict == "grpo_clip > no_baseline in runs like these"
     assert loss.difference == pytest.approx(0.4, abs=0.06)
     assert ">" not in size.verdict
     assert len(decide(study)) == 6
-    assert headline(factors, decide(study))[0].startswith("loss_type: grpo_clip > no_baseline (0.")
+    assert headline(factors, decide(study))[0].startswith("loss_type: grpo_clip > no_baseline in runs like these (0.")
 
 
 class Tags(HTMLParser):
@@ -156,7 +157,7 @@ def test_figures_and_tables_are_files_of_their_own(grid):
     ]
     assert len(curves) == 4 * 3 * 2 and {row["accuracy"] for row in curves if row["step"] == "0"} == {"0.1"}
     latex = (grid / "report.tex").read_text()
-    assert r"grpo\_clip $-$ no\_baseline & $+0.396$" in latex and r"grpo\_clip $>$ no\_baseline \\" in latex
+    assert r"grpo\_clip $-$ no\_baseline & $+0.396$" in latex and r"grpo\_clip $>$ no\_baseline in runs like these \\" in latex
     assert latex.count(r"\begin{longtable}") == latex.count(r"\end{longtable}") == 5
     assert latex.count(r"\begin{figure}") == latex.count(r"\end{figure}") > 2
     drawn = re.findall(r"\\includegraphics\[width=\\linewidth\]\{(figures/.*)\}", latex)
@@ -205,6 +206,25 @@ def rewrite_metrics(run: Path, **changes) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def evaluate_between(run: Path, *steps: int) -> None:
+    """Give a run made by hand evaluations after these of its 4 steps too, each question's reward on a straight line."""
+    first, last = (json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines())
+    before, after = (
+        [json.loads(line) for line in (run / "completions" / f"eval_{step:06d}.jsonl").read_text().splitlines()]
+        for step in (0, 4)
+    )
+    records = [first]
+    for step in steps:
+        rewards = [
+            (4 - step) / 4 * old["score"]["reward"] + step / 4 * new["score"]["reward"]
+            for old, new in zip(before, after, strict=True)
+        ]
+        rows = [line | {"score": line["score"] | {"reward": reward}} for line, reward in zip(after, rewards, strict=True)]
+        (run / "completions" / f"eval_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        records.append(last | {"step": step, "avg_all_rewards": sum(rewards) / len(rewards)})
+    (run / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*records, last]))
+
+
 @pytest.fixture
 def unequal(tmp_path):
     """Arm "long" ends at 0.9 after 4 steps of 8 responses of 10 tokens and 2 s, 320 tokens in all; arm "short" at 0.6 after as
@@ -214,6 +234,7 @@ def unequal(tmp_path):
         for seed in range(3):
             run = make_run(tmp_path / f"{name}_seed{seed}", seed, accuracy + (seed - 1.4) / 400, questions=400, **arms[name])
             rewrite_metrics(run, response_length=tokens, seconds=seconds)
+            evaluate_between(run, 1, 3)
     facts = {"arms": arms, "seeds": [0, 1, 2], "tie": 0.03, "hold": "rollouts", "alpha": 0.05, "warnings": [], "command": []}
 
     def study(match: str | None):
@@ -230,11 +251,11 @@ def test_every_choice_of_match_is_an_amount():
 @pytest.mark.parametrize(
     ("match", "most", "long", "verdict"),
     [
-        (None, np.inf, 0.9, "long > short"),
-        ("steps", np.inf, 0.9, "long > short"),
-        ("samples", 32, 0.9, "long > short"),
-        ("tokens", 160, 0.5, "short > long"),  # half of the 320: midway between 0.1 and 0.9
-        ("seconds", 4, 0.5, "short > long"),
+        (None, np.inf, 0.9, "long > short in runs like these"),
+        ("steps", np.inf, 0.9, "long > short in runs like these"),
+        ("samples", 32, 0.9, "long > short in runs like these"),
+        ("tokens", 160, 0.5, "short > long in runs like these"),  # half of the 320: midway between 0.1 and 0.9
+        ("seconds", 4, 0.5, "short > long in runs like these"),
     ],
 )
 def test_arms_are_compared_at_equal_amounts(unequal, match, most, long, verdict):
@@ -248,6 +269,55 @@ def test_arms_are_compared_at_equal_amounts(unequal, match, most, long, verdict)
     assert areas(study)["long"][1].mean() == pytest.approx((0.1 + long) / 2, abs=1e-12)
     rows = {row["name"]: row for row in arm_rows(study)}
     assert rows["long"]["mean"] == pytest.approx(long) and rows["long"]["split"][0] == pytest.approx(long - 0.1)
+
+
+def test_a_verdict_that_a_bend_could_undo_is_undecided(unequal, tmp_path):
+    """ "long" is evaluated at 0, 320 tokens and nothing between, where its curve may have had any
+    way from 0.1 to 0.9: at 160 it may have been above "short", which has 0.6 there."""
+    study = unequal("tokens")
+    assert decide(study)[0].kind == "greater"
+    for seed in range(3):
+        run = tmp_path / f"long_seed{seed}"
+        first, *_, last = (run / "evals.jsonl").read_text().splitlines()
+        (run / "evals.jsonl").write_text(f"{first}\n{last}\n")
+    (comparison,) = decide(unequal("tokens"))
+    assert comparison.kind == "undecided" and comparison.more_seeds is None
+    assert comparison.verdict.startswith("undecided: evaluate more often") and "up to 0.4" in comparison.verdict
+    assert decide(unequal("tokens"), whole_curve=True)[0].verdict.startswith("undecided: evaluate more often")
+    assert decide(unequal("samples"))[0].kind == "greater"  # both arms' last evaluations come at 32 responses
+
+
+def test_a_bend_is_bounded_by_the_lines_of_the_neighbours():
+    # 0, 4, 6, 7 at 0, 1, 2, 3: at 1.5 the lines of the neighbours reach 4 + 4 * 0.5 = 6 and 6 - 1 * 0.5 = 5.5, their own 5.
+    amounts, values = np.arange(4.0), np.array([0.0, 4.0, 6.0, 7.0])
+    np.testing.assert_allclose(chord_bends(amounts, values, np.array([1.5])), [[1.0], [0.5]], atol=1e-12)
+    np.testing.assert_allclose(chord_bends(amounts, values, np.array([2.0, 3.0])), np.zeros((2, 2)), atol=1e-12)
+    # A curve is taken for flat where it was not evaluated: at 0.5 the lines are 0 and 4 - 2 * 0.5 = 3, their own 2.
+    np.testing.assert_allclose(chord_bends(amounts, values, np.array([0.5])), [[-2.0], [1.0]], atol=1e-12)
+    assert np.isinf(chord_bends(amounts + 1, values, np.array([0.5]))).all()  # before the first evaluation
+    assert np.isinf(chord_bends(amounts, values, np.array([3.5]))).all()  # beyond the last one
+
+
+@pytest.mark.parametrize("rate", [1.0, 4.0, -2.0])
+def test_a_curve_that_bends_one_way_lies_within_its_bound(rate):
+    amounts, at = np.linspace(0, 1, 7), np.linspace(0.2, 0.8, 13)
+    curve = lambda x: (1 - np.exp(-rate * x)) / rate
+    bend = curve(at) - np.interp(at, amounts, curve(amounts))
+    bounds = chord_bends(amounts, curve(amounts), at)
+    nearest = np.take_along_axis(bounds, np.abs(bounds).argmin(axis=0)[None], axis=0)[0]
+    assert (np.abs(bend) <= np.abs(nearest) + 1e-12).all() and (bend * nearest >= -1e-12).all()
+
+
+def test_what_runs_like_these_leave_open_is_said_once(grid, capsys):
+    study = read_study([grid])
+    write_and_print(study, grid, Console(width=300))
+    # Three seeds, four arms that share 5 %: (1 - share)^3 = 0.0125, so 77 %.
+    said = "3 seeds cannot exclude that up to 77% of an arm's runs end elsewhere"
+    printed = capsys.readouterr().out
+    assert printed.count(said) == 1 and said in (grid / "report.md").read_text()
+    assert said in (grid / "report.html").read_text().replace("&#39;", "'")
+    rows = list(csv.DictReader((grid / "comparisons.csv").open()))
+    assert {row["firm"] for row in rows} == {"False"} and all(0 < float(row["may_hide"]) < 2 for row in rows)
 
 
 def test_the_report_names_the_amount_at_which_arms_were_compared(unequal, tmp_path, capsys):
@@ -265,7 +335,7 @@ def test_an_evaluation_before_the_budget_counts(unequal, tmp_path):
     """An evaluation in which "long" had 0.3 after 3 of its steps, 240 tokens: at 160 it has two thirds of the way from 0.1."""
     for seed in range(3):
         run = tmp_path / f"long_seed{seed}"
-        first, last = (run / "evals.jsonl").read_text().splitlines()
+        first, *_, last = (run / "evals.jsonl").read_text().splitlines()
         middle = json.dumps(json.loads(last) | {"step": 3, "avg_all_rewards": 0.3})
         (run / "evals.jsonl").write_text("\n".join((first, middle, last)) + "\n")
         lines = (run / "completions" / "eval_000004.jsonl").read_text().splitlines()

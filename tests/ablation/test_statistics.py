@@ -141,11 +141,11 @@ def test_verdicts():
     rng = np.random.default_rng(1)
     arms = {"good": noisy(rng, 0.8, 5), "bad": noisy(rng, 0.4, 5)}
     (c,) = compare(arms, tie=0.03)
-    assert c.verdict == "good > bad" and c.kind == "greater" and c.more_seeds is None
+    assert c.verdict == "good > bad in runs like these" and c.kind == "greater" and c.more_seeds is None
     (c,) = compare({"bad": arms["bad"], "good": arms["good"]}, tie=0.03)
-    assert c.verdict == "good > bad" and c.difference < 0 and c.kind == "greater"
+    assert c.verdict == "good > bad in runs like these" and c.difference < 0 and c.kind == "greater"
     (c,) = compare({"a": noisy(rng, 0.5, 8, 4000, 0.001), "b": noisy(rng, 0.5, 8, 4000, 0.001)}, tie=0.05)
-    assert c.verdict == "tie within 0.05"
+    assert c.verdict == "tie within 0.05 in runs like these"
     (c,) = compare({"a": noisy(rng, 0.55, 3), "b": noisy(rng, 0.5, 3)}, tie=0.03)
     assert c.verdict == f"undecided: about {c.more_seeds} more seeds" and c.more_seeds > 1
 
@@ -186,7 +186,7 @@ def test_arms_are_paired_by_seed():
     level = rng.normal(0.5, 0.2, 6)
     a = {seed: np.full(50, level[seed] + 0.05 + rng.normal(0, 0.005)) for seed in range(6)}
     b = {seed: np.full(50, level[seed]) for seed in range(6)}
-    assert compare({"a": a, "b": b}, tie=0.01)[0].verdict == "a > b"
+    assert compare({"a": a, "b": b}, tie=0.01)[0].verdict == "a > b in runs like these"
     b = {seed: b[(seed + 1) % 6] for seed in range(6)}
     assert compare({"a": a, "b": b}, tie=0.01)[0].kind == "undecided"
 
@@ -206,7 +206,7 @@ def test_a_contrast_of_several_arms_is_the_difference_of_their_means():
     (c,) = compare(arms, 0.03, [contrast])
     mean = {name: np.mean([x.mean() for x in arm.values()]) for name, arm in arms.items()}
     assert c.difference == pytest.approx((mean["a"] + mean["b"] - mean["c"] - mean["d"]) / 2)
-    assert c.verdict == "good > bad"
+    assert c.verdict == "good > bad in runs like these"
     (pair,) = (p for p in compare(arms, 0.03) if (p.a, p.b) == ("a", "c"))
     assert c.high - c.low < pair.high - pair.low  # four arms say more than two
 
