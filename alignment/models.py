@@ -25,6 +25,7 @@ from alignment.policy.memory import STATE_SHARE, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
 from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy
+from alignment.policy.saving import check_saving
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.source import AheadRollouts, RolloutSource, SyncRollouts, collate_groups, open_source
 from alignment.runs.run import CHANGEABLE_ON_RESUME, Run, RunConfig, open_run, refuse_other_arguments
@@ -117,6 +118,7 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
     tokenizer, context = load_tokenizer(base), load_config(base).max_position_embeddings
+    check_saving(base, tokenizer)
     problems, evaluate = evaluation(args, tokenizer)
     encode_prompts(tokenizer, [problem.prompt for problem in problems], context, args.max_new_tokens)  # refuses long ones now
     splits = (examples(args, demonstrations[split], tokenizer, context) for split in ("train", "test"))
@@ -211,6 +213,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     with run.clock("warm_start"):
         base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
+    check_saving(base, tokenizer)
     problems, evaluate = evaluation(args, tokenizer)
     source = open_source(args.rollout_config, tokenizer)
     longest = longest_row(args, source, problems, base, tokenizer)

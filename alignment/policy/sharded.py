@@ -22,6 +22,7 @@ from alignment.policy import lora
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.memory import gathered_bytes
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
+from alignment.policy.saving import save_model
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.ranks import Ranks, lead
 
@@ -120,8 +121,7 @@ class Shard(SingleDevicePolicy):
         weights = {name: tensor.cpu() for name, tensor in self.weights()}
         lora.save(self.model, folder, writes=self.ranks.rank == 0)
         if self.ranks.rank == 0:
-            self.model.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
+            save_model(self.model, folder, tokenizer, weights)
 
     def save_optimizer(self, folder: Path) -> None:
         """See `Policy.save_optimizer`: the first rank that holds a part writes it. Raises OSError on all if one cannot."""

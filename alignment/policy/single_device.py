@@ -19,7 +19,8 @@ from alignment.policy.memory import choose_micro_batch_tokens, own_part, whole
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import compile_layers, send
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.system.files import full_disk_is_an_os_error
+from alignment.policy.saving import save_model
+from alignment.system.files import written_by_library
 from alignment.system.registry import import_object
 
 OPTIMIZER_FILE = "optimizer.safetensors"  # of a policy of one process
@@ -136,13 +137,12 @@ class SingleDevicePolicy(MicroBatchedModel):
         return "memory is short: activations are computed again in backward (gradient checkpointing)"
 
     def save(self, folder: Path, tokenizer) -> None:
-        self.model.save_pretrained(folder, state_dict=dict(self.weights()) if self.policy_config.lora_rank else None)
-        tokenizer.save_pretrained(folder)
+        save_model(self.model, folder, tokenizer, dict(self.weights()) if self.policy_config.lora_rank else None)
         lora.save(self.model, folder)
 
     def save_optimizer(self, folder: Path) -> None:
         tensors = {name: whole(tensor).cpu().contiguous() for name, tensor in self.optimizer_tensors()}
-        with full_disk_is_an_os_error(folder):
+        with written_by_library(folder):
             save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load_optimizer(self, folder: Path) -> None:
