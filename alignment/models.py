@@ -19,6 +19,7 @@ from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
+from alignment.policy.dropout import random_settings
 from alignment.policy.frozen import FrozenModel, ReferenceProcess
 from alignment.policy.loading import compute_dtype, load_config, load_tokenizer, make_deterministic
 from alignment.policy.memory import STATE_SHARE, total_bytes
@@ -43,13 +44,14 @@ from alignment.training.update import References, sampler_mismatch
 PROBED = 8  # test problems that samplers are asked with random adapters
 
 
-def make_policy(args: Args, base: str, checkpoint: Path | None = None) -> Policy:
-    """The policy that is trained from the folder `base`; with --lora_rank, with a checkpoint's adapters where one is given."""
+def make_policy(args: Args, base: str, checkpoint: Path | None = None, dropout: bool = False) -> Policy:
+    """The policy that is trained from the folder `base`, with or without the `dropout` of its config; with --lora_rank, with a
+    checkpoint's adapters where one is given."""
     if args.lora_rank:
         adapted_layers(empty_model(load_config(base)), args.lora_targets)  # says at once where a target is none
     devices, kind = kind_of_policy(args, base)
     facts = {"devices": devices, "dtype": compute_dtype(args.dtype, devices[0]), "checkpoint": str(checkpoint or "")}
-    return open_policy(kind, configuration(PolicyConfig, args, model_path=base, **facts))
+    return open_policy(kind, configuration(PolicyConfig, args, model_path=base, dropout=dropout, **facts))
 
 
 def kind_of_policy(
@@ -155,7 +157,8 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
     for an evaluation's engine. Raises `UserError` where --sft_base appears meanwhile: nothing is ever overwritten."""
     target = Path(args.sft_base)
     with open_run(sft_run_config(args, data), console) as run:
-        policy, previous = make_policy(args, base if args.lora_rank else str(run.checkpoint or base), run.checkpoint), 0
+        start, previous = base if args.lora_rank else str(run.checkpoint or base), 0
+        policy = make_policy(args, start, run.checkpoint, dropout=True)
         if run.checkpoint:
             console.print(f"going on after step {run.step}, in {run.path}", markup=False, soft_wrap=True)
             policy.load_optimizer(run.checkpoint / TRAINER)
@@ -226,6 +229,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     threads, devices = torch.get_num_threads(), ", ".join(dict.fromkeys(policy.devices))
     place = devices.replace("cpu", f"{threads} CPU thread{'s' * (threads > 1)}")
     run.console.print(f"Computing in {str(policy.dtype).removeprefix('torch.')} on {place}", soft_wrap=True)
+    say_what_is_off(policy, run.console)
     references = make_references(args, run, base, policy)
     roles, engine = roles_of(args), "vllm_server" if args.sampler_url else args.sampler
     between_updates = args.rollouts == "sync"  # rather than beside them, in processes of their own
@@ -266,6 +270,13 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, None if shared else check)
     run.start(policy, tokenizer, rollouts)
     return policy, rollouts, references, evaluator, pad_id
+
+
+def say_what_is_off(policy: Policy, console: Console) -> None:
+    """Print which settings of the model's config RL leaves out: a policy computes in evaluation mode, as its sampler does."""
+    if settings := ", ".join(f"{name} {value:g}" for name, value in random_settings(policy.config).items()):
+        reason = "with it log-probs would not be the sampler's"
+        console.print(f"RL computes without the dropout of the model's config ({settings}): {reason}", soft_wrap=True)
 
 
 def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem], base: str, tokenizer) -> int:

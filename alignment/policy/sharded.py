@@ -51,6 +51,8 @@ class Shard(SingleDevicePolicy):
         self.mesh_shape = {"copies": ranks.count // here, "parts": here}
         super().__init__(dataclasses.replace(config, devices=(config.devices[ranks.local_rank],)))
         self.model.reshard()  # what a check of the model has gathered
+        if config.dropout:  # each rank draws for its own rows
+            torch.manual_seed(config.seed + ranks.rank)
 
     def _load(self) -> PreTrainedModel:
         model = lora.load_trained_model(self.policy_config, ("cpu",))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, take_rows
 from alignment.policy import lora
+from alignment.policy.dropout import recompute_layers
 from alignment.policy.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, devices_of, first_device, use_liger_kernel
@@ -82,7 +83,7 @@ class SingleDevicePolicy(MicroBatchedModel):
         lora.use_adapters(self.model, kind)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
-        self.model.train()
+        self.model.train(self.policy_config.dropout)  # in training mode log-probs would not be the sampler's
         if not rows:
             for parameter in (p for p in self.model.parameters() if p.requires_grad):
                 parameter.grad = torch.zeros_like(parameter)
@@ -133,7 +134,7 @@ class SingleDevicePolicy(MicroBatchedModel):
         self.micro_batch_tokens = previous or tokens
         if not checkpointing:
             return None
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(self.model)
         return "memory is short: activations are computed again in backward (gradient checkpointing)"
 
     def save(self, folder: Path, tokenizer) -> None:
