@@ -33,9 +33,18 @@ from alignment.runs.run import CHANGEABLE_ON_RESUME, Run, RunConfig, open_run, r
 from alignment.runs.run_folder import TRAINER, RunFolder, load_rollouts, resumed_run_name
 from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.pool import open_sampler
-from alignment.sampling.sampler import Sampler, SamplerConfig, encode_prompts, find_engine
+from alignment.sampling.sampler import (
+    FIRST_PIECE,
+    OnResponseEnd,
+    Sampler,
+    SamplerConfig,
+    StoppableSampler,
+    encode_prompts,
+    find_engine,
+)
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_jsonl, write_json
+from alignment.system.signals import deliver_signals
 from alignment.system.terminal import count_parts
 from alignment.system.torchrun import PROCESSES
 from alignment.training.sft import Example, SFTConfig, SFTData, fine_tune, tokenise
@@ -102,11 +111,22 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
 
 
 def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[..., Evaluation]]:
-    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by its rules."""
+    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by its rules. It
+    takes a function to call with each response, and whether a signal shall keep what was sampled (`StoppableSampler`)."""
     task, sampling = find_task(args.task, args.data), eval_sampling(args, n)
     rule = find_rule(args.evaluation_rule, args.reward_timeout)
     problems = prompted(task.test_problems(args.dataset_path, args.max_problems), args.prompt or task.prompt, tokenizer)
-    return problems, lambda sampler, ended=None: evaluate_vllm(sampler, rule, problems, sampling, task.rules, ended)
+
+    def evaluate(sampler: Sampler, ended: OnResponseEnd = None, keep: bool = False) -> Evaluation:
+        drawn_by = stoppable(args, sampler) if keep else sampler
+        return evaluate_vllm(drawn_by, rule, problems, sampling, task.rules, ended)
+
+    return problems, evaluate
+
+
+def stoppable(args: Args, sampler: Sampler) -> StoppableSampler:
+    """The sampler, which gives what it has drawn where a signal arrives."""
+    return StoppableSampler(sampler, FIRST_PIECE["cpu" if roles_of(args).eval == "cpu" else "cuda"])
 
 
 def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:
@@ -127,10 +147,11 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     target = train_sft(args, SFTData(*splits, pad_token_id(tokenizer)), base, tokenizer, console)
     sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer)
     with closing(sampler), count_parts("sampling held-out problems", len(problems), console, "response") as ended:
-        result = evaluate(sampler, ended)
+        result = evaluate(sampler, ended, keep=True)
     with closing(RunFolder(target, args.num_steps, args.trackers)) as log:
         log.log_eval({"step": args.num_steps, **result.record}, result.groups)
-    write_json(target / "summary.json", result.record)
+    if "left_out" not in result.record:
+        write_json(target / "summary.json", result.record)
     return result
 
 
@@ -205,6 +226,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
         try:  # one warm start for every run, whatever seed and adapters the first one has
             sft_args = dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name="")
             run_sft(sft_args, check_sft(sft_args), console)
+            deliver_signals()
         except MadeMeanwhile:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)

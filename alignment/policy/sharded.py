@@ -51,8 +51,6 @@ class Shard(SingleDevicePolicy):
         self.mesh_shape = {"copies": ranks.count // here, "parts": here}
         super().__init__(dataclasses.replace(config, devices=(config.devices[ranks.local_rank],)))
         self.model.reshard()  # what a check of the model has gathered
-        if config.dropout:  # each rank draws for its own rows
-            torch.manual_seed(config.seed + ranks.rank)
 
     def _load(self) -> PreTrainedModel:
         model = lora.load_trained_model(self.policy_config, ("cpu",))
@@ -74,6 +72,8 @@ class Shard(SingleDevicePolicy):
         return self.model.compute(function, *arguments)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
+        if self.policy_config.dropout:  # rank 0's seed is everyone's, and each rank draws for its own rows
+            torch.manual_seed(torch.initial_seed() + self.ranks.rank)
         results = super().accumulate(batch, self._own_rows(batch, rows), objective)
         # On the CPU, from where tensors can be sent to another rank.
         sent = [MicroBatchResult(**tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(result))) for result in results]

@@ -246,6 +246,26 @@ def written_by_library(path: Path, shown: Path | None = None) -> Iterator[None]:
                 file.chmod(present | mode)
 
 
+NEEDED_BYTES = 2**20  # without which on a disk nothing is begun
+
+
+def try_writing(folder: Path) -> None:
+    """Write a file of `NEEDED_BYTES` into `folder`, or into the nearest folder above it that exists, and remove it. Raises OSError
+    with the folder's name where that fails: it is read-only, its disk is full, or a quota is reached."""
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    file = _temporary_path(above / "room")
+    try:
+        with naming(folder):
+            file.write_bytes(os.urandom(NEEDED_BYTES))  # zeros take no room on a disk that compresses
+            flush(file)
+    except OSError as error:
+        error.filename = str(folder)
+        raise
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
 def is_disk_fault(error: BaseException) -> bool:
     """Whether an error is the file system's, such as that of a full disk, also where a library in Rust reports it."""
     if isinstance(error, OSError):
