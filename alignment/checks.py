@@ -13,7 +13,7 @@ from alignment.args import Args, RLArgs, SFTArgs, configuration, refuse_missing_
 from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import chat_turns, read_template
-from alignment.data.tasks import Task, find_task, own_data
+from alignment.data.tasks import Task, find_task, own_data, try_rows
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import POLICIES, RANKED
 from alignment.rewards.rules import RULES, Reward, find_reward, find_rule, try_reward
@@ -98,6 +98,7 @@ def check_output(folder: str | Path) -> None:
 
 def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
     """The first `max_problems` (0: all) distinct test questions. Prints how many repeat. Raises `UserError` for bad data."""
+    try_rows(task, "problems", "test", dataset_path)
     number, problems = len(task.problems("test", dataset_path)), task.test_problems(dataset_path)
     if len(problems) < number:
         repeated = f"{number - len(problems)} of {number} questions twice or more"
@@ -107,6 +108,7 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
 
 def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
     """The training problems that ask what no test problem asks; prints how many do. Raises `UserError` for none or bad data."""
+    try_rows(task, "problems", "train", dataset_path)
     problems, kept = task.problems("train", dataset_path), task.training_problems(dataset_path)
     if not isinstance(problems, Endless):
         _say_left_out(len(problems), len(kept), "training problems")
@@ -132,6 +134,8 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
     if not args.preview:
         check_output(Path(args.sft_base).parent)
     check_rules(args, task, check_test_split(task, args.dataset_path, args.max_problems))
+    if not args.demonstrations:
+        try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)
     of_task = lambda split: task.demonstrations(split, args.dataset_path, args.seed)
     of_files = lambda split: own_data.of_split(own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key)
     demonstrations = of_files if args.demonstrations else of_task

@@ -6,7 +6,7 @@ uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_b
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from alignment.ablation import schedule
 from alignment.ablation.design import ALPHA, Design, grid, lint, named_arms, refuse_incomparable_arms, with_controls
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse, refuse_missing_warm_start, swept_values
 from alignment.checks import check_loss, check_output, check_reward
-from alignment.data.tasks import find_task
+from alignment.data.tasks import find_task, try_rows
 from alignment.policy.speed import hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.system.errors import UserError, run_command
@@ -70,12 +70,16 @@ def make_design(args: SweepOptions) -> Design:
     return design
 
 
-def try_users_code(arms: Iterable[RLArgs]) -> None:
-    """Try the arms' losses and rewards that are the user's own on made-up responses. Raises `UserError` where a run of an arm
-    could only fail."""
+def try_users_code(arms: Collection[RLArgs]) -> None:
+    """Try the arms' losses and rewards that are the user's own on made-up responses, and ask their tasks for problems. Raises
+    `UserError` where a run of an arm could only fail."""
     rewards = {(arm.task, arm.data, arm.prompt, arm.reward): arm for arm in arms if ":" in arm.reward}
     for arm in arms:
         check_loss(arm)
+    tasks = {(arm.task, arm.data): arm.dataset_path for arm in arms}
+    for name_and_data, dataset_path in tasks.items():
+        for split in ("test", "train"):
+            try_rows(find_task(*name_and_data), "problems", split, dataset_path)
     for arm in rewards.values():
         task = find_task(arm.task, arm.data)
         reward = find_reward(arm.reward, task.rules, arm.reward_timeout)

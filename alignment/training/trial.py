@@ -47,8 +47,9 @@ def try_loss(name: str, config: LossConfig) -> None:
         except Exception as error:  # the user's function may raise anything
             fault = in_one_line(error)
         if fault:
-            told = f"This was for {trial.what}, made up; docs/extending.md says what a loss returns"
-            raise UserError(f"--loss_type {name}: {fault}. {told}")
+            raise UserError(
+                f"--loss_type {name}: {fault}. This was for {trial.what}, made up; docs/extending.md says what a loss returns"
+            )
 
 
 def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:

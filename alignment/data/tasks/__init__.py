@@ -9,7 +9,7 @@ from alignment.core.records import Endless, Problem
 from alignment.data.questions import Key, distinct, plain, question_text, without
 from alignment.data.tasks import arithmetic, countdown, own_data, published
 from alignment.data.tasks.own_data import DataConfig
-from alignment.system.errors import UserError, in_one_line
+from alignment.system.errors import UserError, in_one_line, place_in_users_code
 from alignment.system.registry import find
 
 Split = Literal["train", "test"]
@@ -68,32 +68,29 @@ def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008
         return Task(name, partial(own_data.problems, name, data), partial(own_data.demonstrations, name, data), "r1_zero")
     if data != DataConfig():
         raise UserError(f"--task {name} has rows of its own: --{', --'.join(vars(data))} go with file:FILE and hf:NAME")
-    task = find("--task", name, TASKS)
-    if name in TASKS:
-        return task
-    problems, demonstrations = (partial(_users_rows, name, function) for function in (task.problems, task.demonstrations))
-    return replace(task, problems=problems, demonstrations=demonstrations)
+    return find("--task", name, TASKS)
 
 
-def _users_rows(name: str, function: Callable, split: Split, *arguments) -> Sequence:
-    """What a function of the user's task gives for a split. Raises `UserError` where that fails, or is no list of `Problem`, or
-    of (`Problem`, response)."""
+def try_rows(task: Task, kind: Literal["problems", "demonstrations"], split: Split, *arguments) -> None:
+    """Ask a task for its rows of a split. Raises `UserError` where the user's own function fails, and where what it gives is no
+    list of `Problem`, or of (`Problem`, response). Of our own tasks and readers nothing is asked."""
+    if TASKS.get(task.name) is task or task.name.startswith(("file:", "hf:")):
+        return
     try:
-        rows = function(split, *arguments)
-    except UserError:
-        raise
-    except Exception as error:  # the user's function may raise anything
-        raise UserError(f"--task {name}: {in_one_line(error)}") from None
-    shown = len(arguments) > 1  # `demonstrations` takes a seed too
-    noun, wanted = ("demonstrations", "(Problem, response)") if shown else ("problems", "Problem")
-    fault = f"--task {name}: its {noun} of the split {split}"
+        rows = getattr(task, kind)(split, *arguments)
+    except Exception as error:
+        if isinstance(error, UserError) or not place_in_users_code(error):
+            raise
+        raise UserError(f"--task {task.name}: {in_one_line(error)}") from None
+    wanted = "Problem" if kind == "problems" else "(Problem, response)"
+    fault = f"--task {task.name}: its {kind} of the split {split}"
     if isinstance(rows, Endless):
-        return rows
+        return
     if not isinstance(rows, Sequence) or isinstance(rows, str):
         raise UserError(f"{fault} are {type(rows).__name__} ({str(rows)[:60]}), and must be a list of {wanted}")
     for row in rows:
-        is_pair = isinstance(row, Sequence) and len(row) == 2
-        problem = row[0] if shown and is_pair else row
-        if not isinstance(problem, Problem) or shown and not (is_pair and isinstance(row[1], str)):
+        fits = isinstance(row, Problem)
+        if kind == "demonstrations":
+            fits = isinstance(row, Sequence) and list(map(type, row)) == [Problem, str]
+        if not fits:
             raise UserError(f"{fault} hold {type(row).__name__} ({str(row)[:60]}), and must be a list of {wanted}")
-    return rows
