@@ -27,16 +27,22 @@ class UsersCodeFailed(RunStopped):
 
 
 PACKAGE = Path(__file__).parents[1]
+USERS_PACKAGES: set[str] = set()  # Top-level names of modules that flags have named (`registry.import_object`).
 
 
 def place_in_users_code(error: BaseException) -> str:
     """FILE:LINE of the innermost line of the user's own code that our code has called; empty where the error came from none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame.filename.startswith(f"{PACKAGE}/") for frame in frames]
+    frames = list(traceback.walk_tb(error.__traceback__))
+    ours = [frame.f_code.co_filename.startswith(f"{PACKAGE}/") for frame, _ in frames]
     called = frames[ours.index(True) :] if True in ours else []
     libraries = (f"{PACKAGE}/", sys.prefix, sys.base_prefix, "<")
-    own = [frame for frame in called if not frame.filename.startswith(libraries)]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    own = [each for each in called if _is_named(each) or not each[0].f_code.co_filename.startswith(libraries)]
+    return f"{own[-1][0].f_code.co_filename}:{own[-1][1]}" if own else ""
+
+
+def _is_named(frame_and_line: tuple) -> bool:
+    """Whether a frame is of a package that a flag has named, which may be installed where libraries are."""
+    return frame_and_line[0].f_globals.get("__name__", "").partition(".")[0] in USERS_PACKAGES
 
 
 def in_one_line(error: BaseException) -> str:
@@ -47,10 +53,11 @@ def in_one_line(error: BaseException) -> str:
 
 
 def failure_of_users_code(error: BaseException) -> UsersCodeFailed | None:
-    """What to raise in place of an error that the user's own code has raised; None of any other error, and of memory that runs
-    out, which may not again."""
+    """What to raise in place of an error that code which a flag names has raised; None of any other error, and of memory that
+    runs out, which may not again."""
     ran_out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return None if ran_out or not place_in_users_code(error) else UsersCodeFailed(in_one_line(error))
+    named = any(map(_is_named, traceback.walk_tb(error.__traceback__)))
+    return UsersCodeFailed(in_one_line(error)) if named and not ran_out else None
 
 
 def os_error(error: BaseException) -> BaseException:
