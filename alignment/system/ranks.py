@@ -24,7 +24,7 @@ from importlib.metadata import distributions
 import torch
 import torch.distributed as dist
 
-from alignment.system.errors import RunStopped, UserError, failure_of_users_code, place_in_users_code
+from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ROOT, START_SECONDS, ChildProcess, trim_heap
 from alignment.system.registry import import_object
 from alignment.system.remote import TORCHRUN, Machine, host_processes
@@ -177,8 +177,7 @@ class Ranks:
             except Exception as error:
                 text = str(error).strip().partition("\n")[0]
                 kind = "waited" if lost_connection(error) else "failed"
-                place = f" ({place_in_users_code(error)})" if failure_of_users_code(error) else ""
-                self.store.set(f"{kind}/{self.rank}", f"{type(error).__name__}: {text}{place}")
+                self.store.set(f"{kind}/{self.rank}", f"{type(error).__name__}: {text}")
                 raise
 
     @contextmanager
