@@ -10,17 +10,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from alignment.args import Args, RLArgs, SFTArgs, configuration, refuse_missing_warm_start
+from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import chat_turns, read_template
-from alignment.data.tasks import Task, find_task, own_data
+from alignment.data.tasks import Task, find_task, own_data, try_rows
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import POLICIES, RANKED
-from alignment.rewards.rules import check_reward, find_reward, try_reward
+from alignment.rewards.rules import RULES, Reward, find_reward, find_rule, try_reward
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
-from alignment.system.errors import UserError
-from alignment.system.files import MANIFEST, damage
+from alignment.system.errors import UserError, in_words
+from alignment.system.files import MANIFEST, damage, try_writing
 from alignment.system.gpus import has_gpu_files, unusable_driver
 from alignment.system.registry import find
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
@@ -32,7 +33,7 @@ def check(args: Args) -> Task:
     """The task that --task names. Raises `UserError` for a task, reward, template, sampler, output
     folder or policy that cannot be."""
     task = find_task(args.task, args.data)
-    check_reward(args.reward, task.rules, args.reward_timeout)
+    check_reward_name(args.reward, task.rules, args.reward_timeout)
     read_template(args.prompt or task.prompt)
     if args.sampler == "vllm_server":
         raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
@@ -40,12 +41,15 @@ def check(args: Args) -> Task:
     check_processes(args, args.policy_parallelism)
     if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
         raise UserError(f"--output_dir {args.output_dir}: is a file; name a folder")
+    if not getattr(args, "preview", 0):
+        check_output(args.output_dir)
     return task
 
 
 def check_rl(args: RLArgs) -> None:
     """Check a run's arguments. Raises `UserError` as `check` and for a bad reward, warm start, resumed run, server or data."""
     task = check(args)
+    check_loss(args)
     reward = find_reward(args.reward, task.rules, args.reward_timeout)
     for url in args.sampler_url.split(",") if args.sampler_url else ():
         check_sampler_url(url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
@@ -59,14 +63,45 @@ def check_rl(args: RLArgs) -> None:
         if not args.sft_base or not Path(args.sft_base).exists():
             check_model_path(args.model, "--model")
     check_test_split(task, args.dataset_path, args.max_problems)
-    template, problem = args.prompt or task.prompt, check_training_split(task, args.dataset_path)[0]
+    check_reward(args, task, reward, check_training_split(task, args.dataset_path)[0])
+    check_kernels(args, devices_of_ranks(args, roles_of(args).policy))  # last, because it may load torch to count the GPUs
+
+
+def check_loss(args: RLArgs) -> None:
+    """Try a loss of the user's own on made-up responses. Raises `UserError` where no update can be made of what it gives."""
+    if args.loss not in LOSSES.values():
+        from alignment.training.trial import try_loss  # here, because it loads torch
+
+        try_loss(args.loss_type, args.update_config.loss)
+
+
+def check_reward(args: RLArgs, task: Task, reward: Reward, problem: Problem) -> None:
+    """Score made-up responses to a problem. Raises `UserError` where a function of the user's own cannot."""
+    template = args.prompt or task.prompt
     facts = {"prompt": read_template(template), "turns": chat_turns(template, problem.question)}
     try_reward(reward, dataclasses.replace(problem, **facts))
-    check_kernels(args, devices_of_ranks(args, roles_of(args).policy))  # last, because it may load torch to count the GPUs
+    check_rules(args, task, [problem])
+
+
+def check_rules(args: Args, task: Task, problems: Sequence[Problem]) -> None:
+    """Have the task's rules that are functions of the user's own, by which evaluations grade, score made-up responses to the
+    first of some problems. Raises `UserError` where one cannot."""
+    for name in task.rules:
+        if name not in RULES and problems:
+            try_reward(Reward(find_rule(name, args.reward_timeout)), problems[0])
+
+
+def check_output(folder: str | Path) -> None:
+    """Raise `UserError` where `folder`, which may not exist yet, cannot be written, or its disk is full."""
+    try:
+        try_writing(Path(folder))
+    except OSError as error:
+        raise UserError(f"{in_words(error)}: nothing could be saved there; name another folder, or make room") from None
 
 
 def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
     """The first `max_problems` (0: all) distinct test questions. Prints how many repeat. Raises `UserError` for bad data."""
+    try_rows(task, "problems", "test", dataset_path)
     number, problems = len(task.problems("test", dataset_path)), task.test_problems(dataset_path)
     if len(problems) < number:
         repeated = f"{number - len(problems)} of {number} questions twice or more"
@@ -76,6 +111,7 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
 
 def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
     """The training problems that ask what no test problem asks; prints how many do. Raises `UserError` for none or bad data."""
+    try_rows(task, "problems", "train", dataset_path)
     problems, kept = task.problems("train", dataset_path), task.training_problems(dataset_path)
     if not isinstance(problems, Endless):
         _say_left_out(len(problems), len(kept), "training problems")
@@ -98,7 +134,11 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
     check_model_path(args.model, "--model")
     if args.resume:
         resumed_run_name(str(Path(args.sft_base).parent), args.run_name, f"{Path(args.sft_base).name}_unfinished")
-    check_test_split(task, args.dataset_path, args.max_problems)
+    if not args.preview:
+        check_output(Path(args.sft_base).parent)
+    check_rules(args, task, check_test_split(task, args.dataset_path, args.max_problems))
+    if not args.demonstrations:
+        try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)
     of_task = lambda split: task.demonstrations(split, args.dataset_path, args.seed)
     of_files = lambda split: own_data.of_split(own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key)
     demonstrations = of_files if args.demonstrations else of_task

@@ -12,12 +12,13 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import Args, EvaluateArgs, parse
-from alignment.checks import check, check_model_path, check_test_split, resolve_model, roles_of
+from alignment.checks import check, check_model_path, check_rules, check_test_split, resolve_model, roles_of
 from alignment.evaluation import benchmarks
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
-from alignment.system.errors import run_command
+from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import write_json
 from alignment.system.registry import find
+from alignment.system.signals import Interrupted, deliver_signals
 from alignment.system.terminal import count_parts, make_console
 
 
@@ -44,7 +45,8 @@ def main() -> None:
     for model in models:
         check_model_path(model, "--model")
     for of_task in tasks.values():
-        check_test_split(check(of_task), args.dataset_path, args.max_problems)
+        task = check(of_task)
+        check_rules(of_task, task, check_test_split(task, args.dataset_path, args.max_problems))
     console = make_console()
     for rule in {of_task.evaluation_rule for of_task in tasks.values()} - {args.reward}:
         if args.reward != EvaluateArgs.reward:
@@ -59,19 +61,37 @@ def main() -> None:
         for of_task in tasks.values():
             preview_problems(of_task, models[0])
         return
+    evaluate_and_report(args, models, tasks, console)
+
+
+def evaluate_and_report(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console) -> None:
+    """Evaluate each model, write the run's folder and print the results. Where a signal, a lost sampler or a full disk ends it,
+    what was evaluated is printed all the same, and written as far as it can be, but for the summary of a finished one."""
     names = ["compare" if args.compare else "evaluate", *map(label, args.compare or (args.model,))]
     default = "_".join([*names, *tasks])
-    run, rows, groups = None, [], []
-    for model, task, evaluation in evaluate_models(args, models, tasks, console):
-        if run is None:  # there is something to write; evaluations of several tasks make no curve for trackers
-            path = claim_run_folder(args.output_dir, args.run_name, default, dataclasses.asdict(args), {"all": args.seed})
-            run = RunFolder(path, 0, () if args.eval_tasks else args.trackers)
-        rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
-        groups.append(evaluation.groups)
-        run.log_eval(rows[-1], groups[-1])
-    report(args, tasks, path, rows, groups, console)
-    run.close()
-    console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
+    run, rows, groups, stop = None, [], [], None
+    try:
+        with closing(evaluate_models(args, models, tasks, console)) as evaluations:
+            for model, task, evaluation in evaluations:
+                rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
+                groups.append(evaluation.groups)
+                if run is None:  # there is something to write; evaluations of several tasks make no curve for trackers
+                    given = dataclasses.asdict(args)
+                    path = claim_run_folder(args.output_dir, args.run_name, default, given, {"all": args.seed})
+                    run = RunFolder(path, 0, () if args.eval_tasks else args.trackers)
+                run.log_eval(rows[-1], groups[-1])
+                deliver_signals()  # which were held back since the last response
+    except (Interrupted, RunStopped, OSError) as error:
+        stop = error
+    if rows:
+        print_evaluations(args, rows, console)
+    if stop is None:
+        write_report(args, tasks, path, rows, groups, console)
+    if run is not None:
+        run.close()
+        console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
+    if stop is not None:
+        raise stop
 
 
 def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console) -> Iterator:
@@ -90,7 +110,8 @@ def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[st
             for name, (problems, evaluate) in parts.items():
                 status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
                 with count_parts(status, len(problems) * args.num_samples, console, "response") as ended:
-                    yield model, name, evaluate(sampler, ended)
+                    result = evaluate(sampler, ended, keep=True)
+                yield model, name, result
 
 
 def label(model: str) -> str:
@@ -99,12 +120,22 @@ def label(model: str) -> str:
     return f"{path.parent.name}_{path.name}" if path.parent.name else path.name
 
 
-def report(args: EvaluateArgs, tasks: Mapping[str, Args], path: Path, rows: list, groups: list, console: Console) -> None:
-    """Print one table, and write summary.json: the difference of two models, or all records, also in other programs' shapes."""
+def print_evaluations(args: EvaluateArgs, rows: list, console: Console) -> None:
+    """Print one table, and how much of what was to be evaluated it holds, where that is not all."""
+    from alignment.evaluation import accuracy
+
+    accuracy.print_table(rows, benchmarks.ENTRIES if args.eval_tasks else {}, console)
+    for row in rows:
+        if left_out := row.get("left_out"):
+            of_all = f"the first {row['problems']} of {row['problems'] + left_out} problems"
+            console.print(f"stopped: {row['model']} was evaluated on {of_all}", style="yellow", markup=False, soft_wrap=True)
+
+
+def write_report(args: EvaluateArgs, tasks: Mapping[str, Args], path: Path, rows: list, groups: list, console: Console) -> None:
+    """Write summary.json: the difference of two models, or all records, also in other programs' shapes."""
     from alignment.evaluation import accuracy
 
     entries = benchmarks.ENTRIES if args.eval_tasks else {}
-    accuracy.print_table(rows, entries, console)
     if args.compare:
         comparison = accuracy.paired_difference(*groups)
         difference = {"difference": comparison.difference, "interval": comparison.interval}

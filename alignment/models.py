@@ -19,12 +19,14 @@ from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted, trained_response, without_repeated_tag
 from alignment.data.tasks import find_task
 from alignment.evaluation.accuracy import Evaluation, Evaluator, evaluate_vllm
+from alignment.policy.dropout import random_settings
 from alignment.policy.frozen import FrozenModel, ReferenceProcess
 from alignment.policy.loading import check_token_ids, compute_dtype, load_config, load_tokenizer, make_deterministic
 from alignment.policy.memory import STATE_SHARE, release_memory, total_bytes
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.placement import ModelShape, adapted_layers, empty_model, engine_share, partition_layers
 from alignment.policy.policy import POLICIES, RANKED, Policy, PolicyConfig, open_policy
+from alignment.policy.saving import check_saving
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.source import AheadRollouts, RolloutSource, SyncRollouts, collate_groups, open_source
 from alignment.runs.run import CHANGEABLE_ON_RESUME, Run, RunConfig, open_run, refuse_other_arguments
@@ -33,10 +35,20 @@ from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.opening import Opening, PolicyToCome
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import (
-    Sampler, SamplerConfig, SamplerEngine, Start, encode_prompts, engine_name, find_engine,
-)  # fmt: skip
+    FIRST_PIECE,
+    OnResponseEnd,
+    Sampler,
+    SamplerConfig,
+    SamplerEngine,
+    Start,
+    StoppableSampler,
+    encode_prompts,
+    engine_name,
+    find_engine,
+)
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_jsonl, write_json
+from alignment.system.signals import deliver_signals
 from alignment.system.terminal import count_parts, say_once
 from alignment.system.torchrun import PROCESSES
 from alignment.training.sft import Example, SFTConfig, SFTData, fine_tune, tokenise
@@ -45,13 +57,14 @@ from alignment.training.update import References, sampler_mismatch
 PROBED = 8  # test problems that samplers are asked with random adapters
 
 
-def make_policy(args: Args, base: str, checkpoint: Path | None = None) -> Policy:
-    """The policy that is trained from the folder `base`; with --lora_rank, with a checkpoint's adapters where one is given."""
+def make_policy(args: Args, base: str, checkpoint: Path | None = None, dropout: bool = False) -> Policy:
+    """The policy that is trained from the folder `base`, with or without the `dropout` of its config; with --lora_rank, with a
+    checkpoint's adapters where one is given."""
     if args.lora_rank:
         adapted_layers(empty_model(load_config(base)), args.lora_targets)  # says at once where a target is none
     devices, kind = kind_of_policy(args, base)
     facts = {"devices": devices, "dtype": compute_dtype(args.dtype, devices[0]), "checkpoint": str(checkpoint or "")}
-    return open_policy(kind, configuration(PolicyConfig, args, model_path=base, **facts))
+    return open_policy(kind, configuration(PolicyConfig, args, model_path=base, dropout=dropout, **facts))
 
 
 def kind_of_policy(
@@ -123,11 +136,22 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
 
 
 def evaluation(args: Args, tokenizer, n: int = 1) -> tuple[Sequence[Problem], Callable[..., Evaluation]]:
-    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by its rules."""
+    """The test problems with their prompts, and the evaluation of a sampler by `n` samples of each, graded by its rules. It
+    takes a function to call with each response, and whether a signal shall keep what was sampled (`StoppableSampler`)."""
     task, sampling = find_task(args.task, args.data), eval_sampling(args, n)
     rule = find_rule(args.evaluation_rule, args.reward_timeout)
     problems = prompted(task.test_problems(args.dataset_path, args.max_problems), args.prompt or task.prompt, tokenizer)
-    return problems, lambda sampler, ended=None: evaluate_vllm(sampler, rule, problems, sampling, task.rules, ended)
+
+    def evaluate(sampler: Sampler, ended: OnResponseEnd = None, keep: bool = False) -> Evaluation:
+        drawn_by = stoppable(args, sampler) if keep else sampler
+        return evaluate_vllm(drawn_by, rule, problems, sampling, task.rules, ended)
+
+    return problems, evaluate
+
+
+def stoppable(args: Args, sampler: Sampler) -> StoppableSampler:
+    """The sampler, which gives what it has drawn where a signal arrives."""
+    return StoppableSampler(sampler, FIRST_PIECE["cpu" if roles_of(args).eval == "cpu" else "cuda"])
 
 
 def partition_model_across_devices(args: Args, num_gpus: int | None = None) -> dict[str, str]:
@@ -141,16 +165,18 @@ def run_sft(args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, 
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(base)
+    check_saving(base, tokenizer)
     problems, evaluate = evaluation(args, tokenizer)
     encode_problems(problems, base, tokenizer, args.max_new_tokens)  # refuses long ones now
     splits = (encode_demonstrations(args, demonstrations[split], base, tokenizer) for split in ("train", "test"))
     target = train_sft(args, SFTData(*splits, pad_token_id(tokenizer)), base, tokenizer, console)
     sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer, console=console)
     with closing(sampler), count_parts("sampling held-out problems", len(problems), console, "response") as ended:
-        result = evaluate(sampler, ended)
+        result = evaluate(sampler, ended, keep=True)
     with closing(RunFolder(target, args.num_steps, args.trackers)) as log:
         log.log_eval({"step": args.num_steps, **result.record}, result.groups)
-    write_json(target / "summary.json", result.record)
+    if "left_out" not in result.record:
+        write_json(target / "summary.json", result.record)
     return result
 
 
@@ -177,7 +203,8 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
     for an evaluation's engine. Raises `UserError` where --sft_base appears meanwhile: nothing is ever overwritten."""
     target = Path(args.sft_base)
     with open_run(sft_run_config(args, data), console) as run:
-        policy, previous = make_policy(args, base if args.lora_rank else str(run.checkpoint or base), run.checkpoint), 0
+        start, previous = base if args.lora_rank else str(run.checkpoint or base), 0
+        policy = make_policy(args, start, run.checkpoint, dropout=True)
         if run.checkpoint:
             console.print(f"going on after step {run.step}, in {run.path}", markup=False, soft_wrap=True)
             policy.load_optimizer(run.checkpoint / TRAINER)
@@ -257,6 +284,7 @@ def warm_start(args: RLArgs, console: Console) -> str:
         try:  # one warm start for every run, whatever seed and adapters the first one has
             sft_args = dataclasses.replace(as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name="")
             run_sft(sft_args, check_sft(sft_args), console)
+            deliver_signals()
         except MadeMeanwhile:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)
@@ -342,6 +370,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     with run.clock("warm_start"):
         base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
+    check_saving(base, tokenizer)
     if args.deterministic:
         make_deterministic()
     engines = Engines(args, run, base, load_tokenizer(base))
@@ -355,6 +384,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     threads, devices = torch.get_num_threads(), ", ".join(dict.fromkeys(policy.devices))
     place = devices.replace("cpu", f"{threads} CPU thread{'s' * (threads > 1)}")
     run.console.print(f"Computing in {str(policy.dtype).removeprefix('torch.')} on {place}", soft_wrap=True)
+    say_what_is_off(policy, run.console)
     references = make_references(args, run, base, policy)
     engines.use_policy(policy)
     eval_sampler = engines.open("evaluation")
@@ -386,6 +416,13 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, None if engines.shared else check)
     run.start(policy, tokenizer, rollouts)
     return policy, rollouts, references, evaluator, pad_id
+
+
+def say_what_is_off(policy: Policy, console: Console) -> None:
+    """Print which settings of the model's config RL leaves out: a policy computes in evaluation mode, as its sampler does."""
+    if settings := ", ".join(f"{name} {value:g}" for name, value in random_settings(policy.config).items()):
+        reason = "with it log-probs would not be the sampler's"
+        console.print(f"RL computes without the dropout of the model's config ({settings}): {reason}", soft_wrap=True)
 
 
 def longest_row(args: RLArgs, source: RolloutSource, problems: Sequence[Problem], base: str, tokenizer) -> int:

@@ -5,6 +5,7 @@ uv run -m alignment.rejection_sample --model checkpoints/tiny_grpo_clip_seed0/fi
 import dataclasses
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,7 +14,15 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import RejectionArgs, parse
-from alignment.checks import check, check_model_path, check_training_split, resolve_model, roles_of
+from alignment.checks import (
+    check,
+    check_model_path,
+    check_output,
+    check_rules,
+    check_training_split,
+    resolve_model,
+    roles_of,
+)
 from alignment.core.records import Completion, Group, Problem
 from alignment.data.prompts import prompted, without_repeated_tag
 from alignment.data.tasks import find_task
@@ -22,6 +31,7 @@ from alignment.rewards.rules import find_rule, language_consistency, score_group
 from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically
+from alignment.system.signals import received_signal
 from alignment.system.terminal import count_parts, make_console, make_table
 
 Demonstrations = Sequence[tuple[Problem, str]]
@@ -39,12 +49,16 @@ def main() -> None:
     if output.exists():
         raise UserError(f"--output {output} exists already: delete it, or name another file")
     task = check(args)
+    check_output(output.parent)
     roles_of(args)
     check_model_path(args.model, "--model")
-    check_training_split(task, args.dataset_path)
+    check_rules(args, task, check_training_split(task, args.dataset_path))
     groups = sample_groups(args, read_examples(args.few_shot) if args.few_shot else [], console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
+    if received_signal():
+        output = output.with_name(f"{output.name}.stopped")  # the name of a finished one is what a pipeline waits for
+        print(f"stopped by a signal: these are the first {len(groups)} problems", file=sys.stderr)
     if not rows:
         reasons = ", ".join(f"{number} {reason}" for reason, number in rejected.most_common())
         raise UserError(f"nothing was kept of {answers} answers: {reasons}; nothing is written")
@@ -58,8 +72,9 @@ def main() -> None:
 
 
 def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Console) -> list[Group]:
-    """Scored answers to the first training problems, each prompted with the examples; a group a problem."""
-    from alignment.models import encode_problems, eval_sampling, make_sampler
+    """Scored answers to the first training problems, each prompted with the examples; a group a problem. Where a signal arrives,
+    those of the first of these problems."""
+    from alignment.models import encode_problems, eval_sampling, make_sampler, stoppable
     from alignment.policy.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
@@ -69,12 +84,14 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     template = args.prompt or task.prompt
     chosen = training_problems(task.training_problems(args.dataset_path), 0, args.num_problems, tokenizer)
     chosen = with_examples(prompted(chosen, template, tokenizer), examples, template, tokenizer)
+    prompts = [problem.prompt for problem in chosen]
     encode_problems(chosen, path, tokenizer, args.max_new_tokens)  # refuses long ones, before a model loads
     sampler = make_sampler(args, path, roles_of(args).sample, tokenizer, console=console)
     status = f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
     with closing(sampler), count_parts(status, len(chosen) * args.num_samples, console, "response") as ended:
-        completions = sampler.sample([problem.prompt for problem in chosen], eval_sampling(args, args.num_samples), ended)
-        return score_groups(chosen, completions, find_rule(args.evaluation_rule, args.reward_timeout))
+        completions = stoppable(args, sampler).sample(prompts, eval_sampling(args, args.num_samples), ended)
+        answered = chosen[: len(completions)] if received_signal() else chosen
+        return score_groups(answered, completions, find_rule(args.evaluation_rule, args.reward_timeout))
 
 
 def read_examples(file: str) -> Demonstrations:

@@ -6,6 +6,7 @@ uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_b
 import dataclasses
 import math
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +24,8 @@ from alignment.ablation.design import (
     with_controls,
 )
 from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse, refuse_missing_warm_start, swept_values
-from alignment.data.tasks import find_task
+from alignment.checks import check_loss, check_output, check_reward
+from alignment.data.tasks import find_task, try_rows
 from alignment.policy.speed import hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.runs.run_folder import plain_name
@@ -44,6 +46,7 @@ def main() -> None:
     found = {file.name for file in design.folder.glob("*")}
     if found and found.isdisjoint(("sweep.json", LOCK)):
         raise UserError(f"{design.folder} exists and is no sweep's folder; give another --run_name")
+    check_output(design.folder)
     resources = args.executor, args.ray_address, args.cpus_per_run, args.gpus_per_run, args.slurm_parameters
     with schedule.working_in(design.folder, resources, console) as executor:
         schedule.claim_folder(design, sys.argv)
@@ -67,6 +70,7 @@ def make_design(args: SweepOptions) -> Design:
         find_reward(arm.reward, find_task(arm.task, arm.data).rules)
     refuse_incomparable_arms(arms)
     refuse_rare_evaluations(arms, args.match)
+    try_users_code(arms.values())
     warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(warnings)}")
@@ -76,6 +80,22 @@ def make_design(args: SweepOptions) -> Design:
 
         refuse_unknown_question(design.varied, args.question)
     return design
+
+
+def try_users_code(arms: Collection[RLArgs]) -> None:
+    """Try the arms' losses and rewards that are the user's own on made-up responses, and ask their tasks for problems. Raises
+    `UserError` where a run of an arm could only fail."""
+    rewards = {(arm.task, arm.data, arm.prompt, arm.reward): arm for arm in arms if ":" in arm.reward}
+    for arm in arms:
+        check_loss(arm)
+    tasks = {(arm.task, arm.data): arm.dataset_path for arm in arms}
+    for name_and_data, dataset_path in tasks.items():
+        for split in ("test", "train"):
+            try_rows(find_task(*name_and_data), "problems", split, dataset_path)
+    for arm in rewards.values():
+        task = find_task(arm.task, arm.data)
+        reward = find_reward(arm.reward, task.rules, arm.reward_timeout)
+        check_reward(arm, task, reward, task.training_problems(arm.dataset_path)[0])
 
 
 def looks(seeds: int, args: SweepOptions) -> int:
@@ -178,7 +198,7 @@ def train(design: Design, executor: schedule.Executor, args: SweepOptions, conso
         if added := schedule.next_runs(states, comparisons, args.max_seeds):
             console.print(f"undecided: adding {', '.join(state.name for state in added)}", markup=False, soft_wrap=True)
     report(read_study([design.folder]), design.folder, console)
-    if failed := [state.name for state in states if state.status == "failed"]:
+    if failed := [f"{state.name} ({state.reason or state.note})" for state in states if state.status == "failed"]:
         raise UserError(f"{len(failed)} of {len(states)} runs failed and are missing from the verdicts: {', '.join(failed)}")
 
 

@@ -29,7 +29,7 @@ from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
 from alignment.system.files import lock_run_folder, read_json, read_jsonl, write_json
-from alignment.system.processes import ROOT, end_command, start_command
+from alignment.system.processes import ROOT, end_command, last_line, start_command
 from alignment.system.terminal import make_table
 
 ATTEMPTS = 2  # at each run
@@ -49,6 +49,7 @@ class State:
     status: str = "waiting"
     attempts: int = 0
     note: str = ""
+    reason: str = ""  # The last line that a run which failed has printed.
 
     @property
     def name(self) -> str:
@@ -122,12 +123,16 @@ def start_run(flags: Sequence[str], run: Path, log: Path, folder: Path, threads:
 
 
 def settle(design: Design, executor: Executor, state: State, code: int, console: Console) -> None:
-    """Note the end of a run's process, and try a failed run again, once."""
+    """Note the end of a run's process and the last that it said, and try a failed run again, once, where that may help."""
     if is_done(design, state):  # whatever the exit code: what follows the summary changes no result
         return
-    retry = state.attempts < ATTEMPTS and code != 2  # 2 is a mistake in the arguments, which a second attempt repeats
+    # 2 is a mistake in the arguments, or in the user's code that they name, which a second attempt would repeat.
+    retry = state.attempts < ATTEMPTS and code != 2
+    log = design.folder / "logs" / f"{state.name}.log"
     state.status, state.note = "failed", "its worker or machine is gone" if code == LOST else f"exit code {code}"
-    message = f"{state.name}: {state.note}{'; trying again' if retry else ''} ({design.folder / 'logs' / state.name}.log)"
+    state.reason = "" if code == LOST or not log.exists() else last_line(log)[-500:].removeprefix("error: ")
+    message = f"{state.name}: {state.note}{'; trying again' if retry else ''} ({log})"
+    message += f": {state.reason}" if state.reason else ""
     console.print(message, style="red", markup=False, soft_wrap=True)
     if retry:
         submit(design, executor, state)

@@ -23,6 +23,7 @@ from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import OnResponseEnd, Sampler, put_to_sleep
 from alignment.system.errors import UserError
 from alignment.system.files import fill_template, write_atomically, write_json, write_jsonl
+from alignment.system.signals import received_signal
 from alignment.system.terminal import printable
 
 AVERAGES = {"avg_format_rewards": "format_reward", "avg_answer_rewards": "answer_reward", "avg_all_rewards": "reward"}
@@ -41,12 +42,17 @@ def evaluate_vllm(
     on_response_end: OnResponseEnd | None = None,
 ) -> Evaluation:  # fmt: skip
     """The evaluation of completions sampled from any `Sampler`, vLLM's or another, one group for each problem. The evaluation's
-    record also has the mean reward under each of `rules`. Raises `UserError` without a problem."""
+    record also has the mean reward under each of `rules`. Raises `UserError` without a problem. Where a signal has stopped a
+    `StoppableSampler`, it is the evaluation of the first problems, and its record says how many others are "left_out"."""
     if not problems:
         raise UserError("nothing to evaluate: the task has no problem in its test split")
     start = time.perf_counter()
     completions = vllm_model.sample([problem.prompt for problem in problems], eval_sampling_params, on_response_end)
-    return summarise(score_groups(problems, completions, reward_fn), time.perf_counter() - start, rules)
+    answered = problems[: len(completions)] if received_signal() else problems
+    evaluation = summarise(score_groups(answered, completions, reward_fn), time.perf_counter() - start, rules)
+    if left_out := len(problems) - len(answered):
+        return evaluation._replace(record={**evaluation.record, "left_out": left_out})
+    return evaluation
 
 
 def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:

@@ -74,7 +74,7 @@ if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(sys.modules) and
     sys.meta_path.insert(0, FINDER)
 
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402, F401
-from transformers import GenerationConfig, PreTrainedModel  # noqa: E402, F401
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel  # noqa: E402, F401
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer  # noqa: E402, F401
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402, F401
-from transformers.utils import logging  # noqa: E402, F401
+from transformers.utils import cached_file, logging  # noqa: E402, F401

@@ -14,8 +14,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from alignment.core.text import end_token_ids
 from alignment.policy.huggingface import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, logging,
-)  # fmt: skip
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    logging,
+)
 from alignment.policy.packing import ATTENTION, OWN_ATTENTION, Packing, take_plain_path
 from alignment.policy.placement import ModelShape, cast_by_autocast, partition_layers
 from alignment.policy.self_check import NotFinite, checking, choose_path, disagreement, once, own_log_probs, random_pieces
@@ -62,6 +67,18 @@ def _load(loader, model_path: str, **options):
     except Exception as error:  # of many kinds, for a folder that transformers cannot make sense of
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"--model {model_path}: cannot be loaded from this machine or from the hub ({reason})") from None
+
+
+def load_generation_config(model_path: str) -> GenerationConfig | None:
+    """The defaults of the model's generation_config.json; None without one. Raises `UserError` for one that cannot be read."""
+    try:
+        return GenerationConfig.from_pretrained(model_path)
+    except OSError:  # transformers then takes the model to have none
+        return None
+    except Exception as error:  # of many kinds: it makes an object of each value
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        remedy = "correct that file, or delete it"
+        raise UserError(f"--model {model_path}: its generation_config.json cannot be read ({reason}); {remedy}") from None
 
 
 def load_tokenizer(model_path: str):

@@ -13,7 +13,7 @@ from alignment.policy.memory import whole
 from alignment.policy.placement import adapted_layers
 from alignment.policy.policy import PolicyConfig
 from alignment.system.errors import UserError
-from alignment.system.files import full_disk_is_an_os_error
+from alignment.system.files import written_by_library
 
 ADAPTER = "adapter"  # the folder, in PEFT's format, beside a model's merged weights
 FILE = "adapter_model.safetensors"
@@ -108,5 +108,5 @@ def save(model: PreTrainedModel, folder: Path, writes: bool = True) -> None:
     matrices = {name: whole(parameter.detach()).cpu() for name, parameter in _parameters(model).items()}
     if matrices and writes:
         model.peft_config["default"].save_pretrained(folder / ADAPTER)
-        with full_disk_is_an_os_error(folder):
+        with written_by_library(folder):
             save_file(matrices, folder / ADAPTER / FILE, metadata={"format": "pt"})

@@ -11,6 +11,7 @@ from itertools import repeat
 import torch
 
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt
+from alignment.policy.dropout import draws_at_random
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.packing import ATTENTION
 
@@ -34,12 +35,13 @@ def may_run_in_parallel(model: PreTrainedModel) -> bool:
     """Whether two forward passes of a model at once cannot disturb each other. They would on devices that order their work
     themselves, in torch's compiler, and with another attention than ours, which is swapped for a pass (`attention_by_layout`).
     So would modules that hold state: dropout draws from one generator, some rotary embeddings follow a pass's longest row."""
-    dropout = torch.nn.modules.dropout._DropoutNd
     eager_on_cpu = not getattr(model, "is_compiled", False) and all(p.device.type == "cpu" for p in model.parameters())
-    draws = any(isinstance(module, dropout) and module.p > 0 for module in model.modules())
     rotary = " ".join(str(getattr(module, "rope_type", "")) for module in model.modules())  # dicts where layers differ
     return (
-        eager_on_cpu and model.config._attn_implementation == ATTENTION and not (draws or re.search("dynamic|longrope", rotary))
+        eager_on_cpu
+        and model.config._attn_implementation == ATTENTION
+        and not draws_at_random(model)
+        and not re.search("dynamic|longrope", rotary)
     )
 
 

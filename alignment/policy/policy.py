@@ -34,6 +34,7 @@ class PolicyConfig:
     seed: int = 0  # Of the matrices A.
     checkpoint: str = ""  # Folder of adapters, and the weights that they make, to go on with; empty: new ones.
     compile: bool = False  # Whether torch compiles the layers (`packing.compile_layers`).
+    dropout: bool = False  # Whether gradients are of a model with the dropout of its config (`policy/dropout.py`).
     use_liger_kernel: bool = False  # Whether Liger's kernels compute parts of the layers (`loading.use_liger_kernel`).
 
 

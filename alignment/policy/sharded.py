@@ -22,6 +22,7 @@ from alignment.policy import lora
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.memory import gathered_bytes
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
+from alignment.policy.saving import save_model
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.ranks import Ranks, lead
 
@@ -77,6 +78,8 @@ class Shard(SingleDevicePolicy):
         return self.model.compute(forward)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
+        if self.policy_config.dropout:  # rank 0's seed is everyone's, and each rank draws for its own rows
+            torch.manual_seed(torch.initial_seed() + self.ranks.rank)
         results = super().accumulate(batch, self._own_rows(batch, rows), objective)
         # On the CPU, from where tensors can be sent to another rank.
         sent = [MicroBatchResult(**tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(result))) for result in results]
@@ -126,8 +129,7 @@ class Shard(SingleDevicePolicy):
         weights = {name: tensor.cpu() for name, tensor in self.weights()}
         lora.save(self.model, folder, writes=self.ranks.rank == 0)
         if self.ranks.rank == 0:
-            self.model.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
+            save_model(self.model, folder, tokenizer, weights)
 
     def save_optimizer(self, folder: Path) -> None:
         """See `Policy.save_optimizer`: the first rank that holds a part writes it. Raises OSError on all if one cannot."""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, take_rows
 from alignment.policy import lora
+from alignment.policy.dropout import recompute_layers
 from alignment.policy.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.loading import autocast, devices_of, first_device, use_liger_kernel
@@ -20,7 +21,8 @@ from alignment.policy.memory import choose_micro_batch_tokens, own_part, whole
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.packing import compile_layers, send
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.system.files import full_disk_is_an_os_error
+from alignment.policy.saving import save_model
+from alignment.system.files import written_by_library
 from alignment.system.registry import import_object
 
 OPTIMIZER_FILE = "optimizer.safetensors"  # of a policy of one process
@@ -83,7 +85,7 @@ class SingleDevicePolicy(MicroBatchedModel):
         lora.use_adapters(self.model, kind)
 
     def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
-        self.model.train()
+        self.model.train(self.policy_config.dropout)  # in training mode log-probs would not be the sampler's
         if not rows:
             for parameter in (p for p in self.model.parameters() if p.requires_grad):
                 parameter.grad = torch.zeros_like(parameter)
@@ -134,20 +136,19 @@ class SingleDevicePolicy(MicroBatchedModel):
         self.micro_batch_tokens = previous or tokens
         if not checkpointing:
             return None
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(self.model)
         return "memory is short: activations are computed again in backward (gradient checkpointing)"
 
     def save(self, folder: Path, tokenizer) -> None:
         state_dict = None
         if self.policy_config.lora_rank:  # Merged weights are new tensors, for which an awake engine leaves a GPU no room.
             state_dict = {name: tensor.cpu() for name, tensor in self.weights()}
-        self.model.save_pretrained(folder, state_dict=state_dict)
-        tokenizer.save_pretrained(folder)
+        save_model(self.model, folder, tokenizer, state_dict)
         lora.save(self.model, folder)
 
     def save_optimizer(self, folder: Path) -> None:
         tensors = {name: whole(tensor).cpu().contiguous() for name, tensor in self.optimizer_tensors()}
-        with full_disk_is_an_os_error(folder):
+        with written_by_library(folder):
             save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load_optimizer(self, folder: Path) -> None:

@@ -158,7 +158,7 @@ def refuse_unknown_reward(name: str) -> None:
             find("--reward", part, table)
 
 
-def check_reward(name: str, rules: Sequence[str], seconds: float | None = None) -> None:
+def check_reward_name(name: str, rules: Sequence[str], seconds: float | None = None) -> None:
     """Raise `UserError` where --reward names what there is not, or a function that cannot be
     imported. A rule or part that does not fit a task with these `rules` will do: evaluations grade
     by the task's own."""

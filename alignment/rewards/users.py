@@ -7,15 +7,13 @@ import json
 import math
 import os
 import pkgutil
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from alignment.core.records import Completion, Problem, Score
 from alignment.system.errors import RunStopped
-from alignment.system.processes import ROOT, START_SECONDS, ChildProcess, ProcessLost, answer_requests
+from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 from alignment.system.registry import import_object
 from alignment.system.remote import TORCHRUN
 
@@ -104,7 +102,7 @@ def _row(problem: Problem, completion: Completion) -> dict[str, object]:
 def serve(descriptor: int) -> None:
     """Be the process of a `UsersFunction`, until its end closes the pipe."""
     with suppress(Exception):  # the other end has been told
-        answer_requests(descriptor, {"start": _load, "call": _call, "stop": lambda loaded: loaded[1].close()}, _place)
+        answer_requests(descriptor, {"start": _load, "call": _call, "stop": lambda loaded: loaded[1].close()})
 
 
 def _load(name: str) -> tuple[Callable, asyncio.Runner]:
@@ -121,10 +119,3 @@ def _call(loaded: tuple[Callable, asyncio.Runner], _, arguments: Sequence, colum
         return json.loads(json.dumps(result, default=as_list))  # plain numbers, texts, lists and dicts
     except SystemExit as error:
         raise RuntimeError(f"it has called sys.exit({error})") from None
-
-
-def _place(error: Exception) -> str:
-    """The file and line where the user's own code fails."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not each.filename.startswith((sys.prefix, sys.base_prefix, f"{ROOT}/alignment", "<"))]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -19,7 +19,7 @@ from alignment.runs.health import Health
 from alignment.runs.state import state_of
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
-from alignment.system.errors import RunStopped, UserError, in_words
+from alignment.system.errors import RunStopped, UserError, failure_of_users_code, in_words
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_json, read_jsonl
 from alignment.system.signals import Interrupted, deliver_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
@@ -230,6 +230,13 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
                 kept = f"its checkpoint of step {step} is whole" if step else kept
             message = f"{in_words(error)}. The run {run.path} has stopped; {kept}; when that is mended: {run.resume_command}"
             raise RunStopped(message) from None
+        except Exception as error:
+            failure = failure_of_users_code(error)
+            if failure is None:
+                raise
+            if run.started:
+                run.save_when_stopped(failure)
+            raise failure from error
 
 
 def refuse_other_arguments(path: Path, config: RunConfig) -> None:

@@ -98,7 +98,7 @@ class RunFolder:
                     tensors[key] = tensor[list(rows), :width].contiguous()
             file = self.path / "bad_batches" / f"step_{step:06d}_{number}.safetensors"
             file.parent.mkdir(exist_ok=True)
-            with files.full_disk_is_an_os_error(file):
+            with files.written_by_library(file):
                 save_file(tensors, file)
 
     def flush(self) -> None:
@@ -115,8 +115,9 @@ class RunFolder:
         self._track(name, record)
 
     def _write(self, name: str, record: Record) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        file = self.path / name
+        with files.naming(file), file.open("a", encoding="utf-8") as opened:
+            opened.write(json.dumps(record) + "\n")
 
     def _track(self, log: str, record: Record) -> None:
         """Send the numbers of a record to the trackers and, of an evaluation, its first completion."""
@@ -241,7 +242,7 @@ def save_checkpoint(folder: Path, policy, tokenizer, sampled_ahead: Sequence[Sam
         (building / TRAINER).mkdir()
         policy.save_optimizer(building / TRAINER)
         if sampled_ahead:
-            (building / ROLLOUTS).write_text("".join(json.dumps(asdict(sampled)) + "\n" for sampled in sampled_ahead))
+            files.write_jsonl(building / ROLLOUTS, map(asdict, sampled_ahead))
 
 
 def load_rollouts(folder: Path) -> list[SampledStep]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +16,7 @@ from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ChildProcess, ProcessLost
 from alignment.system.registry import find
 from alignment.system.remote import Machine
+from alignment.system.signals import Interrupted, defer_signals, deferred_signals_for
 from alignment.system.terminal import say_once
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 Completions = list[list[Completion]]  # Of each prompt, its completions.
 OnResponseEnd = Callable[[int, str], object] | None  # Called with the number of a response's prompt, and the response's text.
+GRACE = 10.0  # seconds, of the 30 that many schedulers leave a command between SIGTERM and SIGKILL
+FIRST_PIECE = {"cpu": 256, "cuda": 2048}  # responses; a step of a GPU takes as long for few rows as for many
 SamplerLost = ProcessLost  # The engine died, hung, or answered what cannot be a completion. A new one may do better.
 
 
@@ -152,6 +156,42 @@ def check_sampler_url(url: str, token: str) -> None:
         raise UserError(f"--sampler_url {url}: give it as http://HOST:PORT, the address of a vLLM server")
     if not (token.isascii() and token.isprintable()):
         raise UserError("ALIGNMENT_SAMPLER_TOKEN holds characters, such as a line break, that no key can have")
+
+
+@dataclass(frozen=True)
+class StoppableSampler:
+    """A `Sampler` that gives the completions of the first prompts alone where a signal arrives while it draws. Raises
+    `Interrupted` where that is none. When it returns, signals are held back: what was drawn is then the caller's to keep, before
+    `deliver_signals`.
+
+    It has them drawn piece by piece, in the order of the prompts, the first piece of `first` responses, each further one as many
+    as all before. A completion follows from its prompt's number, so pieces change none, but for the rounding of what shares a
+    batch. What had ended in an unfinished piece is not used: those are the short responses. So a signal waits up to `GRACE`
+    seconds for a piece to be finished."""
+
+    sampler: Sampler
+    first: int
+
+    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd = None) -> Completions:
+        completions: Completions = []
+        while len(completions) < len(prompts):
+            start = len(completions)
+            end = start + max(-(-self.first // sampling.n), start)
+            numbered = replace(sampling, first_prompt=sampling.first_prompt + start)
+            ended = partial(_numbered, on_response_end, start) if on_response_end else None
+            try:
+                with deferred_signals_for(GRACE):
+                    completions += self.sampler.sample(prompts[start:end], numbered, ended)
+            except Interrupted:
+                if not completions:
+                    raise
+                break
+        defer_signals()
+        return completions
+
+
+def _numbered(on_response_end: Callable[[int, str], object], start: int, number: int, text: str) -> None:
+    on_response_end(start + number, text)
 
 
 def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from alignment.sampling.arrival import Held, NamedTensors, load_proven
 from alignment.sampling.sampler import Completions, SamplerConfig, SamplerLost, check_sampler_url, encode_prompts
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import RunStopped, UserError, os_error
-from alignment.system.files import full_disk_is_an_os_error, json_object, read_toml
+from alignment.system.files import json_object, read_toml, written_by_library
 from alignment.system.processes import START_SECONDS
 
 CONNECT_SECONDS = 10
@@ -179,7 +179,7 @@ def _shape(config) -> dict:
 
 def _write_files(folder: Path, named_tensors: NamedTensors, dtype: torch.dtype) -> None:
     """Write each weight, cast to `dtype`, as a safetensors file of its own, so that one at a time is in memory."""
-    with full_disk_is_an_os_error(folder):
+    with written_by_library(folder):
         for number, (name, tensor) in enumerate(named_tensors):
             weight = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
             save_file({name: weight}, folder / f"{number:06d}.safetensors")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tomllib
 import uuid
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,8 @@ LOCK = ".lock"
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a hidden sibling folder to fill. After success it is flushed to disk and renamed to `path`, else removed. Never
-    overwrites: raises OSError if `path` exists by then and is not an empty folder, and where the block finds the disk full."""
+    overwrites: raises OSError if `path` exists by then and is not an empty folder, and where the block finds the disk full.
+    Its files get the mode of files that are made here (`written_by_library`)."""
     path = Path(path)
     for folder in path.parent.glob(f".{glob.escape(path.name)}.*@{glob.escape(_process_namespace())}.*.tmp"):
         pid = folder.name.removeprefix(f".{path.name}.").partition("@")[0]
@@ -34,11 +36,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary = _temporary_path(path)
     temporary.mkdir(parents=True)
     try:
-        with full_disk_is_an_os_error(path):
+        with written_by_library(temporary, path):
             yield temporary
-        for file in temporary.rglob("*"):
-            flush(file)
-        flush(temporary)
+        with naming(path):
+            for file in temporary.rglob("*"):
+                flush(file)
+            flush(temporary)
         temporary.rename(path)
         flush(path.parent)
     finally:
@@ -49,9 +52,10 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a whole text file, or nothing."""
     temporary = _temporary_path(path)
     try:
-        temporary.write_text(text, encoding="utf-8")
-        flush(temporary)
-        temporary.replace(path)
+        with naming(path):
+            temporary.write_text(text, encoding="utf-8")
+            flush(temporary)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -90,11 +94,12 @@ def remove_unfinished(folder: Path) -> None:
 def manifested(folder: Path) -> Iterator[None]:
     """Write a manifest after the block: size and SHA-256 of every file that it added. Raises OSError where the disk is full."""
     before = set(folder.rglob("*"))
-    with full_disk_is_an_os_error(folder):
+    with written_by_library(folder):
         yield
     added = [file for file in sorted(folder.rglob("*")) if file.is_file() and file not in before]
     facts = {file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in added}
-    (folder / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    with naming(folder / MANIFEST):
+        (folder / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def damage(folder: Path) -> str | None:
@@ -135,7 +140,8 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         name = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
         raise UserError(f"{folder} is in use by {name or 'another process'}: wait for it or stop it") from None
     with held:
-        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        with naming(owner):
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
 
 
@@ -206,11 +212,73 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def full_disk_is_an_os_error(folder: Path) -> Iterator[None]:
-    """Raise OSError in place of the errors of safetensors and tokenizers, libraries in Rust, when they cannot write a file."""
+def naming(path: Path) -> Iterator[None]:
+    """Give `path` to an OSError of the block that names no file: a full disk fails the write to a file that is open already."""
     try:
         yield
-    except Exception as error:
-        if isinstance(error, SafetensorError) or "(os error" in str(error):
-            raise OSError(f"{folder} could not be written: {error}") from None
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
+
+
+@contextmanager
+def written_by_library(path: Path, shown: Path | None = None) -> Iterator[None]:
+    """A block in which a library writes the file `path`, or files in the folder `path`. Raises OSError, which names `shown`
+    (`path`), in place of the errors of safetensors and tokenizers, libraries in Rust, when they cannot write a file.
+
+    Then the files get at least the mode that the umask gives a new file: safetensors makes its own through temporary files,
+    which are their owner's alone (0600)."""
+    shown = shown or path
+    try:
+        with naming(shown):
+            yield
+    except Exception as error:
+        if is_disk_fault(error) and not isinstance(error, OSError):
+            raise OSError(f"{shown} could not be written: {error}") from None
+        raise
+    files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()] if path.is_dir() else [path]
+    mode = mode_of_new_file(path if path.is_dir() else path.parent)
+    for file in files:
+        present = file.stat().st_mode
+        if present | mode != present:
+            with suppress(OSError):  # of a file system that has no modes
+                file.chmod(present | mode)
+
+
+NEEDED_BYTES = 2**20  # without which on a disk nothing is begun
+
+
+def try_writing(folder: Path) -> None:
+    """Write a file of `NEEDED_BYTES` into `folder`, or into the nearest folder above it that exists, and remove it. Raises OSError
+    with the folder's name where that fails: it is read-only, its disk is full, or a quota is reached."""
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    file = _temporary_path(above / "room")
+    try:
+        with naming(folder):
+            file.write_bytes(os.urandom(NEEDED_BYTES))  # zeros take no room on a disk that compresses
+            flush(file)
+    except OSError as error:
+        error.filename = str(folder)
+        raise
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def is_disk_fault(error: BaseException) -> bool:
+    """Whether an error is the file system's, such as that of a full disk, also where a library in Rust reports it."""
+    if isinstance(error, OSError):
+        return error.errno is not None
+    return isinstance(error, SafetensorError) or "(os error" in str(error)
+
+
+def mode_of_new_file(folder: Path) -> int:
+    """The permission bits of a file that is made in `folder` now: a process can read its umask by changing it alone, which would
+    reach other threads, and a folder may have rules of its own (POSIX default ACLs)."""
+    file = _temporary_path(folder / "mode")
+    try:
+        file.touch()
+        return stat.S_IMODE(file.stat().st_mode)
+    finally:
+        file.unlink(missing_ok=True)

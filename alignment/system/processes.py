@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from alignment.system.errors import RunStopped
+from alignment.system.errors import RunStopped, in_one_line
 from alignment.system.signals import deferred_signals
 
 POLL_SECONDS = 0.5  # between two checks whether a child is alive, where it may die without closing its pipe
@@ -160,7 +160,8 @@ def _end(process: subprocess.Popen, connection: Connection, owner: int, grace_se
 
 def answer_requests(descriptor: int, verbs: Mapping[str, Callable], advice: Callable[[Exception], str] = lambda _: "") -> None:
     """Answer requests from the pipe `descriptor` with (failure, answer), until one fails or is None. `verbs["start"]` makes the
-    object of the first request's arguments; "stop" and all others take it first, others then the pipe and their arguments."""
+    object of the first request's arguments; "stop" and all others take it first, others then the pipe and their arguments. A
+    failure is the error on one line, with what there is to be said of it as `advice`."""
     connection = Connection(descriptor)
     try:
         _, arguments = connection.recv()
@@ -171,7 +172,7 @@ def answer_requests(descriptor: int, verbs: Mapping[str, Callable], advice: Call
         verbs["stop"](served)
     except Exception as error:
         with suppress(OSError):  # the parent may be the one that broke off
-            connection.send((f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}{advice(error)}", None))
+            connection.send((f"{in_one_line(error)}{advice(error)}", None))
         raise  # so that the log tells where
 
 

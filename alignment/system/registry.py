@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import TypeVar
 
-from alignment.system.errors import UserError
+from alignment.system.errors import PACKAGE, USERS_PACKAGES, UserError
 
 Entry = TypeVar("Entry")
 
@@ -44,6 +44,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def import_object(flag: str, path: str) -> object:
     """The object that `path`, written as `package.module:name`, imports. Raises `UserError` that begins with `flag`."""
     module, _, attribute = path.rpartition(":")
+    if not module.startswith(f"{PACKAGE.name}."):
+        USERS_PACKAGES.add(module.partition(".")[0])
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # the user's module may raise anything

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_SECONDS = 1.0  # `uv run` passes on the signal that its process group has got already: both are one request
-# Whether signals are held back; the number of the first that has arrived, or None, and when it did.
-_state = SimpleNamespace(deferred=False, received=None, received_at=0.0)
+# Whether signals are held back; the number of the first that has arrived, or None, and when it did; for how long one is held
+# back at most, and whether that time is over.
+_state = SimpleNamespace(deferred=False, received=None, received_at=0.0, grace=None, is_overdue=False)
 
 
 class Interrupted(BaseException):
@@ -24,7 +26,7 @@ class Interrupted(BaseException):
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Within the block a first signal raises `Interrupted`, if need be after a deferral; a second one ends the process."""
-    _state.deferred, _state.received = False, None
+    _state.deferred, _state.received, _state.grace, _state.is_overdue = False, None, None, False
     previous = {}
     with suppress(ValueError):  # raised outside the main thread, which alone may set handlers
         previous = {number: signal.signal(number, _on_signal) for number in SIGNALS}
@@ -55,6 +57,18 @@ def deferred_signals() -> Iterator[None]:
             deliver_signals()
 
 
+@contextmanager
+def deferred_signals_for(seconds: float) -> Iterator[None]:
+    """As `deferred_signals`, but a signal that arrives within the block is delivered after so many seconds if it has not ended
+    by then."""
+    _state.grace = seconds
+    try:
+        with deferred_signals():
+            yield
+    finally:
+        _state.grace = None
+
+
 def signals_are_deferred() -> bool:
     return _state.deferred
 
@@ -72,6 +86,11 @@ def deliver_signals() -> None:
 
 
 def _on_signal(number: int, frame) -> None:
+    if _state.is_overdue:
+        _state.is_overdue = False
+        if _state.deferred and _state.grace is not None:
+            deliver_signals()
+        return
     if _state.received is not None:
         if time.monotonic() - _state.received_at > REPEAT_SECONDS:
             os._exit(128 + number)
@@ -79,3 +98,14 @@ def _on_signal(number: int, frame) -> None:
     _state.received, _state.received_at = number, time.monotonic()
     if not _state.deferred:
         raise Interrupted(number)
+    if _state.grace is not None:
+        timer = threading.Timer(_state.grace, _send_again, [number])
+        timer.daemon = True
+        timer.start()
+
+
+def _send_again(number: int) -> None:
+    """Have the main thread, which alone handles signals, deliver the one that it holds back."""
+    if _state.deferred and _state.grace is not None:
+        _state.is_overdue = True
+        os.kill(os.getpid(), number)

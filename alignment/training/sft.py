@@ -14,6 +14,7 @@ from alignment.core.records import Distribution
 from alignment.core.text import prompt_token_ids, response_token_ids
 from alignment.core.tokens import collate
 from alignment.policy.policy import Objective, Policy
+from alignment.rollouts.config import derived_seed
 from alignment.system.errors import UserError
 from alignment.system.signals import defer_signals
 from alignment.system.terminal import say_once
@@ -46,6 +47,7 @@ def fine_tune(policy: Policy, data: SFTData, config: SFTConfig, on_step: Callabl
     words, rest = "", itertools.islice(batches(data.train, config), done, None)
     for step, examples in zip(range(done + 1, config.num_steps + 1), rest, strict=False):
         defer_signals()
+        torch.manual_seed(derived_seed(config.seed, step))  # of dropout: a resumed run draws what an undisturbed one does
         fall = 1 - 0.9 * (step - config.warmup_steps) / max(1, config.num_steps - config.warmup_steps)
         rate = config.learning_rate * (step / config.warmup_steps if step <= config.warmup_steps else fall)
         batch, tokens = collate(*zip(*examples, strict=True), data.pad_token_id), sum(len(response) for _, response in examples)

@@ -2,7 +2,6 @@
 message of weight 0, and the assistant's header never, whatever the template lacks."""
 
 import json
-from pathlib import Path
 
 import pytest
 

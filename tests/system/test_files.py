@@ -1,8 +1,18 @@
 """Files and folders that appear whole or not at all."""
 
-import pytest
+import errno
+import os
+import stat
+from pathlib import Path
 
-from alignment.system.files import atomic_folder, write_atomically
+import numpy
+import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from alignment.system import files
+from alignment.system.errors import in_words
+from alignment.system.files import atomic_folder, write_atomically, write_json, write_jsonl, written_by_library
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -17,3 +27,73 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     write_atomically(tmp_path / "note", "a")
     write_atomically(tmp_path / "note", "b")
     assert (tmp_path / "note").read_text() == "b"
+
+
+@pytest.fixture(params=["022", "027", "002", "077"])
+def umask(request):
+    """The umask that new files get, as a number."""
+    before = os.umask(int(request.param, 8))
+    yield int(request.param, 8)
+    os.umask(before)
+
+
+def mode(path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_files_that_a_library_makes_get_the_mode_that_the_umask_says(tmp_path, umask):
+    """safetensors makes a file that its owner alone may read, whatever the umask."""
+    tensors = {"a": numpy.zeros(3)}
+    save_file(tensors, tmp_path / "alone")
+    assert mode(tmp_path / "alone") == 0o600
+    with written_by_library(tmp_path / "file"):
+        save_file(tensors, tmp_path / "file")
+    with atomic_folder(tmp_path / "model") as building:
+        (building / "trainer").mkdir()
+        for name in ("weights", "trainer/moments"):
+            save_file(tensors, building / name)
+        (building / "script").write_text("x")
+        (building / "script").chmod(0o700)
+    write_json(tmp_path / "json", {})
+    for made in ("file", "model/weights", "model/trainer/moments", "json"):
+        assert mode(tmp_path / made) == 0o666 & ~umask, made
+    assert mode(tmp_path / "model" / "script") == 0o700 | 0o666 & ~umask
+    assert mode(tmp_path / "model") == mode(tmp_path / "model" / "trainer") == 0o777 & ~umask
+    assert mode(tmp_path / "alone") == 0o600  # of which nobody has said that it is ours
+    assert {path.name for path in tmp_path.iterdir()} == {"alone", "file", "model", "json"}
+
+
+@pytest.mark.parametrize("write", [write_atomically, lambda path, text: write_jsonl(path, [text])])
+def test_a_full_disk_names_the_file(write, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a file that is open, so that the system names none
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError) as caught:
+        write(tmp_path / "evals.jsonl", "x")
+    assert in_words(caught.value) == f"{tmp_path / 'evals.jsonl'}: no space left on device"
+    with pytest.raises(OSError) as caught, atomic_folder(tmp_path / "final") as building:
+        (building / "a").write_text("x")
+    assert in_words(caught.value) == f"{tmp_path / 'final'}: no space left on device"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "/data/run: disk quota exceeded"),
+        (OSError(errno.EACCES, "Permission denied", "/data/run/a"), "/data/run/a: permission denied"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "/data/run could not be written: I/O error: No"),
+        (Exception("No space left on device (os error 28)"), "/data/run could not be written: No space left"),
+        (OSError("no such file of a library"), "no such file of a library"),
+    ],
+)
+def test_whatever_a_library_raises_of_the_disk_is_an_os_error_with_the_path(error, said):
+    with pytest.raises(OSError) as caught, written_by_library(Path("/data/run")):
+        raise error
+    assert in_words(caught.value).startswith(said)
+
+
+def test_other_errors_of_a_library_stay_what_they_are():
+    with pytest.raises(KeyError), written_by_library(Path("/data/run")):
+        raise KeyError

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from rollout_helpers import open_tiny
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
+from alignment.policy.policy import PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
 from alignment.training.sft import SFTConfig, SFTData, fine_tune
 
 
@@ -24,3 +26,24 @@ def test_a_validation_loss_says_how_much_of_the_curriculum_came_before(curriculu
     fine_tune(policy, data, sft_config, lambda record, words: said.append((record["validation_loss"], words)))
     for (loss, words), end in zip(said, ends, strict=True):
         assert words == f"validation loss {loss:.3f}" + (f", after {end}" if end else "")
+
+
+def test_dropout_draws_by_the_step_and_not_by_what_came_before(tmp_path):
+    """So a resumed run, which makes the later steps alone, ends with the weights of an undisturbed one."""
+    folder = str(tmp_path / "model")
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2)).save_pretrained(folder)
+    data = SFTData([((1, 2), (3, 4)), ((1,), (5,)), ((2,), (6,)), ((3,), (7,))], [((1,), (8,))], 0)
+    settings = dict(batch_size=2, curriculum=True, learning_rate=1e-2, warmup_steps=4)  # a rate of the step alone
+
+    def trained(*parts: tuple[int, int], dropout: bool = True) -> list[torch.Tensor]:
+        """The weights after steps that are made in parts, (steps done, last step)."""
+        policy = SingleDevicePolicy(PolicyConfig(folder, ("cpu",), "float32", micro_batch_tokens=64, dropout=dropout))
+        for done, last in parts:
+            torch.rand(7)
+            sft_config = SFTConfig(num_steps=last, **settings, max_grad_norm=1.0, eval_interval=1, seed=0)
+            fine_tune(policy, data, sft_config, lambda record, words: None, done)
+        return [weight.clone() for _, weight in policy.weights()]
+
+    whole = trained((0, 4))
+    assert all(torch.equal(*pair) for pair in zip(whole, trained((0, 2), (2, 4)), strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(whole, trained((0, 4), dropout=False), strict=True))

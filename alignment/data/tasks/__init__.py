@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from alignment.core.records import Problem
+from alignment.core.records import Endless, Problem
 from alignment.data.questions import Key, distinct, plain, question_text, without
 from alignment.data.tasks import arithmetic, countdown, own_data, published
 from alignment.data.tasks.own_data import DataConfig
-from alignment.system.errors import UserError
+from alignment.system.errors import UserError, in_one_line, place_in_users_code
 from alignment.system.registry import find
 
 Split = Literal["train", "test"]
@@ -69,3 +69,28 @@ def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008
     if data != DataConfig():
         raise UserError(f"--task {name} has rows of its own: --{', --'.join(vars(data))} go with file:FILE and hf:NAME")
     return find("--task", name, TASKS)
+
+
+def try_rows(task: Task, kind: Literal["problems", "demonstrations"], split: Split, *arguments) -> None:
+    """Ask a task for its rows of a split. Raises `UserError` where the user's own function fails, and where what it gives is no
+    list of `Problem`, or of (`Problem`, response). Of our own tasks and readers nothing is asked."""
+    if TASKS.get(task.name) is task or task.name.startswith(("file:", "hf:")):
+        return
+    try:
+        rows = getattr(task, kind)(split, *arguments)
+    except Exception as error:
+        if isinstance(error, UserError) or not place_in_users_code(error):
+            raise
+        raise UserError(f"--task {task.name}: {in_one_line(error)}") from None
+    wanted = "Problem" if kind == "problems" else "(Problem, response)"
+    fault = f"--task {task.name}: its {kind} of the split {split}"
+    if isinstance(rows, Endless):
+        return
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise UserError(f"{fault} are {type(rows).__name__} ({str(rows)[:60]}), and must be a list of {wanted}")
+    for row in rows:
+        fits = isinstance(row, Problem)
+        if kind == "demonstrations":
+            fits = isinstance(row, Sequence) and list(map(type, row)) == [Problem, str]
+        if not fits:
+            raise UserError(f"{fault} hold {type(row).__name__} ({str(row)[:60]}), and must be a list of {wanted}")
