@@ -16,7 +16,7 @@ from alignment.data.prompts import chat_turns, read_template
 from alignment.data.tasks import Task, find_task, own_data, try_rows
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import POLICIES, RANKED
-from alignment.rewards.rules import RULES, Reward, find_reward, find_rule, try_reward
+from alignment.rewards.rules import RULES, Reward, check_reward_name, find_reward, find_rule, try_reward
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine

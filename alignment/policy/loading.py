@@ -117,10 +117,8 @@ def load_end_ids(model_path: str, tokenizer) -> frozenset[int]:
 
 def _listed_ends(model_path: str, config) -> set[int]:
     """The `eos_token_id`s of the model's generation_config.json, or of its configuration where it has none."""
-    try:
-        listed = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:
-        listed = getattr(config, "eos_token_id", None)
+    defaults = load_generation_config(model_path) or config
+    listed = getattr(defaults, "eos_token_id", None)
     return set(listed if isinstance(listed, list) else [listed]) - {None}
 
 
