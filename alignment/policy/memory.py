@@ -153,6 +153,7 @@ class StepShape:
 AWAKE = ("sampling", "evaluation", "sync", "checkpoint")
 """Phases in which an engine that sleeps is awake: from the weights that it gets to the last request
 that they answer."""
+RESERVED = "reserved"  # The kind of bytes that torch's allocator has got of a GPU and has not handed out.
 OF_ENGINE = "engine"  # The kind of bytes that belong to an engine's own process.
 
 
@@ -190,7 +191,7 @@ class DevicePeak:
         engines. None: the phase does not occur here."""
         if phase not in self.phases:
             return None
-        elsewhere = (OF_ENGINE,) if self.device == "cpu" else (OF_ENGINE, "context")
+        elsewhere = (OF_ENGINE,) if self.device == "cpu" else (OF_ENGINE, RESERVED, "context")
         return sum(size for kind, size in self.phases[phase].items() if kind not in elsewhere)
 
 
@@ -237,7 +238,9 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
     worst = {phase: max(of, key=lambda moment: sum(moment.values())) for phase, of in moments.items()}
     if device != "cpu":
         for kinds in worst.values():
-            kinds["margin"] = _allocator_margin(kinds) if held or frozen or not step.vllm else 0
+            if held or frozen or not step.vllm:  # the trainer's process allocates something there
+                kinds["margin"] = _allocator_margin(kinds)
+                kinds[RESERVED] = int(SLACK["reserved"] * (sum(kept.values()) - kept["context"] + sum(kinds.values())))
     else:
         for phase, kinds in worst.items():
             kind = "ranks" if ranked else "adapters" if shape.adapters else "layers twice" if checkpointing else "update"

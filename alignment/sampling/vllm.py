@@ -134,6 +134,10 @@ def _runner_advice(error: Exception) -> str:
     return ". VLLM_USE_V2_MODEL_RUNNER=0 chooses vLLM's older runner" if in_runner else ""
 
 
+STARTING = {
+    "cpu": "loading weights",
+    "cuda": "loading weights, compiling and capturing CUDA graphs",
+}
 STAGES = {  # Part of the path of a file of vLLM's that logs something -> what the engine then does.
     "/model_loader/": "loading weights",
     "/compilation/": "compiling",
@@ -185,6 +189,8 @@ def _start_engine(device_type: str, options: dict) -> Engine:
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": options["max_model_len"]}
     options |= {"logprobs_mode": "processed_logprobs"}  # the default ignores temperature and top-p
     options |= {"enforce_eager": device_type == "cpu"}  # on 2 cores compiling took 68 s and gained 10 %
+    # True from here on whatever vLLM logs, which has more to say on some machines than on others.
+    print(f"stage: {STARTING[device_type]}", flush=True)
     with reported_stages():
         engine = Engine(LLM(**options, enable_prefix_caching=True))
     if device_type == "cuda":

@@ -95,6 +95,7 @@ class Measured:
     flags: Mapping[str, object]
     shape: Mapping[str, object]  # Of `StepShape`: what the preset does not say.
     gigabytes: float
+    device: float | None = None  # what the driver had given to all processes
 
 
 H200 = 150e9
@@ -112,7 +113,7 @@ MEASURED = {
     "8,192 tokens": Measured(
         "single_gpu_gsm8k_kl", MATH, UPDATE | {"micro_batch_tokens": 8192}, {"prompt": 150, "largest_micro_batch": 7049}, 53.3
     ),
-    "a whole step": Measured("single_gpu_gsm8k_kl", MATH, STEP, THREE_GROUPS, 60.1 + 12.35),
+    "a whole step": Measured("single_gpu_gsm8k_kl", MATH, STEP, THREE_GROUPS, 72.43, 75.45),
     "SmolLM2": Measured("smollm2_gsm8k", SMOLLM2, {}, {}, 18.1),
     "tiny": Measured("tiny", TINY, LONG, {"largest_micro_batch": 8 * (24 + 16 * 119)}, 0.55),
 }
@@ -133,8 +134,11 @@ def test_the_form_is_at_most_15_percent_above_what_an_h200_allocated(name):
     print(f"{form:.2f} GB by the form, {case.gigabytes} GB allocated")
     assert case.gigabytes <= form <= 1.15 * case.gigabytes
     device = peak.of_device("update") / 1e9 - form
-    asleep = 2 * 0.8 + 1.0  # two contexts, and the engine's graphs
-    assert device == pytest.approx(asleep if vllm else 0.8)
+    asleep = 2 * 0.8 + 0.65  # two contexts, and the engine's graphs
+    reserved = 0.012 * form  # by torch's allocator
+    assert device - reserved == pytest.approx(asleep if vllm else 0.8, abs=1e-6)
+    if case.device is not None:
+        assert case.device <= peak.of_device("update") / 1e9 <= 1.15 * case.device
 
 
 class BytesHeld(TorchDispatchMode):

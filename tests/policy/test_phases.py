@@ -40,7 +40,7 @@ def phases(device="cuda:0", lora_rank=0, ranks=1, **changes) -> list[dict[str, d
 
 def beyond(phase: dict[str, int]) -> dict[str, int]:
     """What comes and goes in a phase, but for what a GPU's allocator takes beside."""
-    allocator = ("margin",) if phase["context"] == CONTEXT_BYTES["cuda"] else ()
+    allocator = ("margin", "reserved") if phase["context"] == CONTEXT_BYTES["cuda"] else ()
     return {kind: size for kind, size in phase.items() if kind not in (*KEPT, *allocator) and size}
 
 
@@ -87,7 +87,8 @@ def test_the_trainer_and_the_device_are_counted_apart():
     (peak,) = peak_bytes(shape, CONFIG, roles, dataclasses.replace(STEP, vllm=True))
     kinds = peak.phases["update"]
     assert peak.of_device("update") == sum(kinds.values())
-    assert peak.of_trainer("update") == sum(kinds.values()) - 2 * CONTEXT_BYTES["cuda"] - GRAPH_BYTES
+    assert peak.of_trainer("update") == sum(kinds.values()) - 2 * CONTEXT_BYTES["cuda"] - GRAPH_BYTES - kinds["reserved"]
+    assert kinds["reserved"] == int(0.012 * peak.of_trainer("update"))
     assert peak.of_trainer("final") is None and peak.of_device("final") is None
     moving = sum(beyond(kinds).values()) - kinds["engine"] - kinds["gradients"]
     assert kinds["margin"] == WORKSPACE_BYTES + int(0.005 * moving)
@@ -117,7 +118,8 @@ def test_a_pass_for_log_probs_keeps_no_layer():
 def test_all_rows_at_once_meet_no_gradient_but_the_heads():
     later, once = (phases(update_tokens=tokens)[0]["update"] for tokens in (1000, 100))
     assert later["gradients"] == 4 * PARAMETERS and once["gradients"] == 4 * 64_000
-    assert {**later, "gradients": 0} == {**once, "gradients": 0}
+    alike = {"gradients": 0, "reserved": 0}  # what torch's allocator reserves follows from all the rest
+    assert {**later, **alike} == {**once, **alike}
 
 
 def test_at_the_end_of_a_small_update_the_embedding_has_its_gradient_twice():
