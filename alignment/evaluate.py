@@ -85,7 +85,8 @@ def evaluate_and_report(args: EvaluateArgs, models: Sequence[str], tasks: Mappin
         stop = error
     if rows:
         print_evaluations(args, rows, console)
-    if stop is None:
+    is_whole = len(rows) == len(models) * len(tasks) and not any("left_out" in row for row in rows)
+    if is_whole and not isinstance(stop, OSError):
         write_report(args, tasks, path, rows, groups, console)
     if run is not None:
         run.close()

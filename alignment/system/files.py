@@ -233,8 +233,14 @@ def written_by_library(path: Path, shown: Path | None = None) -> Iterator[None]:
     try:
         with naming(shown):
             yield
+    except OSError as error:  # which may have a file of the hidden folder, or a message that names it
+        if error.errno is None:
+            said = str(error).replace(str(path), str(shown))
+            raise OSError(said if shown == path else f"{shown} could not be written: {said}") from None
+        error.filename = str(error.filename).replace(str(path), str(shown))
+        raise
     except Exception as error:
-        if is_disk_fault(error) and not isinstance(error, OSError):
+        if is_disk_fault(error):
             raise OSError(f"{shown} could not be written: {error}") from None
         raise
     files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()] if path.is_dir() else [path]

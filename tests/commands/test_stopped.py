@@ -87,6 +87,13 @@ def test_sigterm_leaves_what_an_evaluation_of_the_first_problems_gives(number, g
     assert written[0] == written[1]
 
 
+def test_a_signal_after_the_last_response_leaves_a_finished_evaluation(sigterm_at, run):
+    sigterm_at(8, 60)
+    code, printed, (folder,) = run("--max_problems", "8")
+    assert code == 128 + signal.SIGTERM and read_json(folder / "summary.json")["problems"] == 8
+    assert "the first" not in printed.out
+
+
 def test_a_signal_before_the_first_piece_ends_leaves_nothing(sigterm_at, run):
     sigterm_at(2, 0.05)
     code, printed, folders = run("--max_problems", "8")

@@ -1,5 +1,8 @@
 """Checkpoints on the disk."""
 
+import os
+import stat
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -41,6 +44,18 @@ def test_a_checkpoint_continues_bit_for_bit(tiny_folder, tmp_path, optimizer):
     undisturbed, resumed_state = (load_file(tmp_path / name / TRAINER / OPTIMIZER_FILE) for name in ("undisturbed", "resumed"))
     assert undisturbed.keys() == resumed_state.keys()
     assert all(torch.equal(undisturbed[name], resumed_state[name]) for name in undisturbed)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_other_users_read_a_checkpoint_as_far_as_the_umask_lets_them(tiny_folder, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        save_checkpoint(tmp_path / "saved", open_policy(tiny_folder, "adamw"), load_tokenizer(str(tiny_folder)))
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
+    assert {"model.safetensors", OPTIMIZER_FILE, "manifest.sha256.json", "tokenizer.json"} <= {file.name for file in files}
+    assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in files} == {file.name: 0o666 & ~mask for file in files}
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

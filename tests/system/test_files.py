@@ -97,3 +97,13 @@ def test_whatever_a_library_raises_of_the_disk_is_an_os_error_with_the_path(erro
 def test_other_errors_of_a_library_stay_what_they_are():
     with pytest.raises(KeyError), written_by_library(Path("/data/run")):
         raise KeyError
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), SafetensorError("full (os error 28)")])
+def test_the_path_that_is_named_is_the_folders_own_and_not_the_hidden_one(error, tmp_path):
+    with pytest.raises(OSError) as caught, atomic_folder(tmp_path / "step_000003") as building:
+        with written_by_library(building / "weights"):
+            raise error
+    said = in_words(caught.value)
+    assert f"{tmp_path}/step_000003/weights: full" in said or f"{tmp_path}/step_000003/weights could not be written: full" in said
+    assert said.startswith(f"{tmp_path}/step_000003") and ".tmp" not in said
