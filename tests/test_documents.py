@@ -27,6 +27,7 @@ PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "benchmarks/README.md",
+    "benchmarks/decoding.md",
     "checkpoints/README.md",
     "dataset/README.md",
 )
