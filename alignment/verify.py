@@ -221,7 +221,7 @@ def main() -> None:
     folder = claim_run_folder(*names, dataclasses.asdict(args), args.seeds)
     console.print(f"reproducible: {write_results(folder, records)}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)
     if failed := sum(not record["passed"] for record in records):
-        raise RunStopped(f"{failed} of {len(records)} checks failed. docs/devices.md says what each of them means")
+        raise RunStopped(f"{failed} of {len(records)} checks failed. docs/verify.md says what each of them means")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,17 @@ from alignment.data.tasks import find_task
 from alignment.rewards.rules import find_reward
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "benchmarks/README.md", "checkpoints/README.md", "dataset/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "benchmarks/decoding.md",
+    "checkpoints/README.md",
+    "dataset/README.md",
+)
+DOCUMENTS = [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))]
+REFERENCE = {"claims.md", "files.md"}  # looked up, not read: claims' verdicts, and fields of files
 OTHER_PROGRAMS = {"extra", "group", "logdir", "help", "print_config", "middleware"}  # of uv, TensorBoard, commands, vLLM
 OTHER_PROGRAMS |= {
     "nnodes",
@@ -131,6 +138,23 @@ def test_every_preset_has_a_row_in_the_quickstart():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_guide_to_contributing_fits_a_screen():
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 60
+
+
+@each_document
+def test_no_page_is_long_but_tables_of_reference(document):
+    lines = document.read_text().splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(lines) <= 200 or (document.name in REFERENCE and len(rows) > len(lines) / 4)
+
+
+def test_the_readme_leads_to_every_page():
+    pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+    followed = {target.partition("#")[0] for _, target in links(ROOT / "README.md")}
+    assert pages <= followed
 
 
 # --- the rooms ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""The locked requirements."""
+"""The locked requirements, what is built and published, and what continuous integration runs."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -7,10 +8,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 PLATFORMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
@@ -47,20 +52,82 @@ def test_a_first_run_installs_nothing_that_only_tests_or_extras_need():
 
 
 def test_continuous_integration_runs_the_tests_as_the_readme_says():
-    command = re.search(r"^    (uv run .*pytest) +# the tests$", (ROOT / "README.md").read_text(), re.M)[1]
-    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == command
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == readmes_test_command()
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_the_console_command(tmp_path):
+def readmes_test_command() -> str:
+    readme = (ROOT / "README.md").read_text()
+    return re.search(r"^    (uv run .*pytest) +# the tests$", readme, re.MULTILINE)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wheel:
+    """What a built wheel holds."""
+
+    names: list[str]
+    entry_points: str
+    metadata: Message
+    licences: dict[str, str]  # the path below `licenses/` of the wheel's own folder -> text
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Wheel:
+    folder = tmp_path_factory.mktemp("wheel")
     uv = os.environ.get("UV") or shutil.which("uv")
-    subprocess.run([uv, "build", "--quiet", "--wheel", "--out-dir", tmp_path], cwd=ROOT, check=True)
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        names = wheel.namelist()
-        scripts = wheel.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    packaged = {name for name in names if name.startswith("alignment/") and not name.endswith("/")}
-    files = subprocess.run(["git", "ls-files", "alignment"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    subprocess.run([uv, "build", "--quiet", "--wheel", "--out-dir", folder], cwd=ROOT, check=True)
+    [file] = folder.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+        texts = {
+            name.partition(".dist-info/")[2]: archive.read(name).decode()
+            for name in names
+            if ".dist-info/" in name
+        }
+    licences = {
+        name.removeprefix("licenses/"): text
+        for name, text in texts.items()
+        if name.startswith("licenses/")
+    }
+    metadata = message_from_string(texts["METADATA"])
+    return Wheel(names, texts["entry_points.txt"], metadata, licences)
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_the_console_command(wheel):
+    packaged = {name for name in wheel.names if name.startswith("alignment/")}
+    git = ["git", "ls-files", "alignment"]
+    files = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert packaged == set(files.split())
-    assert "alignment = alignment.__main__:main" in scripts
+    assert "alignment = alignment.__main__:main" in wheel.entry_points
+
+
+def test_the_wheel_says_to_type_checkers_that_the_package_has_types(wheel):
+    assert "alignment/py.typed" in wheel.names
+
+
+def test_the_wheel_holds_the_licence_that_it_names(wheel):
+    assert wheel.metadata["License-Expression"] == "Apache-2.0"
+    assert wheel.licences == {"LICENSE": (ROOT / "LICENSE").read_text()}
+    title, version, *_ = [line.strip() for line in wheel.licences["LICENSE"].split("\n") if line.strip()]
+    assert (title, version) == ("Apache License", "Version 2.0, January 2004")
+    assert "END OF TERMS AND CONDITIONS" in wheel.licences["LICENSE"]
+
+
+def test_the_wheel_the_changelog_and_the_citation_are_of_one_version(wheel):
+    newest = re.search(r"^## (\d+\.\d+\.\d+)\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert wheel.metadata["Version"] == newest[1] == citation["version"]
+    assert wheel.metadata["License-Expression"] == citation["license"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what the format requires
+
+
+def test_the_hosted_workflow_runs_the_readmes_tests_on_every_python_that_the_package_takes(wheel):
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    tests = workflow["jobs"]["tests"]
+    pythons = tests["strategy"]["matrix"]["python"]
+    supported = SpecifierSet(wheel.metadata["Requires-Python"])
+    assert pythons == [f"3.{minor}" for minor in range(30) if f"3.{minor}" in supported]
+    command = tests["steps"][-1]["run"].replace("--python ${{ matrix.python }} ", "")
+    assert command == readmes_test_command()
 
 
 def test_the_console_command_is_the_command_of_that_name():

@@ -26,7 +26,7 @@ from alignment.system.terminal import say_once
 LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
 CHECK_TOKENS = 6  # of a row of the self-check: more than `self_check.WINDOW`
 STEPS_UNSEEN = {"cpu": 1, "cuda": 16}  # tokens of each row that are drawn before the host looks at them: it waits for a GPU
-WORK_A_THREAD = 2**25  # floating-point operations of a product, from which a thread of its own pays (benchmarks/README.md)
+WORK_A_THREAD = 2**25  # floating-point operations of a product, from which a thread of its own pays (benchmarks/decoding.md)
 WORK_A_WAVE = 2**24  # those from which a wave of its own pays, decoded beside another
 
 

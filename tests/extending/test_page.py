@@ -1,4 +1,4 @@
-"""docs/extending.md shows the files under test, and commands that parse."""
+"""The pages on extending show the files under test, and commands that parse."""
 
 import re
 import shlex
@@ -11,16 +11,17 @@ from alignment.checks import check
 from alignment.rewards.rules import find_reward
 
 HERE = Path(__file__).parent
-PAGE = (HERE.parents[1] / "docs" / "extending.md").read_text()
+DOCS = HERE.parents[1] / "docs"
+PAGE = "\n".join((DOCS / name).read_text() for name in ("extending.md", "extending_engines.md"))
 COMMANDS = re.findall(r"^    uv run -m alignment\.(\w+) (.*)$", PAGE, re.MULTILINE)
 
 
-def test_the_page_shows_the_files_word_for_word():
+def test_the_pages_show_the_files_word_for_word():
     shown = dict(re.findall(r"^`(my_package/\w+\.py)`\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
     assert shown == {f"my_package/{path.name}": path.read_text() for path in (HERE / "my_package").glob("*.py")}
 
 
-def test_the_page_names_tables_and_tests_that_exist():
+def test_the_pages_name_tables_and_tests_that_exist():
     for table, file in re.findall(r"`([A-Z]+)` in `(\S+)`", PAGE):
         assert re.search(rf"^{table}\b", (HERE.parents[1] / file).read_text(), re.MULTILINE)
     for name, file in re.findall(r"`([A-Z]\w*[a-z])` in `(\S+)`", PAGE):
@@ -30,7 +31,7 @@ def test_the_page_names_tables_and_tests_that_exist():
 
 
 @pytest.mark.parametrize(("command", "flags"), [pair for pair in COMMANDS if pair[0] != "sweep"])
-def test_the_commands_of_the_page_are_accepted(command, flags):
+def test_the_commands_of_the_pages_are_accepted(command, flags):
     kind = {"train_rl": RLArgs, "sft": SFTArgs, "evaluate": EvaluateArgs}[command]
     args = parse(kind, shlex.split(flags))
     task = check(args)
