@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Completions = list[list[Completion]]  # Of each prompt, its completions.
 OnResponseEnd = Callable[[int, str], object] | None  # Called with the number of a response's prompt, and the response's text.
 GRACE = 10.0  # seconds, of the 30 that many schedulers leave a command between SIGTERM and SIGKILL
-FIRST_PIECE = {"cpu": 256, "cuda": 2048}  # responses; a step of a GPU takes as long for few rows as for many
+FIRST_PIECE = {"cpu": 512, "cuda": 2048}  # responses; a step of a GPU takes as long for few rows as for many
 SamplerLost = ProcessLost  # The engine died, hung, or answered what cannot be a completion. A new one may do better.
 
 
