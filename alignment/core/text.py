@@ -125,7 +125,7 @@ class ResponseReader:
         last = token_ids[-1]
         if last in self.end_ids:
             return True
-        if not self._may_complete(last, tuple(stop)):
+        if not stop or not self._may_complete(last, tuple(stop)):
             return False
         most_bytes = max(len(string.encode()) for string in stop)  # and so at most as many tokens
         tail = self._decode(self._seen(token_ids, stop)[-most_bytes - 1 :])

@@ -33,8 +33,8 @@ CPU = torch.device("cpu")
 GIGABYTE = 2**30
 ROOT = Path(__file__).parents[2]
 
-# Kernels that copy from one device to another.
-COPIES = {"aten::copy_", "aten::_to_copy", "aten::_copy_from"}
+# Kernels that copy from one device to another, and one that asks whether that can be.
+COPIES = {"aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::_has_compatible_shallow_copy_type"}
 # Kernels whose indices may be on the CPU where what they index is on a GPU; not the other way round.
 INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 # Kernels beside the elementwise ones that take a number as a tensor of the CPU.
@@ -125,6 +125,7 @@ class Functions(TorchFunctionMode):
             tensor.__array__: self._numpy,
             torch.as_tensor: self._as_tensor,
             torch.mm: self._product,
+            torch.histc: self._histogram,
         }
         self.like_their_tensor = {tensor.new_tensor, tensor.__deepcopy__}
 
@@ -186,6 +187,10 @@ class Functions(TorchFunctionMode):
         if self.claims.of(tensor).type == "cuda":
             raise TypeError(f"can't convert {self.claims.of(tensor)} device type tensor to numpy")
         return torch._C.TensorBase.numpy(tensor, *args, **kwargs)
+
+    def _histogram(self, tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """A histogram of whole numbers, which only GPUs count."""
+        return torch.histc(tensor.float(), *args, **kwargs).to(tensor.dtype)
 
     def _product(self, left: torch.Tensor, right: torch.Tensor, *, out_dtype=None) -> torch.Tensor:
         """A matrix product whose sums are kept in `out_dtype`, which only GPUs have."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from alignment.core.records import SamplingConfig
+from alignment.core.text import ResponseReader
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.packing import OWN_ATTENTION, attention_named
 from alignment.policy.self_check import choose_path
@@ -11,12 +12,6 @@ from alignment.sampling.transformers import TransformersSampler, choose_decoding
 from benchmarks import families
 
 GPU = "cuda:0"
-
-
-class WithoutEnd:
-    """A tokenizer without an end token: every row is decoded to its full length."""
-
-    eos_token_id = None
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +62,8 @@ def test_a_family_computes_on_a_gpu_what_its_own_forward_pass_does(name, figures
 def test_a_family_decodes_on_a_gpu_the_tokens_that_its_own_forward_pass_likes_best(name):
     model = families.family_model(name).to(GPU)
     choose_path(model)
-    sampler = TransformersSampler(model, WithoutEnd(), 64)
-    sampler._eos = set()
+    sampler = TransformersSampler(model, families.NoTokenizer(), 64)
+    sampler.responses = ResponseReader(sampler.tokenizer, ())  # without an end: every row is decoded to its full length
     choose_decoding(sampler)
     torch.manual_seed(2)
     prompts = [torch.randint(3, 64, (length,)).tolist() for length in (11, 4, 1)]
