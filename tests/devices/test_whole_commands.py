@@ -26,6 +26,11 @@ def run_on(gpus: int, folder: Path, warm_start: Path, *flags: str, root: Path = 
     )
 
 
+def mixes_devices(done: subprocess.CompletedProcess) -> bool:
+    """Whether a command says, in an error or in a warning, that tensors of two devices have met."""
+    return any(words in done.stdout + done.stderr for words in ("DeviceMismatch", "same device", "either on cpu or on"))
+
+
 def metrics(folder: Path) -> list[dict]:
     (file,) = folder.glob("*/metrics.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -56,7 +61,7 @@ MACHINES = {
 @pytest.mark.parametrize(("gpus", "flags"), MACHINES.values(), ids=MACHINES)
 def test_what_is_chosen_for_a_machine_trains_as_one_gpu_does(gpus, flags, one_gpu, warm_start, tmp_path):
     done = run_on(gpus, tmp_path, warm_start, *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and not mixes_devices(done), done.stdout + done.stderr
     for ours, expected in zip(metrics(tmp_path), one_gpu, strict=True):
         for name in ("reward", "loss", "grad_norm", "kl", "entropy"):
             assert ours[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
@@ -66,7 +71,7 @@ def test_what_is_chosen_for_a_machine_trains_as_one_gpu_does(gpus, flags, one_gp
 @pytest.mark.parametrize("flags", [["--rollouts", "async", "--max_staleness", "1"], ["--deterministic", "--sampling_top_p", ".9"]])
 def test_other_ways_of_sampling_step_on_two_gpus(flags, warm_start, tmp_path):
     done = run_on(2, tmp_path, warm_start, *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and not mixes_devices(done), done.stdout + done.stderr
 
 
 # What a hurried hand might write: file, flags of the run, and the text that stands there with what replaces it.
@@ -117,5 +122,6 @@ def test_a_planted_mixing_of_devices_is_seen(file, flags, changes, warm_start, t
         text = text.replace(old, new)
     planted.write_text(text)
     done = run_on(2, tmp_path / "runs", warm_start, *flags, root=tmp_path)
-    assert done.returncode != 0
-    assert "Mismatch" in done.stderr or "same device" in done.stderr, done.stderr
+    assert mixes_devices(done), done.stderr
+    # A model whose own layers fail is not given up: it takes the plain path, and one line says why.
+    assert done.returncode != 0 or "slower, and exact" in done.stderr
