@@ -13,7 +13,7 @@ from alignment.args import Args, RLArgs, SFTArgs, configuration, refuse_missing_
 from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import chat_turns, read_template
-from alignment.data.tasks import Task, find_task, own_data, try_rows
+from alignment.data.tasks import Task, check_fields, find_task, own_data, try_rows
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import POLICIES, RANKED
 from alignment.rewards.rules import RULES, Reward, check_reward_name, find_reward, find_rule, try_reward
@@ -33,6 +33,7 @@ def check(args: Args) -> Task:
     """The task that --task names. Raises `UserError` for a task, reward, template, sampler, output
     folder or policy that cannot be."""
     task = find_task(args.task, args.data)
+    check_fields(task)
     check_reward_name(args.reward, task.rules, args.reward_timeout)
     read_template(args.prompt or task.prompt)
     if args.sampler == "vllm_server":
