@@ -92,10 +92,11 @@ def check_rules(args: Args, task: Task, problems: Sequence[Problem]) -> None:
             try_reward(Reward(find_rule(name, args.reward_timeout)), problems[0])
 
 
-def check_output(folder: str | Path) -> None:
-    """Raise `UserError` where `folder`, which may not exist yet, cannot be written, or its disk is full."""
+def check_output(folder: str | Path, name: str = "room") -> None:
+    """Raise `UserError` where `folder`, which may not exist yet, cannot be written, or its disk is full, or where nothing in it
+    can have that `name`."""
     try:
-        try_writing(Path(folder))
+        try_writing(Path(folder), name)
     except OSError as error:
         raise UserError(f"{in_words(error)}: nothing could be saved there; name another folder, or make room") from None
 
@@ -136,7 +137,7 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
     if args.resume:
         resumed_run_name(str(Path(args.sft_base).parent), args.run_name, f"{Path(args.sft_base).name}_unfinished")
     if not args.preview:
-        check_output(Path(args.sft_base).parent)
+        check_output(Path(args.sft_base).parent, Path(args.sft_base).name)
     check_rules(args, task, check_test_split(task, args.dataset_path, args.max_problems))
     if not args.demonstrations:
         try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)

@@ -97,3 +97,22 @@ def test_whatever_a_library_raises_of_the_disk_is_an_os_error_with_the_path(erro
 def test_other_errors_of_a_library_stay_what_they_are():
     with pytest.raises(KeyError), written_by_library(Path("/data/run")):
         raise KeyError
+
+
+def test_a_link_to_nowhere_is_no_place_to_write(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "folder")
+    for folder in (tmp_path / "link", tmp_path / "link" / "below"):
+        with pytest.raises(OSError) as caught:
+            files.try_writing(folder)
+        assert caught.value.filename == str(folder)
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "folder").mkdir()
+    files.try_writing(tmp_path / "link")
+    assert list((tmp_path / "gone" / "folder").iterdir()) == []
+
+
+def test_a_name_that_is_too_long_while_it_is_written_is_found_first(tmp_path):
+    with pytest.raises(OSError) as caught:
+        files.try_writing(tmp_path, "n" * 240)
+    assert caught.value.filename == str(tmp_path / ("n" * 240))
+    files.try_writing(tmp_path, "n" * 100)
