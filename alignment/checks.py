@@ -13,7 +13,7 @@ from alignment.args import Args, RLArgs, SFTArgs, configuration, refuse_missing_
 from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import chat_turns, read_template
-from alignment.data.tasks import Task, find_task, own_data, try_rows
+from alignment.data.tasks import Task, check_fields, find_task, own_data, try_rows
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import POLICIES, RANKED
 from alignment.rewards.rules import RULES, Reward, check_reward_name, find_reward, find_rule, try_reward
@@ -33,6 +33,7 @@ def check(args: Args) -> Task:
     """The task that --task names. Raises `UserError` for a task, reward, template, sampler, output
     folder or policy that cannot be."""
     task = find_task(args.task, args.data)
+    check_fields(task)
     check_reward_name(args.reward, task.rules, args.reward_timeout)
     read_template(args.prompt or task.prompt)
     if args.sampler == "vllm_server":
@@ -91,10 +92,11 @@ def check_rules(args: Args, task: Task, problems: Sequence[Problem]) -> None:
             try_reward(Reward(find_rule(name, args.reward_timeout)), problems[0])
 
 
-def check_output(folder: str | Path) -> None:
-    """Raise `UserError` where `folder`, which may not exist yet, cannot be written, or its disk is full."""
+def check_output(folder: str | Path, name: str = "room") -> None:
+    """Raise `UserError` where `folder`, which may not exist yet, cannot be written, or its disk is full, or where nothing in it
+    can have that `name`."""
     try:
-        try_writing(Path(folder))
+        try_writing(Path(folder), name)
     except OSError as error:
         raise UserError(f"{in_words(error)}: nothing could be saved there; name another folder, or make room") from None
 
@@ -135,7 +137,7 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
     if args.resume:
         resumed_run_name(str(Path(args.sft_base).parent), args.run_name, f"{Path(args.sft_base).name}_unfinished")
     if not args.preview:
-        check_output(Path(args.sft_base).parent)
+        check_output(Path(args.sft_base).parent, Path(args.sft_base).name)
     check_rules(args, task, check_test_split(task, args.dataset_path, args.max_problems))
     if not args.demonstrations:
         try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)

@@ -49,7 +49,7 @@ def main() -> None:
     if output.exists():
         raise UserError(f"--output {output} exists already: delete it, or name another file")
     task = check(args)
-    check_output(output.parent)
+    check_output(output.parent, output.name)
     roles_of(args)
     check_model_path(args.model, "--model")
     check_rules(args, task, check_training_split(task, args.dataset_path))

@@ -128,7 +128,12 @@ class ResponseReader:
         if not stop or not self._may_complete(last, tuple(stop)):
             return False
         most_bytes = max(len(string.encode()) for string in stop)  # and so at most as many tokens
-        tail = self._decode(self._seen(token_ids, stop)[-most_bytes - 1 :])
+        seen = self._seen(token_ids, stop)
+        tail = self._decode(seen[-most_bytes - 1 :])
+        # A run of byte tokens is decoded as a whole: one that is cut within a character is read as
+        # other characters, also behind it.
+        if "\ufffd" in tail:
+            tail = self._decode(seen)
         return any(string in tail for string in stop)
 
     def _has_last_letter(self, token: int, stop: tuple[str, ...]) -> bool:

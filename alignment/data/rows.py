@@ -28,6 +28,12 @@ from alignment.system.files import read_text
 Rows = Iterable[tuple[str, dict]]
 # What a data set's description may say of its files; where it says more, the library reads them.
 UNDERSTOOD = set("name version data_dir data_files description features sep delimiter".split())
+# How a CSV file is cut into cells. What cells mean, such as a decimal comma, is beside these.
+SHAPE_OF_CSV = set(
+    "header names column_names index_col usecols skipinitialspace skiprows nrows skip_blank_lines"
+    " lineterminator quotechar quoting escapechar comment encoding dialect skipfooter doublequote"
+    " engine memory_map encoding_errors on_bad_lines".split()
+)
 
 
 class WrittenNumber(float):
@@ -187,6 +193,20 @@ def csv_rows(file: Path, delimiter: str = ",") -> Rows:
         raise UserError(f"{file}:{reader.line_num + 1}: not CSV ({error})") from None
 
 
+def described_csv_rows(file: Path, options: Mapping[str, object]) -> Rows:
+    """The rows of a CSV file, all cells as text, by `options` of pandas. Raises `UserError` where
+    pandas cannot read it."""
+    import pandas  # which the library `datasets` brings
+
+    options = {**options, "dtype": str, "keep_default_na": False, "na_filter": False}
+    del options["chunksize"]
+    try:
+        table = pandas.read_csv(file, **options)
+    except (ValueError, TypeError, LookupError) as error:
+        raise UserError(f"{file}: not CSV as its data set describes it ({error})") from None
+    return numbered(file, [dict(row) for row in table.to_dict("records")])
+
+
 def parquet_rows(file: Path) -> Rows:
     """The rows of a Parquet file. Raises `UserError` where it cannot be read as such."""
     if not find_spec("pyarrow"):
@@ -310,7 +330,11 @@ def _splits(name: str, *subset: str, **options: str) -> Mapping[str, Iterable[di
         "json": json_rows,
         "parquet": parquet_rows,
     }
-    if builder.name not in readers or _says_more(config) or len(separator) != 1:
+    known = UNDERSTOOD
+    if builder.name == "csv" and (_says_more(config, UNDERSTOOD) or len(separator) != 1):
+        known = UNDERSTOOD | SHAPE_OF_CSV
+        readers["csv"] = partial(described_csv_rows, options=config.pd_read_csv_kwargs)
+    if builder.name not in readers or _says_more(config, known):
         loaded = datasets.load_dataset(name, *subset, **options)
         return {
             split: list(table_rows(part.with_format("arrow")[:])) for split, part in loaded.items()
@@ -338,9 +362,9 @@ class _RowsOfFiles:
                 yield row
 
 
-def _says_more(config: object) -> bool:
-    """Whether a data set's description says of its files what our readers do not know, such as
-    other names of columns."""
+def _says_more(config: object, known: set[str]) -> bool:
+    """Whether a data set's description says more of its files than what is `known`, such as other
+    names of columns."""
     usual = type(config)()
-    names = {field.name for field in dataclasses.fields(config)} - UNDERSTOOD
+    names = {field.name for field in dataclasses.fields(config)} - known
     return any(getattr(config, name) != getattr(usual, name) for name in names)

@@ -101,7 +101,7 @@ def load_tokenizer(model_path: str):
         fault += ", so that what is drawn of the others has no text"
         remedy = "copy the model's own tokenizer files there, or cut its embeddings"
         raise UserError(f"--model {model_path}: {fault}; {remedy} (resize_token_embeddings)")
-    listed = _listed_ends(model_path, config)
+    listed = _listed_ends(model_path, load_generation_config(model_path), config)
     if listed and tokenizer.eos_token_id not in listed:
         ours = f"{tokenizer.eos_token} ({tokenizer.eos_token_id})"
         theirs = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in sorted(listed))
@@ -112,14 +112,32 @@ def load_tokenizer(model_path: str):
 
 def load_end_ids(model_path: str, tokenizer) -> frozenset[int]:
     """The ids that end a response of the model of that folder or hub name (`end_token_ids`)."""
-    return end_token_ids(tokenizer, _listed_ends(model_path, _load(AutoConfig.from_pretrained, model_path)))
+    config = _load(AutoConfig.from_pretrained, model_path)
+    return end_token_ids(tokenizer, _listed_ends(model_path, load_generation_config(model_path), config))
 
 
-def _listed_ends(model_path: str, config) -> set[int]:
-    """The `eos_token_id`s of the model's generation_config.json, or of its configuration where it has none."""
-    defaults = load_generation_config(model_path) or config
-    listed = getattr(defaults, "eos_token_id", None)
-    return set(listed if isinstance(listed, list) else [listed]) - {None}
+def end_ids_of(model: PreTrainedModel, tokenizer) -> frozenset[int]:
+    """The ids that end a response of a model that is loaded, as `load_end_ids`."""
+    return end_token_ids(tokenizer, _listed_ends(model.name_or_path, model.generation_config, model.config))
+
+
+def _listed_ends(model_path: str, generation: GenerationConfig | None, config) -> set[int]:
+    """The `eos_token_id`s of the model's generation_config.json, or of its configuration where that names none; less those that
+    cannot be drawn, for which there is no embedding. Raises `UserError` for what is no id."""
+    listed = getattr(generation, "eos_token_id", None)
+    if listed in (None, []):
+        listed = getattr(config, "eos_token_id", None)
+    several = listed if isinstance(listed, list | tuple) else [listed]
+    ends = set()
+    for number in several:
+        if number is None:
+            continue
+        if type(number) is not int:
+            fault = f"its configuration names the eos_token_id {number!r}, which is no token id"
+            raise UserError(f"--model {model_path}: {fault}; correct its generation_config.json or config.json")
+        if 0 <= number < config.get_text_config().vocab_size:
+            ends.add(number)
+    return ends
 
 
 def check_token_ids(tokenizer, vocabulary: int, rows: Iterable[tuple[str, Sequence[int]]]) -> None:

@@ -4,9 +4,9 @@ import asyncio
 import functools
 import inspect
 import json
-import math
 import os
 import pkgutil
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -70,9 +70,10 @@ class UsersFunction:
         return [None if value is None else self._number(value) for value in values]
 
     def _number(self, value: object) -> float:
-        if isinstance(value, int | float) and math.isfinite(value):
+        # Rewards are floats: a whole number beyond them is no reward, and has no `isfinite`.
+        if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
             return value
-        raise self._fault(f"gave {value!r}, which is no number")
+        raise self._fault(f"gave {repr(value)[:100]}, which is no number")
 
     def _fault(self, fault: str) -> RunStopped:
         return RunStopped(f"--reward {self.name}: {fault}")

@@ -230,7 +230,7 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
                 kept = f"its checkpoint of step {step} is whole" if step else kept
             message = f"{in_words(error)}. The run {run.path} has stopped; {kept}; when that is mended: {run.resume_command}"
             raise RunStopped(message) from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = failure_of_users_code(error)
             if failure is None:
                 raise

@@ -163,7 +163,8 @@ def claim_run_folder(output_dir: str, run_name: str, default: str, arguments: Re
                     write_args(building, arguments, seeds)
                 return path
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another command has just made it
+            made_meanwhile = error.errno in (errno.ENOTEMPTY, errno.EEXIST) and path.exists()
+            if not made_meanwhile:  # by another command; a link to nowhere above it gives the same number
                 raise
     refuse_taken_name(output_dir, run_name)
 

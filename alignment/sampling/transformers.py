@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from alignment.core.records import Completion, SamplingConfig
-from alignment.core.text import ResponseReader, end_token_ids
+from alignment.core.text import ResponseReader
 from alignment.policy.attention import soft_capped
 from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
-from alignment.policy.loading import copy_weights, first_device, load_model, mlp_width
+from alignment.policy.loading import copy_weights, end_ids_of, first_device, load_model, mlp_width
 from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
 from alignment.policy.memory import CACHE_BYTES, key_value_bytes
 from alignment.policy.packing import OWN_ATTENTION, attention_by_layout, attention_named, pack, takes_plain_path
@@ -47,7 +47,7 @@ class TransformersSampler:
         self.policy_version, self.restarts, self.dtype = policy_version, 0, model.dtype
         self.plain_path = takes_plain_path(model)
         self._device = first_device(model)
-        self.responses = ResponseReader(tokenizer, end_token_ids(tokenizer, model.generation_config.eos_token_id))
+        self.responses = ResponseReader(tokenizer, end_ids_of(model, tokenizer))
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         copy_weights(self.model, named_tensors)

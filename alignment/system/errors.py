@@ -48,8 +48,10 @@ def _is_named(frame_and_line: tuple) -> bool:
 def in_one_line(error: BaseException) -> str:
     """The error's class, the beginning of its message, and where in the user's own code it was raised, if there."""
     place = place_in_users_code(error)
-    said = " ".join(str(error).split())[:1000]
-    return f"{type(error).__name__}: {said}" + (f" ({place})" if place else "")
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"
+    if isinstance(error, SystemExit):
+        said = f"it has called sys.exit({error})"
+    return said + (f" ({place})" if place else "")
 
 
 def failure_of_users_code(error: BaseException) -> UsersCodeFailed | None:
@@ -79,7 +81,7 @@ def in_words(error: BaseException) -> str:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. `UserError` and OSError become one line on stderr and exit code 2, `RunStopped` exit code 1;
     Ctrl-C exits with 130, SIGTERM with 143. An OSError (such as a full disk) is the user's to correct: it names the path. So is
-    an error that code of the user's own raises: it names the line."""
+    an error that code of the user's own raises, and its sys.exit: it names the line."""
     try:
         with interruptible():
             main()
@@ -87,6 +89,12 @@ def run_command(main: Callable[[], None]) -> None:
     except (UserError, OSError) as error:
         print(f"error: {' '.join(in_words(error).split())}", file=sys.stderr)
         sys.exit(error.code if isinstance(error, UserError) else 2)
+    except SystemExit as error:
+        failure = failure_of_users_code(error)
+        if failure is None:
+            raise
+        print(f"error: {failure}", file=sys.stderr)
+        sys.exit(failure.code)
     except (Interrupted, Exception) as error:
         stop = error if isinstance(error, Interrupted) else received_signal()  # a library may make another of it
         if stop is None and type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it

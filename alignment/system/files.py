@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, checksums of a folder's files, and the lock of a run folder."""
 
+import errno
 import glob
 import hashlib
 import json
@@ -255,17 +256,19 @@ def written_by_library(path: Path, shown: Path | None = None) -> Iterator[None]:
 NEEDED_BYTES = 2**20  # without which on a disk nothing is begun
 
 
-def try_writing(folder: Path) -> None:
+def try_writing(folder: Path, name: str = "room") -> None:
     """Write a file of `NEEDED_BYTES` into `folder`, or into the nearest folder above it that exists, and remove it. Raises OSError
-    with the folder's name where that fails: it is read-only, its disk is full, or a quota is reached."""
-    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    file = _temporary_path(above / "room")
+    with the folder's name where that fails: it is read-only, its disk is full, or a quota is reached; or with the whole path where
+    a file or folder of that `name` would have too long a one while it is written."""
+    # A link to nowhere is there, though it does not `exist`: no folder can be made in its place.
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    file = _temporary_path(above / name)
     try:
         with naming(folder):
             file.write_bytes(os.urandom(NEEDED_BYTES))  # zeros take no room on a disk that compresses
             flush(file)
     except OSError as error:
-        error.filename = str(folder)
+        error.filename = str(folder / name if error.errno == errno.ENAMETOOLONG else folder)
         raise
     finally:
         with suppress(OSError):

@@ -44,7 +44,7 @@ def try_loss(name: str, config: LossConfig) -> None:
             with warnings.catch_warnings(action="ignore"):
                 fault = next(faults(config, trial), "")
             fault += definition(loss.function) if fault else ""
-        except Exception as error:  # the user's function may raise anything
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
             fault = in_one_line(error)
         if fault:
             raise UserError(
@@ -55,7 +55,12 @@ def try_loss(name: str, config: LossConfig) -> None:
 def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:
     """What is wrong with the loss of made-up responses, as words that follow its name."""
     inputs = made_up_inputs(config, trial)
+    before = {name: value.detach().clone() for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
     returned = config.loss.function(inputs)
+    # Other losses, later steps and what is logged read the same tensors.
+    for name, value in before.items():
+        if not torch.equal(getattr(inputs, name), value):
+            yield f"it writes into its inputs ({name}): give what it computes a tensor of its own"
     if not isinstance(returned, tuple) or len(returned) != 2:
         yield f"it returns {described(returned)}, not (loss of every token, what to log of every token)"
     loss_BT, logged = returned
@@ -111,7 +116,7 @@ def described(value: object) -> str:
     """A value in a few words: a tensor's shape and type, else what it is."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {list(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
-    return f"{type(value).__name__} ({str(value)[:60]})"
+    return f"{type(value).__name__} ({' '.join(str(value).split())[:60]})"
 
 
 def definition(function: object) -> str:

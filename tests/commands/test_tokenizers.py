@@ -4,8 +4,10 @@ weights that could load."""
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from small_tokenizers import (
     adding,
     byte_level,
@@ -20,10 +22,11 @@ from alignment import evaluate, rejection_sample, sft, train_rl
 from alignment.args import RLArgs, SFTArgs, from_preset
 from alignment.core.records import Problem
 from alignment.models import encode_demonstrations, longest_row
-from alignment.policy.loading import load_end_ids, load_tokenizer
+from alignment.policy.loading import load_end_ids, load_model, load_tokenizer
 from alignment.rollouts.config import training_problems
 from alignment.rollouts.source import open_source
 from alignment.sampling.sampler import encode_prompts
+from alignment.sampling.transformers import TransformersSampler
 from alignment.system import terminal
 from alignment.system.errors import UserError
 from alignment.training.sft import tokenise
@@ -178,6 +181,39 @@ def test_another_eos_than_the_configurations_is_said_once(made, run):
 def test_an_eos_that_the_configuration_lists_needs_no_words(made, run, listed):
     made(wrapped(byte_level(), True), eos_token_id=listed)
     assert run(evaluate, "--preview", "1").err == ""
+
+
+def name_ends(folder: str, listed: object) -> None:
+    """Have a model's generation_config.json name `listed` as its eos_token_id."""
+    text = json.dumps({"temperature": 0.6, "do_sample": True, "eos_token_id": listed})
+    (Path(folder) / "generation_config.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("listed", "ends"),
+    [
+        (None, {2, 5, 7}),  # where the defaults of sampling name none, the configuration's count
+        ([], {2, 5, 7}),
+        ([9], {2, 9}),
+        ([2, -1, 99_999], {2}),  # what has no embedding is never drawn
+    ],
+)
+def test_ends_are_the_generation_configs_else_the_configurations(made, listed, ends):
+    tokenizer = wrapped(byte_level(), True)
+    folder = save_model(Path(made(tokenizer)).with_name("whole"), tokenizer, eos_token_id=[5, 7])
+    name_ends(folder, listed)
+    assert load_end_ids(folder, tokenizer) == ends
+    model = load_model(folder, ("cpu",), torch.float32)
+    sampler = TransformersSampler(model, tokenizer, 256)
+    assert sampler.responses.end_ids == ends
+
+
+@pytest.mark.parametrize("listed", ["2", True, 2.0, [[2]], {"a": 2}])
+def test_what_is_no_token_id_ends_nothing_and_is_refused(made, run, listed):
+    name_ends(made(wrapped(byte_level(), True)), listed)
+    message = f"names the eos_token_id {listed[0] if isinstance(listed, list) else listed!r}, "
+    with pytest.raises(UserError, match=re.escape(message)):
+        run(evaluate, "--preview", "1")
 
 
 # --- tokens without an embedding ------------------------------------------------------------------

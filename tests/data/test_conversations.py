@@ -187,6 +187,12 @@ def test_what_would_be_lost_is_refused(template, row, message, shown):
         ("Assistant:", "<think>\nI add.", "<think>\nI add."),
         ("say <think> first.", "<think>\nI add.", "<think>\nI add."),
         ("a </think>", "</think> b", "</think> b"),
+        ("P:<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n22", "22"),  # where thinking is off
+        ("P:<think>\n\n</think>\n\n", "<think>\nI add.\n</think>22", "<think>\nI add.\n</think>22"),
+        ("P: <|think|>", "<|think|>I add.", "I add."),
+        ("P: \u25c1think\u25b7", "\u25c1think\u25b7I add.\u25c1/think\u25b7", "I add.\u25c1/think\u25b7"),
+        ("<|start|><|channel|>analysis<|message|>", "<|channel|>analysis<|message|>I", "I"),
+        ("<think>I add.</think> <answer>", "<answer> 5", " 5"),
     ],
 )
 def test_a_tag_that_ends_the_prompt_is_not_trained_again(prompt, response, trained):
@@ -230,6 +236,38 @@ def test_messages_of_weight_0_are_context_only(shown, tmp_path, capsys):
     assert texts[0][0] == f"[user]Q{END}[assistant]bad{END}[user]Again?{END}[assistant]"
     err = capsys.readouterr().err
     assert err == f"{tmp_path}/rows.jsonl: 4 messages of weight 0: context only, not trained\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (
+            {"messages": [ASKED, said("assistant", "R", train=False), ASKED, said("assistant", "R2")]},
+            'messages have "train": not read, and no message is left out for it',
+        ),
+        (
+            {"messages": [said("user", "Q", name="A"), said("assistant", "R", loss_mask=0, weight=1)]},
+            'messages have "loss_mask", "name": not read, and no message is left out for it',
+        ),
+        (
+            {"question": "Q", "response": "R", "reasoning": "I add.", "weight": 0},
+            'rows have "weight", "reasoning": not read, the response is trained as it stands;'
+            " messages can have thoughts and weights",
+        ),
+        (
+            {"prompt": [ASKED], "completion": [said("assistant", "R")], "reasoning_content": "I add."},
+            'rows have "reasoning_content": not read, the response is trained as it stands;'
+            " messages can have thoughts and weights",
+        ),
+        ({"question": "Q", "response": "R", "id": 7, "thinking": None}, None),
+    ],
+)
+def test_keys_that_may_say_what_is_trained_and_are_not_read_are_said(
+    row, line, shown, tmp_path, capsys
+):
+    shown(PLAIN, row)
+    expected = f"{tmp_path}/rows.jsonl: {line}\n" if line else ""
+    assert capsys.readouterr().err == expected
 
 
 TWO = {"messages": [ASKED, said("assistant", "R"), said("user", "Q2"), said("assistant", "R2")]}

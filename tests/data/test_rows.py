@@ -208,8 +208,14 @@ def test_a_folder_of_compressed_files_is_read_likewise(kind, tmp_path):
     ("options", "text", "answer"),
     [
         ('sep: ";"', "question;answer\nQ?;None\n", "None"),
-        # Our reader knows no headings but a file's own: the library reads this one.
-        ("names: [question, answer]\n  header: null", "Q?,7\n", "7"),
+        ("names: [question, answer]\n  header: null", "Q?,007\n", "007"),
+        ("column_names: [question, answer]", "Q?,9007199254740993.50\n", "9007199254740993.50"),
+        ("names: [question, answer]", "Q?,None\n", "None"),
+        ("skiprows: 1", "# sums\nquestion,answer\nQ?,1e5\n", "1e5"),
+        ("quotechar: \"'\"", "question,answer\nQ?,'1,000'\n", "1,000"),
+        ('comment: "#"', "question,answer\n# sums\nQ?,0.10\n", "0.10"),
+        # What cells mean is the library's to say.
+        ("sep: ';'\n  decimal: ','", "question;answer\nQ?;1,5\n", "1.5"),
     ],
 )
 def test_what_a_folders_card_says_of_its_files_is_heard(options, text, answer, tmp_path):
@@ -219,6 +225,15 @@ def test_what_a_folders_card_says_of_its_files_is_heard(options, text, answer, t
     (tmp_path / "a.csv").write_text(text)
     [row] = hub_splits("--task", "", str(tmp_path))["train"]
     assert (row["question"], str(row["answer"])) == ("Q?", answer)
+
+
+def test_a_file_that_is_not_as_its_card_says_is_one_line(tmp_path):
+    pytest.importorskip("datasets")
+    card = '---\nconfigs:\n- config_name: default\n  data_files: "a.csv"\n  usecols: [gold]\n---\n'
+    (tmp_path / "README.md").write_text(card)
+    (tmp_path / "a.csv").write_text("question,answer\nQ?,7\n")
+    with pytest.raises(UserError, match="a.csv: not CSV as its data set describes it .*gold"):
+        list(hub_splits("--task", "", str(tmp_path))["train"])
 
 
 def test_a_data_set_in_the_hubs_cache_is_read_from_its_files(tmp_path, monkeypatch):

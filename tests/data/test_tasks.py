@@ -1,12 +1,13 @@
 """Tasks by name, and of the user's own."""
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from alignment.core.records import Problem
-from alignment.data.tasks import TASKS, Task, find_task
+from alignment.data.tasks import TASKS, Task, check_fields, find_task
 from alignment.system.errors import UserError
 
 
@@ -20,3 +21,15 @@ def test_a_task_is_one_of_the_table_or_the_users_own(monkeypatch):
         UserError, match="^--task gsm: there is no such task; choose one of arithmetic, gsm8k, svamp, countdown, "
     ):
         find_task("gsm")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("stop", "</answer>"), ("stop", ("",)), ("stop", (7,)), ("rules", "r1_zero"), ("rules", ()), ("stop", None)],
+)
+def test_rules_and_stop_strings_are_texts(field, value):
+    """Of the text "</answer>" alone each letter would end a response."""
+    task = dataclasses.replace(TASKS["arithmetic"], **{field: value})
+    with pytest.raises(UserError, match=f"^--task arithmetic: its {field} are .*, and must be a tuple of texts"):
+        check_fields(task)
+    check_fields(dataclasses.replace(TASKS["arithmetic"], stop=(), rules=["r1_zero"]))

@@ -35,6 +35,10 @@ BAD = {  # body of the loss -> what the line says of it, and whether it has the 
     "return 0.0, {}": "its loss is float (0.0), and must be a tensor of [4, 5]",
     "return new * float('nan'), {}": "its loss is not finite (",
     "return (new - new).sqrt() * weight, {}": "its gradient is not finite (",
+    "return [-weight * new, {}]": "it returns list ([tensor([[",
+    "import sys; sys.exit(0)": "it has called sys.exit(0) (",
+    "weight.add_(1); return -weight * new, {}": "it writes into its inputs (advantages): ",
+    "mask.fill_(True); return -weight * new, {}": "it writes into its inputs (mask): ",
     "return -weight * new, None": "what it logs is NoneType (None), and must be a dict of tensors (",
     "return -weight * new, {'ratio': (new - old).exp().detach()}": "it logs one of 'ratio' and 'clipped', which go together (",
     "return -weight * new, {'ratio': new.detach(), 'clipped': 0 * new}": "what it logs as 'clipped' is a tensor of [4, 5], float",
@@ -73,7 +77,7 @@ def test_a_loss_that_cannot_work_is_refused(body, own):
     with pytest.raises(UserError) as caught:
         tried(f"{module}:loss")
     assert str(caught.value).startswith(f"--loss_type {module}:loss: {BAD[body]}")
-    raised = "Error" in BAD[body].partition(":")[0]
+    raised = "Error" in BAD[body].partition(":")[0] or "sys.exit" in body
     assert f" ({file}:{6 if raised else 4}). This was for four responses, made up; docs/" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -117,16 +121,20 @@ def test_the_command_says_it_before_a_model_loads(own, rl_flags, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["package"]
 
 
-def test_a_loss_that_fails_in_a_run_stops_it_in_one_line_and_saves(own, rl_flags, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [("raise KeyError('rare')", "KeyError: 'rare'"), ("import sys; sys.exit(0)", "it has called sys.exit(0)")],
+)
+def test_a_loss_that_fails_in_a_run_stops_it_in_one_line_and_saves(statement, said, own, rl_flags, tmp_path, monkeypatch, capsys):
     """As where it is wrong for some data alone: exit code 2, which a sweep does not try again."""
-    text = f"{HEAD}    if len(calls) == 9:\n        raise KeyError('rare')\n    calls.append(1)\n    return -weight * new, {{}}\n"
+    text = f"{HEAD}    if len(calls) == 9:\n        {statement}\n    calls.append(1)\n    return -weight * new, {{}}\n"
     module, file = own(f"calls = []\n{text}")
     small = ["--loss_type", f"{module}:loss", "--train_mini_batch_size", "0", "--micro_batch_tokens", "100000", "--num_steps", "9"]
     calls = 6  # of the three trials
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)  # one micro-batch a step
     assert exit_code(monkeypatch, train_rl.main, "alignment.train_rl", *rl_flags, *small) == 2
     printed = capsys.readouterr()
-    assert printed.err.splitlines()[-1] == f"error: KeyError: 'rare' ({file}:8)"
+    assert printed.err.splitlines()[-1] == f"error: {said} ({file}:8)"
     (run,) = tmp_path.glob("tiny_own_*")
     done = len(read_jsonl(run / "metrics.jsonl"))
     assert done == 9 - calls and (run / f"step_{done:06d}" / "manifest.sha256.json").exists()
@@ -170,6 +178,7 @@ task = dataclasses.replace(evens.task, rules=(f"{{__name__}}:rule",))
         ("return dict.fromkeys(('reward', 'format_reward', 'answer_reward'), float('nan'))", "which is no number"),
         ("return None", "gave None; a rule gives"),
         ("import sys; sys.exit(3)", "sys.exit(3)"),
+        ("return dict.fromkeys(('reward', 'format_reward', 'answer_reward'), 10**400)", "000, which is no number"),
     ],
 )
 def test_an_evaluation_tries_a_rule_of_the_users_own_before_a_model_loads(body, said, own, tmp_path, monkeypatch, capsys):

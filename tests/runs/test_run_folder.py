@@ -78,3 +78,10 @@ def test_a_run_is_found_again_by_the_default_name_that_it_got(tmp_path):
         assert path == tmp_path / f"tiny_file-a-b_seed0{number}"
     assert sorted(tmp_path.iterdir()) == [tmp_path / "tiny_file-a-b_seed0", tmp_path / "tiny_file-a-b_seed0-2"]
     assert resumed_run_name(str(tmp_path), "", "tiny_file:/a/b_seed0") == "tiny_file-a-b_seed0-2"
+
+
+@pytest.mark.timeout(20)
+def test_no_number_is_sought_for_ever_below_a_link_to_nowhere(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileExistsError):
+        claim_run_folder(str(tmp_path / "link"), "", "run", {}, {})

@@ -107,3 +107,22 @@ def test_the_path_that_is_named_is_the_folders_own_and_not_the_hidden_one(error,
     said = in_words(caught.value)
     assert f"{tmp_path}/step_000003/weights: full" in said or f"{tmp_path}/step_000003/weights could not be written: full" in said
     assert said.startswith(f"{tmp_path}/step_000003") and ".tmp" not in said
+
+
+def test_a_link_to_nowhere_is_no_place_to_write(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "folder")
+    for folder in (tmp_path / "link", tmp_path / "link" / "below"):
+        with pytest.raises(OSError) as caught:
+            files.try_writing(folder)
+        assert caught.value.filename == str(folder)
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "folder").mkdir()
+    files.try_writing(tmp_path / "link")
+    assert list((tmp_path / "gone" / "folder").iterdir()) == []
+
+
+def test_a_name_that_is_too_long_while_it_is_written_is_found_first(tmp_path):
+    with pytest.raises(OSError) as caught:
+        files.try_writing(tmp_path, "n" * 240)
+    assert caught.value.filename == str(tmp_path / ("n" * 240))
+    files.try_writing(tmp_path, "n" * 100)

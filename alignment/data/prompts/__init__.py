@@ -15,6 +15,10 @@ from alignment.system.terminal import say_once
 
 Messages = Sequence[Mapping[str, str]]  # with "role" and "content", as a chat template takes them
 
+# <think>, [THINK], <|channel|>, \u25c1think\u25b7
+OPENING_TAG = re.compile(r"<\|?[A-Za-z]\w*\|?>|\[[A-Za-z]\w*\]|\u25c1\w+\u25b7")
+LONGEST_REPETITION = 200  # characters of a prompt's end
+
 _files = lambda kind: sorted(Path(__file__).parent.glob(f"*.{kind}"))
 PROMPTS, CHATS = ({file.stem: file.read_text(encoding="utf-8") for file in _files(kind)} for kind in ("prompt", "chat"))
 
@@ -81,12 +85,15 @@ def trained_response(problem: Problem, response: str, tokenizer) -> str:
 
 
 def without_repeated_tag(prompt: str, response: str) -> str:
-    """The response, without the opening tag that it begins with where the prompt ends with the same
-    one, such as <think>."""
-    ending = re.search(r"(<\w+>|\[\w+\])(\s*)$", prompt)
-    if not ending or not response.lstrip().startswith(ending[1]):
-        return response
-    return response.lstrip().removeprefix(ending[1]).removeprefix(ending[2])
+    """The response without its beginning where that repeats the prompt's end from an opening tag
+    on, such as <think>, or an empty thought, <think></think>."""
+    begun = response.lstrip()
+    for tag in OPENING_TAG.finditer(prompt, max(0, len(prompt) - LONGEST_REPETITION)):
+        ending = prompt[tag.start() :]
+        words = ending.rstrip()
+        if begun.startswith(words):
+            return begun.removeprefix(words).removeprefix(ending[len(words) :])
+    return response
 
 
 def _rendered_response(problem: Problem, thoughts: Sequence[str], tokenizer) -> str:

@@ -71,6 +71,16 @@ def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008
     return find("--task", name, TASKS)
 
 
+def check_fields(task: Task) -> None:
+    """Raise `UserError` where the rules or stop strings of a task of the user's own are no texts: of one text alone, each letter
+    would be one, and an empty one ends every response."""
+    for field in ("rules", "stop"):
+        value = getattr(task, field)
+        listed = isinstance(value, tuple | list) and all(isinstance(text, str) and text for text in value)
+        if not listed or field == "rules" and not value:
+            raise UserError(f"--task {task.name}: its {field} are {value!r}, and must be a tuple of texts, none of them empty")
+
+
 def try_rows(task: Task, kind: Literal["problems", "demonstrations"], split: Split, *arguments) -> None:
     """Ask a task for its rows of a split. Raises `UserError` where the user's own function fails, and where what it gives is no
     list of `Problem`, or of (`Problem`, response). Of our own tasks and readers nothing is asked."""

@@ -33,6 +33,10 @@ Demonstration = tuple[Problem, str]  # a problem and a response to it; a problem
 # Keys under which messages hold what comes before their "content".
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 UNTRAINABLE = ("tool_calls", "function_call")
+# All keys of messages that are read.
+OF_MESSAGES = ("role", "content", "weight", *THOUGHTS, *UNTRAINABLE)
+# Keys of rows that say something of what is to be trained, if they stand in messages.
+MISPLACED = ("weight", *THOUGHTS)
 
 
 @dataclass(frozen=True)
@@ -165,12 +169,31 @@ def read_demonstrations(*files: str) -> list[Demonstration]:
             kept, left_out = _demonstrations(place, row)
             shown += kept
             weightless += left_out
+        _warn_of_keys(file, [row for _, row in rows])
         if weightless:
             messages = "1 message" if weightless == 1 else f"{weightless} messages"
             say_once(f"{file}: {messages} of weight 0: context only, not trained")
         texts = (text for place, row in rows for text in _demonstrated_texts(place, row))
         warn_of_misread_latex(texts)
     return shown
+
+
+def _warn_of_keys(file: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Say which keys of messages are not read, as one may mean what is trained; and which of rows
+    would be read in a message."""
+    unread = {}
+    for row in rows:
+        for column in ("messages", "prompt", "completion"):
+            for message in row[column] if isinstance(row.get(column), list) else ():
+                unread |= dict.fromkeys(set(message) - {*OF_MESSAGES})
+    if unread:
+        names = ", ".join(f'"{name}"' for name in sorted(unread))
+        say_once(f"{file}: messages have {names}: not read, and no message is left out for it")
+    misplaced = [name for name in MISPLACED if any(row.get(name) is not None for row in rows)]
+    if misplaced:
+        names = ", ".join(f'"{name}"' for name in misplaced)
+        remedy = "the response is trained as it stands; messages can have thoughts and weights"
+        say_once(f"{file}: rows have {names}: not read, {remedy}")
 
 
 def _demonstrated_texts(place: str, row: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:

@@ -24,19 +24,32 @@ from alignment.rewards.grading.text import TABLES, normalise
 # A longer text is not read but compared as it stands, for reading takes the square of its length.
 READ_CHARS = 400
 _SIGN = re.compile(r"\\(?P<box>boxed|fbox)(?![A-Za-z])\s*(?P<braced>\{)?|\\.|[{}]", re.DOTALL)
+# What separates a formula from the sentence around it: words, but no commands, and signs between
+# sentences.
+_WORD = re.compile(r"\\[A-Za-z]+|(?P<word>[A-Za-z]{2,}|[\u3040-\u30ff\u4e00-\u9fff]|[.,:;?!](?=\s)|\n)")
+_CONDITION = re.compile(r"(?i:for|when|if|where|with|since|because|as|at) ")
 _TURNING = frozenset(TABLES["turning_words"].split())
 
 
 @dataclass(frozen=True)
 class Boxes:
     """A text with its outermost boxes: `opened` is the text without the signs of boxes, `contents`
-    what each box holds, `gaps` the text before each, back to the one before, and `rest` all text
-    outside of boxes."""
+    what each box holds, and `outside` the text before each, back to the one before, and the text
+    behind the last."""
 
     opened: str
     contents: tuple[str, ...] = ()
-    gaps: tuple[str, ...] = ()
-    rest: str = ""
+    outside: tuple[str, ...] = ()
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """The text before each box, without white space around it."""
+        return tuple(text.strip() for text in self.outside[:-1])
+
+    @property
+    def rest(self) -> str:
+        """All text outside of boxes."""
+        return " ".join(text.strip() for text in self.outside)
 
 
 def has_box(text: str) -> bool:
@@ -69,15 +82,18 @@ def find_boxes(text: str) -> Boxes:
                 contents.append(slice(content, start))
     if open_boxes or not contents:
         return Boxes(text)
+    starts = [*(content.start for content in contents), len(text)]
     ends = [0, *(content.stop for content in contents)]
-    outside = [slice(end, content.start) for end, content in zip(ends, contents, strict=False)]
-
-    def part(place: slice) -> str:
-        return "".join(characters[place]).strip()
-
-    gaps = tuple(map(part, outside))
-    rest = " ".join([*gaps, part(slice(ends[-1], None))])
-    return Boxes("".join(characters).strip(), tuple(map(part, contents)), gaps, rest)
+    held = tuple("".join(characters[content]).strip() for content in contents)
+    outside = []
+    for k, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        between = "".join(characters[end:start])
+        if k > 0:
+            between = between.removeprefix(" ")  # which stands for the brace that closes a box
+        if k < len(contents):
+            between = between.removesuffix(" ")  # which stands for the sign that opens one
+        outside.append(between)
+    return Boxes("".join(characters).strip(), held, tuple(outside))
 
 
 @lru_cache(maxsize=10_000)
@@ -91,7 +107,7 @@ def stated(text: str) -> str:
         return text
     if len(boxes.contents) > 1:
         return _of_several(boxes)
-    return boxes.opened if _is_one_answer(boxes) else boxes.contents[0]
+    return boxes.opened if _is_one_answer(boxes) else _in_formula(boxes, 0)
 
 
 def boxed_answer(text: str) -> str:
@@ -106,7 +122,10 @@ def boxed_answer(text: str) -> str:
 def _of_several(boxes: Boxes) -> str:
     """The last of several boxes where all hold one value, or where the words before it take back
     those before; else all."""
-    *others, last = boxes.contents
+    values = list(boxes.contents)
+    if len(values) <= MAX_PARTS:
+        values = [_in_formula(boxes, k) for k in range(len(values))]
+    *others, last = values
     if len(others) < MAX_PARTS and all(_same_value(other, last) for other in others):
         return last
     if _is_one_answer(boxes):
@@ -116,7 +135,32 @@ def _of_several(boxes: Boxes) -> str:
         words = re.findall("[a-z]+", gap.lower())
         if k > 0 and not _TURNING.isdisjoint(words):
             start = k
-    return ", ".join(boxes.contents[start:])
+    return ", ".join(values[start:])
+
+
+def _in_formula(boxes: Boxes, k: int) -> str:
+    r"""The value that box `k` states: its content, or the formula around it, up to the next word,
+    where the box is a part of a single value, as in `the answer is -\boxed{5}`. A digit or a letter
+    that touches the box is a part of it, too, whatever both state together."""
+    content = boxes.contents[k]
+    ends = [match.end() for match in _WORD.finditer(boxes.outside[k]) if match["word"]]
+    starts = [match.start() for match in _WORD.finditer(boxes.outside[k + 1]) if match["word"]]
+    before = boxes.outside[k][max(ends, default=0) :]
+    after = boxes.outside[k + 1][: min(starts, default=None)]
+    if re.search("[0-9]$|(?<![A-Za-z])[a-z]$", before) or re.match("[0-9]", after):
+        return f"{before}{content}{after}"
+    before = before.lstrip(" }$*:=")  # of \\text{The answer is}
+    after = after.rstrip(" $*.,;:!?")
+    dash = before.rstrip() in ("-", "–", "—") and before.endswith(" ")  # of a sentence
+    if dash or re.search(r"\w\s*$", before) or not f"{before}{after}".strip(" $"):
+        return content
+    formula = f"{before} {content} {after}"
+    if len(formula) > READ_CHARS:
+        return content
+    with suppress(Refused):
+        if isinstance(read(normalise(formula)), Quantity):
+            return formula
+    return content
 
 
 def _same_value(a: str, b: str) -> bool:
@@ -130,8 +174,10 @@ def _same_value(a: str, b: str) -> bool:
 def _is_one_answer(boxes: Boxes) -> bool:
     r"""Whether the whole text around the boxes reads as one answer, of which a single box is a part,
     and not as a sentence. The values of other names, as in `a = 3, c = \boxed{5}`, are no part of
-    one answer."""
+    one answer, and neither is the condition of `For n = 4, \boxed{5}`."""
     if not boxes.rest.strip(" .$") or len(boxes.opened) > READ_CHARS:
+        return False
+    if _CONDITION.match(boxes.rest):
         return False
     with suppress(Refused):
         answer = unlabelled(read(normalise(boxes.opened)))

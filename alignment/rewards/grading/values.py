@@ -25,6 +25,8 @@ ENOUGH = 3  # points at which both sides are defined and agree
 AGREED = 5  # points after which no more are tried
 LANDMARKS = 8  # at most, constants around which far points are chosen; quotients of half of them are added
 _SIZES = [Fraction(2) ** k for k in (-7, -3, 3, 5, 8, 12, 18)]  # of far points
+_LARGEST_LANDMARK = Fraction(2) ** 256
+_LANDMARK_DIGITS = 30
 MAX_GAMMAS = 8  # a factorial or binomial of a number that is not whole takes milliseconds
 _NEGLIGIBLE = arb(2) ** -250  # a difference below this, between values below 2^50, counts as rounding
 
@@ -56,7 +58,12 @@ def equal_values(a: Node, b: Node) -> bool | None:
     if agreed == AGREED and not has_branches:
         return True
     landmarks = _landmarks(a, b)
-    branches = 2 * len(_SIZES) + len(landmarks) if has_branches else 0  # points, of every size and between all landmarks
+    branches = 0
+    if has_branches:
+        # At the landmarks, floors step. Many a pair agrees there and nowhere else, so they prove differences alone.
+        if any(_equal_at(a, b, point, field) is False for point in _points_at(landmarks, names)):
+            return False
+        branches = 2 * len(_SIZES) + len(landmarks) + 1  # points of every size, between all landmarks, and beyond the outermost
     far_points = NEAR_POINTS if gammas else FAR_POINTS
     for k, point in enumerate(itertools.islice(_far_points(names, landmarks, seed=repr((b, a))), far_points)):
         if agreed >= AGREED and k >= branches:
@@ -148,6 +155,12 @@ def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
         yield {name: signs[j] * values[j] ** (-1) ** (j + k // 2) for j, name in enumerate(names)}
 
 
+def _points_at(landmarks: list[Fraction], names: list[str]) -> Iterator[dict[str, Fraction]]:
+    """As many points as landmarks; at each every variable is at another one, as far as there are so many."""
+    for k in range(len(landmarks)):
+        yield {name: landmarks[(k + j) % len(landmarks)] for j, name in enumerate(names)}
+
+
 def _far_points(names: list[str], landmarks: list[Fraction], seed: str) -> Iterator[dict[str, Fraction]]:
     """Points without end, in rounds. In a round every variable takes every far value; several variables take them in orders of
     their own, and in every second round in the same one, so that all are small, or large, at once."""
@@ -162,13 +175,15 @@ def _far_points(names: list[str], landmarks: list[Fraction], seed: str) -> Itera
 
 
 def _far_values(landmarks: list[Fraction], rng: random.Random) -> list[Fraction]:
-    """A number of every size with either sign, one between any two neighbouring landmarks, then those close to each of them."""
+    """A number of every size with either sign, one between any two neighbouring landmarks, one beyond the lowest and one beyond
+    the highest, then numbers close to each of them."""
 
     def share() -> Fraction:
         return Fraction(rng.randrange(51, 449), 503)
 
     values = [sign * (1 + share()) * size for size in _SIZES for sign in (1, -1)]
     values += [low + share() * (high - low) for low, high in itertools.pairwise(landmarks)]
+    values += [(1 + share()) * end for end in (landmarks[0], landmarks[-1])]
     for reach in (Fraction(1, 3), Fraction(1)):
         for sign in (1, -1):
             values += [landmark + sign * reach * share() for landmark in landmarks]
@@ -176,19 +191,30 @@ def _far_values(landmarks: list[Fraction], rng: random.Random) -> list[Fraction]
 
 
 def _landmarks(a: Node, b: Node) -> list[Fraction]:
-    """The rational constants of two trees, their quotients, both with either sign, and -1, 0, 1; in order."""
+    """The real constants of two trees, their quotients, both with either sign, and -1, 0, 1; in order. Those that are not
+    rational are there to `_LANDMARK_DIGITS` digits."""
     constants: list[Fraction] = []
     for tree in (a, b):
         for constant in _constants(tree):
-            value = _evaluate(constant, {}, arb)
-            if isinstance(value, fmpq) and 0 < abs(value) < 2**64:
-                size = abs(Fraction(int(value.numerator), int(value.denominator)))
-                if size not in constants:
-                    constants.append(size)
+            size = _size(constant)
+            if size and size not in constants:
+                constants.append(size)
     constants = sorted(constants, reverse=True)[:LANDMARKS]
     quotients = [top / bottom for top, bottom in itertools.permutations(constants[: LANDMARKS // 2], 2)]
     sizes = {Fraction(1), *constants, *quotients}
     return sorted({Fraction(0), *sizes, *(-size for size in sizes)})
+
+
+def _size(constant: Node) -> Fraction | None:
+    """The absolute value of a tree without variables; None where it is none, or beyond `_LARGEST_LANDMARK`."""
+    value = _evaluate(constant, {}, arb)
+    if isinstance(value, fmpq):
+        size = abs(Fraction(int(value.numerator), int(value.denominator)))
+    elif isinstance(value, arb):
+        size = abs(Fraction(value.mid().str(_LANDMARK_DIGITS, radius=False)))
+    else:
+        return None
+    return size if size < _LARGEST_LANDMARK else None
 
 
 def _constants(node: Node) -> list[Node]:

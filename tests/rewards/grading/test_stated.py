@@ -51,6 +51,61 @@ def test_no_part_is_paid_in_either_direction():
             assert time.perf_counter() - start < SECONDS, pair
 
 
+# --- boxes in formulas in sentences ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "states"),
+    [
+        (r"Answer: -\boxed{5}", "-5"),
+        (r"the answer is $-\boxed{5}$.", "-5"),
+        (r"\text{The answer is }-\boxed{5}", "-5"),
+        ("\u7b54\u6848\u662f-\\boxed{5}", "-5"),
+        (r"the answer is \frac{1}{\boxed{5}}", "1/5"),
+        (r"the answer is \sqrt{\boxed{5}}, as said", r"\sqrt{5}"),
+        (r"the answer is \boxed{5}^2", "25"),
+        (r"it equals 10^{\boxed{5}}", "100000"),
+        (r"we get 8 - \boxed{5}", "3"),
+    ],
+)
+def test_a_box_in_a_formula_states_the_formula(answer, states):
+    assert grade(answer, states)
+    assert not grade(answer, "5")
+
+
+@pytest.mark.parametrize("answer", [r"2\boxed{5}", r"\boxed{5}6", r"\boxed{5}0", r"x\boxed{5}", r"the answer is 2\boxed{5}"])
+def test_what_a_digit_or_a_letter_touches_is_no_value_of_its_own(answer):
+    assert not grade(answer, "5")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"The answer is \boxed{5}!",
+        r"answer - \boxed{5}",
+        r"Question 3: \boxed{5}",
+        r"Step 3. \boxed{5}",
+        r"In 1995, \boxed{5}",
+        r"For n = 4, \boxed{5}",
+        r"There are 3 + 2 = \boxed{5} apples",
+        r"2x = 10, so x = \boxed{5}",
+        r"thus a + b = \boxed{5}",
+        r"costs $\boxed{5}$ dollars",
+        r"\Rightarrow \boxed{5}",
+        r"is approximately 5.1 \approx \boxed{5}",
+        r"is **\boxed{5}**",
+        r"is \boxed{5}, not 6",
+        "Hence\n\\boxed{5}\n",
+    ],
+)
+def test_a_box_in_a_sentence_states_its_content(answer):
+    assert grade(answer, "5")
+
+
+def test_a_number_behind_words_is_no_part_of_the_boxed_one():
+    assert grade(r"Question 3 \boxed{1/2}", "1/2")
+
+
 # --- boxes in responses ---------------------------------------------------------------------------
 
 

@@ -96,6 +96,32 @@ def test_equal_values(a, b, equal):
     assert equal_values(parse_expression(a), parse_expression(b)) is equal
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        ("|x - 10^6|", "10^6 - x", False),  # beyond every size that is tried anyway
+        ("|x - 10^{50}|", "10^{50} - x", False),
+        ("|x - 10^{50}|", "|10^{50} - x|", True),
+        (r"|x - 1000\pi|", r"1000\pi - x", False),
+        ("|x - e^{40}|", "e^{40} - x", False),
+        (r"1 + \sqrt{x - 10^{30}}", r"\sqrt{x - 10^{30}} + 1", True),
+        (r"1 + \sqrt{x - e^{60}}", r"\sqrt{x - e^{60}} + 1", True),
+        (r"\ln(x - 10^{40})", r"\ln(x - 10^{41})", False),
+        (r"\lfloor x \rfloor", r"\lceil x \rceil - 1", False),  # at whole numbers alone
+        (r"\lfloor x \rfloor + \lfloor -x \rfloor", "-1", False),
+        (r"\lfloor -x \rfloor", r"-\lceil x \rceil", True),
+        (r"\lfloor 2x \rfloor", r"\lfloor x \rfloor + \lfloor x + \frac{1}{2} \rfloor", True),
+    ],
+)
+def test_branches_and_domains_are_found_at_any_size_and_steps_at_their_places(a, b, equal):
+    assert equal_values(parse_expression(a), parse_expression(b)) is equal
+
+
+def test_agreement_at_special_points_alone_proves_nothing():
+    high = "((x + 1)^{999})^{15}"  # too large to compute but at x = 0 and x = -1, where it is x + 1
+    assert equal_values(parse_expression(high), parse_expression("x + 1")) is not True
+
+
 def test_a_difference_that_only_exact_numbers_show():
     big = "10^{300}"
     assert equal_values(parse_expression(f"{big} + 1"), parse_expression(big)) is False
