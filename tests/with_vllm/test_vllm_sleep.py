@@ -268,7 +268,7 @@ def test_weights_that_came_in_part_are_not_sampled_with(engine):
     engine.sleeps = False
     engine.begin_update()
     with pytest.raises(WeightsDiscarded):
-        vllm._generate(engine, None, [[1]], None, 0)
+        vllm._generate(engine, None, [[1]], [{"n": 1}], 1, 0)
 
 
 def test_vllm_has_what_is_called():

@@ -44,10 +44,12 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
     # No `if __name__ == "__main__"`: the script must not run a second time in the worker.
     script = tmp_path / "command.py"
     script.write_text(
+        "from alignment.policy.loading import load_tokenizer\n"
         "from alignment.sampling.vllm import SamplerConfig, VLLMSampler\n"
         f"print('begun', file=open({str(tmp_path / 'log')!r}, 'a'))\n"
         f"path = {model_path!r}\n"
-        "VLLMSampler(SamplerConfig(path, 'cpu', 'float32', memory_share=0.5), None, context=64)\n"
+        "config = SamplerConfig(path, 'cpu', 'float32', memory_share=0.5)\n"
+        "VLLMSampler(config, load_tokenizer(path), context=64)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = psutil.Popen([sys.executable, str(script)], env=environment)
