@@ -28,7 +28,7 @@ from alignment.policy.layer_split import LayerSplitPolicy
 from alignment.policy.loading import STREAMS, autocast, copy_between, move_activations
 from alignment.policy.packing import ATTENTION, attention_by_layout, pack, send
 from alignment.policy.placement import ModelShape, assign_roles, partition_layers
-from alignment.policy.policy import Objective
+from alignment.policy.policy import Objective, PolicyConfig
 from alignment.training.update import update
 from benchmarks.families import FAMILIES, family_config
 from tests.policy.published_shapes import llama_1b, qwen2_1_5b, qwen3_0_6b
@@ -294,6 +294,7 @@ def split_policy(config: PretrainedConfig, devices: tuple[str, ...], monkeypatch
     with fake:
         policy.model = packed_model(config, device_map, monkeypatch)
     policy.config, policy.devices, policy.dtype, policy.micro_batch_tokens = config, devices, torch.bfloat16, 200
+    policy.policy_config = PolicyConfig("", devices, "bfloat16")
     return policy, fake
 
 
