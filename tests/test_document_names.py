@@ -40,6 +40,7 @@ OTHER_PROGRAMS = {
     "TRL's rewards": {"environments", "log_extra", "log_metric", "reward_weights", "trainer_state"},
     "lm_eval": {"METRIC_stderr"},
     "chat templates": {"im_end", "im_start"},
+    "data sets of messages": {"loss_mask"},
     "MLflow": {"pass_4"},
     "what JSON makes of LaTeX": {"imes", "rac"},
 }
