@@ -12,20 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import DOCUMENTS, ROOT
 
 from alignment.core.losses import CORRECTIONS
 
-ROOT = Path(__file__).parents[1]
-PAGES = (
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "benchmarks/README.md",
-    "benchmarks/decoding.md",
-    "checkpoints/README.md",
-    "dataset/README.md",
-)
-DOCUMENTS = [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 # Names of other programs that a user meets beside ours. None of them stands in our code.
 OTHER_PROGRAMS = {
     "Python": {"async", "def"},

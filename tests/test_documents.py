@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import DOCUMENTS, ROOT
 
 from alignment.__main__ import command_names
 from alignment.args import EvaluateArgs, RLArgs, parse
@@ -21,17 +22,6 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.rewards.rules import find_reward
 
-ROOT = Path(__file__).parents[1]
-PAGES = (
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "benchmarks/README.md",
-    "benchmarks/decoding.md",
-    "checkpoints/README.md",
-    "dataset/README.md",
-)
-DOCUMENTS = [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = {"claims.md", "files.md"}  # looked up, not read: claims' verdicts, and fields of files
 OTHER_PROGRAMS = {"extra", "group", "logdir", "help", "print_config", "middleware"}  # of uv, TensorBoard, commands, vLLM
 OTHER_PROGRAMS |= {

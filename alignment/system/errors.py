@@ -78,6 +78,14 @@ def in_words(error: BaseException) -> str:
     return f"{path}: {fault.lower()}" if path and fault else str(error)
 
 
+def exit_for_users_code(error: BaseException) -> None:
+    """Print one line and exit where code of the user's own has raised `error`; else do nothing."""
+    failure = failure_of_users_code(error)
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+        sys.exit(failure.code)
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. `UserError` and OSError become one line on stderr and exit code 2, `RunStopped` exit code 1;
     Ctrl-C exits with 130, SIGTERM with 143. An OSError (such as a full disk) is the user's to correct: it names the path. So is
@@ -90,11 +98,8 @@ def run_command(main: Callable[[], None]) -> None:
         print(f"error: {' '.join(in_words(error).split())}", file=sys.stderr)
         sys.exit(error.code if isinstance(error, UserError) else 2)
     except SystemExit as error:
-        failure = failure_of_users_code(error)
-        if failure is None:
-            raise
-        print(f"error: {failure}", file=sys.stderr)
-        sys.exit(failure.code)
+        exit_for_users_code(error)
+        raise
     except (Interrupted, Exception) as error:
         stop = error if isinstance(error, Interrupted) else received_signal()  # a library may make another of it
         if stop is None and type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
@@ -102,10 +107,7 @@ def run_command(main: Callable[[], None]) -> None:
             print(f"error: {said}: docs/devices.md says what to do when memory is short", file=sys.stderr)
             sys.exit(1)
         if stop is None:
-            failure = failure_of_users_code(error)
-            if failure is None:
-                raise
-            print(f"error: {failure}", file=sys.stderr)
-            sys.exit(failure.code)
+            exit_for_users_code(error)
+            raise
         print(f"interrupted by {stop}", file=sys.stderr)
         sys.exit(128 + stop.signum)

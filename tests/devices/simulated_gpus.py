@@ -11,6 +11,7 @@ folder `site` beside this file on its PYTHONPATH, and with their number in the v
 """
 
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -20,7 +21,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import torch._dynamo  # which torch imports when a mode first runs, and which must not meet what is replaced here
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -338,6 +338,9 @@ class Stream:
 @contextlib.contextmanager
 def simulated_gpus(number: int) -> Iterator[Claims]:
     """Have this thread's torch see so many GPUs, of 8 GiB each, and check where tensors are."""
+    # torch's compiler has a table of torch's functions, which it makes when something first imports it, PEFT for one: here, before
+    # any of these functions is replaced.
+    importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     claims = Claims(number)
     properties = types.SimpleNamespace(
         name="simulated GPU", total_memory=8 * GIGABYTE, major=9, minor=0, multi_processor_count=1, uuid="0"

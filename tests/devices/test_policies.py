@@ -54,7 +54,7 @@ def train(folder, kind: str, devices: tuple[str, ...], others: str, save_to=None
         policy.save_optimizer(save_to)
         policy.load_optimizer(save_to)
         policy.step(0.0)
-    assert {str(device) for device in map(lambda pair: pair[1].device, policy.weights())} <= set(devices)
+    assert {str(weight.device) for _, weight in policy.weights()} <= set(devices)
     return found | {name: weight.detach().cpu().clone() for name, weight in policy.weights()}
 
 
